@@ -38,7 +38,7 @@ class WheelForOnePlatform(bdist_wheel):
     """A wheel for every Python of one platform: it holds libraries, but none that knows Python."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        """The tag."""
+        """Return the tag."""
         return "py3", "none", super().get_tag()[2]
 
 

@@ -7,7 +7,7 @@ from gradpolicy.commands.cli import main
 
 
 def start() -> int:
-    """Runs the program with the configs beside this file."""
+    """Run the program with the configs beside this file."""
     return main(config_dir=Path(__file__).parent / "conf")
 
 

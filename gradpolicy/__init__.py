@@ -1,4 +1,4 @@
-"""Gradient policies for PyTorch and Lightning: where, what and when the gradient is not the textbook's.
+"""Gradient policies for PyTorch and Lightning: where, what and when to change the gradient.
 
 Example:
     >>> import torch, gradpolicy as gp

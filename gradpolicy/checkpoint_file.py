@@ -1,4 +1,4 @@
-"""Reads one file of a checkpoint: checked for damage, and without running what is in it."""
+"""Read one file of a checkpoint: checked for damage, without running its content."""
 
 import errno
 import io
@@ -16,7 +16,7 @@ import torch
 
 from gradpolicy.errors import PolicyError
 
-# What ends an archive without comment: a record of this size whose last two bytes are the comment's length.
+# The end of an archive without comment: a record of this size whose last two bytes are the comment's length.
 _END_OF_ARCHIVE, _END_SIZE = b"PK\x05\x06", 22
 
 

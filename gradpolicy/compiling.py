@@ -1,4 +1,4 @@
-"""Compile the C sources when the package is installed, else at first use. Nothing depends on a compiler.
+"""Compile the C sources when the package is installed, else at first use.
 
 Only the standard library is used here: `setup.py` runs this file before anything is installed.
 """
@@ -22,7 +22,7 @@ THREAD_FLAGS = ("-fopenmp",)
 """Torch has loaded OpenMP already: its threads are used, none are added. Not every compiler has it."""
 X86_64 = platform.machine().lower() in ("x86_64", "amd64")
 TARGETS: dict[str, tuple[str, ...]] = {"default": ()}
-"""What the C is compiled for, by torch's names of what a processor can do, with the flags of each."""
+"""Compiler flags for each level of processor, by torch's names of these levels."""
 if X86_64:
     TARGETS["avx2"] = ("-mavx2",)
     TARGETS["avx512"] = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")

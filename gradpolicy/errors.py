@@ -1,4 +1,4 @@
-"""The one kind of error that wrong input gives, and the words that help to mend it."""
+"""The error that wrong input raises, and suggestions for its message."""
 
 import difflib
 import inspect

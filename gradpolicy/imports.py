@@ -1,4 +1,4 @@
-"""Imports what a dotted path names, in one place for all that take such a path.
+"""Import the object that a dotted path names.
 
 In a person's own code any importable module may be named. A program that runs configs of others limits this
 with :func:`limited_to`: a path then leads only to what the packages hold that are known or allowed, whatever
@@ -132,7 +132,7 @@ def follow(path: str, packages: tuple[str, ...] | None = None) -> Any:
         packages: It never goes through a module outside of these; None: it may go anywhere.
 
     Raises:
-        PolicyError: If there is no such object, or the path goes elsewhere.
+        PolicyError: If there is no such object, or the path leads to another package.
     """
     first, *parts = path.split(".")
     found: Any = _imported(path, first)

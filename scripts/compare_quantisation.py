@@ -122,7 +122,7 @@ def accuracy(method: str, seed: int, fashion: Path | None) -> float:
 
 
 def main() -> None:
-    """Prints a row a method: mean and sample standard deviation over the seeds."""
+    """Print a row a method: mean and sample standard deviation over the seeds."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

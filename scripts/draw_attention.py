@@ -24,7 +24,7 @@ COUNT = 8
 
 
 def load(run: Path, sampled: bool) -> VisualAttention:
-    """The best model of a run."""
+    """Return the best model of a run."""
     model = VisualAttention(sampled=sampled)
     saved = read_weights(run / "checkpoints" / "best.ckpt")
     prefix = "model."
@@ -35,7 +35,7 @@ def load(run: Path, sampled: bool) -> VisualAttention:
 
 
 def picture(runs: Path, images: torch.Tensor) -> Figure:
-    """A row of images, and two for each variant: the attention, and what was seen."""
+    """Draw a row of images, and two for each variant: the attention, and what was seen."""
     torch.manual_seed(0)
     figure = Figure(figsize=(7.0, 6.4), layout="constrained")
     rows = [("image", images[:, 0])]
@@ -56,7 +56,7 @@ def picture(runs: Path, images: torch.Tensor) -> Figure:
 
 
 def shares(runs: Path, images: torch.Tensor) -> None:
-    """Prints the mean of the masks of every run."""
+    """Print the mean of the masks of every run."""
     for variant, sampled in VARIANTS.items():
         with torch.no_grad():
             means = [
@@ -67,7 +67,7 @@ def shares(runs: Path, images: torch.Tensor) -> None:
 
 
 def main() -> None:
-    """Reads the command line and draws."""
+    """Read the command line and draw."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

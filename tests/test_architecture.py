@@ -66,6 +66,15 @@ def test_the_picture_shows_every_room_and_no_other() -> None:
     assert set(rooms().values()) == set(arrows())
 
 
+@pytest.mark.parametrize("module", MODULES)
+def test_the_first_line_of_a_module_says_in_few_words_what_it_is(module: str) -> None:
+    docstring = ast.get_docstring(ast.parse(MODULES[module].read_text()))
+    assert docstring is not None
+    first, *_ = docstring.splitlines()
+    assert len(first.split()) <= 15
+    assert first.split()[0] not in ("What", "Whether")
+
+
 SHARED_NAMES = {
     "base.py": "what the files of its folder have in common",
     "resume.py": "the subcommand, and what it does by Lightning",

@@ -1,1 +1,1 @@
-"""What `gradpolicy` does: `cli.py` chooses, and each subcommand is a module with a `main`."""
+"""The command `gradpolicy`: `cli.py` chooses, and each subcommand is a module with a `main`."""

@@ -1,4 +1,4 @@
-"""The command `gradpolicy`, which is also ``python -m gradpolicy`` and, in a clone or a project, `train.py`.
+"""The command `gradpolicy`, also run by ``python -m gradpolicy`` and `train.py`.
 
 Only the standard library is imported here: what a subcommand needs is loaded once it is known.
 """
@@ -24,7 +24,7 @@ COMMANDS = {
     "schema": "gradpolicy.commands.schema",
     "sweep": "gradpolicy.commands.sweep",
 }
-# These read configs, so they are told where those lie.
+# These read configs, so they are given the directory of those.
 READ_CONFIGS = ("attribute", "resume", "sweep")
 PLAN = "plan"
 WRONG_INPUT, INTERRUPTED = 2, 130
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None, config_dir: Path | None = None)
     Args:
         arguments: The command line; that of this process unless given.
         config_dir: The directory of configs; those of the package unless given. A file of packages that
-            configs may name (``allowed_targets.txt``) is looked for beside it.
+            configs may name (``allowed_targets.txt``) is searched for beside it.
 
     Returns:
         The exit code: 0, 1 for a failure, 2 for wrong input, 3 for a promise that did not hold, 130 for

@@ -1,4 +1,4 @@
-"""The change of one tensor: which lines changed, their values in the base and the new ones."""
+"""The change of one tensor: its changed lines, with old and new values."""
 
 import math
 from dataclasses import dataclass

@@ -19,7 +19,7 @@ WIRE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": 
 
 @dataclass
 class Traffic:
-    """What one rank has given to the all-reduce.
+    """The buffers that one rank gave to the all-reduce.
 
     Attributes:
         bytes_sent: Bytes of packed gradients.

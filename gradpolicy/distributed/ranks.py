@@ -1,4 +1,4 @@
-"""What freeze policies need of many processes at each step, in any training loop."""
+"""The steps of freeze policies that many processes take together, in any training loop."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Rules at a module as a whole: on what enters or leaves it, or from its output to its input."""
+"""Rules on the inputs and outputs of modules, and rules across a module."""
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

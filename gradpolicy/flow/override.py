@@ -88,7 +88,7 @@ class Block(DispatchMode):
         strict: True if an operation that never runs is an error; otherwise it gives a warning.
     """
 
-    # What messages call the block.
+    # The name of the block in messages.
     subject = "gradient_override"
     # Of an entered copy: the number of checkpoints around it, and True if a backward pass can follow.
     checkpoints: int | None = None

@@ -19,7 +19,7 @@ class ParameterRules:
 
     A module may come to hold another tensor: in a copied module, under FSDP2, which puts the whole parameter
     in the place of the sharded one while the module runs, or by ``torch.func.functional_call``. So each
-    forward looks at what the module holds. A parameter gets the hook, any other tensor an alias with the
+    forward reads what the module holds. A parameter gets the hook, any other tensor an alias with the
     rules.
 
     Args:

@@ -23,7 +23,7 @@ def check_policies(policies: Mapping[str, RulePlacement], locations: Mapping[str
     Raises:
         PolicyError: For two rules for one operation in one module; at one side of a module or on one
             parameter, for a stop beside another policy, or one kind twice; for a rule of an operation that
-            is put elsewhere.
+            is put at another place.
     """
     for name, policy in policies.items():
         _check_rule(name, policy)
@@ -77,7 +77,7 @@ def check_cuts(policies: Mapping[str, RulePlacement]) -> None:
     if stops:
         raise PolicyError(
             f"{' and '.join(stops)} {'cuts' if len(stops) == 1 else 'cut'} the only path of the gradient: "
-            "nothing that trains gets one; cut elsewhere, or let something between the cut and the loss train"
+            "nothing that trains gets one; cut at another place, or train something after the cut"
         )
 
 

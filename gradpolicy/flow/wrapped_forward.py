@@ -1,4 +1,4 @@
-"""The callable that stands in a module's ``forward``, and the state that those of one installation share."""
+"""The callables that replace modules' ``forward``, and the state that they share."""
 
 import functools
 import itertools
@@ -127,7 +127,7 @@ class InstallSession:
             raise _changed("switched, or their schedules went on,")
 
 
-# How often the function below looked: each time it makes a node and runs a backward pass itself.
+# How often the function below ran its probe: each time it makes a node and runs a backward pass itself.
 _looks = itertools.count(1)
 
 

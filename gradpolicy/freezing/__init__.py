@@ -1,4 +1,4 @@
-"""Freeze policies in time: masks at each step, and what the backward pass may leave out."""
+"""Freeze policies over time: masks at each step, and what the backward pass skips."""
 
 from gradpolicy.freezing.freezer import Freezer
 

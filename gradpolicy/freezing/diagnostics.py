@@ -1,4 +1,4 @@
-"""Warnings of tensors that train without a gradient, and of buffers that change in frozen layers."""
+"""Warnings of tensors that train without a gradient, and of changing buffers in frozen layers."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 

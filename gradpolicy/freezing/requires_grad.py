@@ -1,4 +1,4 @@
-"""Turns ``requires_grad`` off for a while, so that the backward pass skips frozen tensors."""
+"""Switch ``requires_grad`` off for a while, so that the backward pass skips frozen tensors."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -20,7 +20,7 @@ _TURNED_OFF = "_gradient_turned_off"
 
 
 class RequiresGrad:
-    """Turns the ``requires_grad`` of parameters off and on again.
+    """Switches the ``requires_grad`` of parameters off and on again.
 
     Parameters whose ``requires_grad`` was off already are never touched. If nothing of an optimizer's
     parameters, which may have a loss of their own, would be left for a backward pass, all of them stay on:

@@ -1,1 +1,1 @@
-"""Tells what policies will do and what they did: the plan, the audit, attributions and pictures."""
+"""Show what policies will do and did: plan, audit, attributions, pictures."""

@@ -1,4 +1,4 @@
-"""Which pixels speak for a class: gradients of a class score with respect to the images.
+"""Attributions: gradients of a class score with respect to the images.
 
 Every method is a function of a model, images and target classes that gives a tensor of the images' shape. The
 model is left as it was: weights, ``.grad``, ``requires_grad`` and training mode.

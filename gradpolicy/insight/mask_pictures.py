@@ -1,4 +1,4 @@
-"""Pictures of masks: a weight's mask as an image, the ages of its entries, its history as a film strip."""
+"""Pictures of masks: a weight's mask, the ages of its entries, its history."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The record of a run: what policies did at each logged step, as a file and as a table.
+"""The record of a run: what policies did at each logged step.
 
 >>> import tempfile
 >>> from pathlib import Path

@@ -1,4 +1,4 @@
-"""A callback that ends a sweep's job if it does not log the metric that is compared."""
+"""A callback that ends a sweep's job if its metric is not logged."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a run prints and logs: its tables, its warnings, its results, the error that ended it."""
+"""The output of a run: tables, warnings, results, and the error that ended it."""
 
 import io
 import logging

@@ -1,4 +1,4 @@
-"""The callback for Hugging Face's Trainer, and for those that are one, such as TRL's SFTTrainer."""
+"""The callback for Hugging Face's Trainer and its subclasses, such as TRL's SFTTrainer."""
 
 from collections.abc import Iterable
 from functools import wraps

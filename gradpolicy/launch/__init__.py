@@ -1,1 +1,1 @@
-"""From the command line to a run: compose, check, plan, fit, test, report. Only this package knows Hydra."""
+"""From the command line to a run: compose, check, plan, fit, test, report."""

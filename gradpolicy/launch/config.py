@@ -42,7 +42,7 @@ class Strict(BaseModel):
 
 
 class Extras(Strict):
-    """What is printed and checked besides the run."""
+    """Output and checks besides the run."""
 
     print_config: bool = False
     plan: bool = True

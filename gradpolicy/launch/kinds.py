@@ -74,7 +74,7 @@ FUNCTIONS: tuple[str, ...] = (
     ),
 )
 
-# These methods make Hugging Face's models and configs too. They are told not to run a repository's code.
+# These methods make Hugging Face's models and configs too, without a repository's code.
 HUGGING_FACE = "transformers"
 HUGGING_FACE_METHODS = ("from_pretrained", "from_config")
 HUGGING_FACE_CLASSES = (
@@ -89,8 +89,8 @@ HANDING_ON = (HUGGING_FACE, "timm")
 
 _ATTENTION = (None, "eager", "flash_attention_2", "flash_attention_3", "flex_attention", "sdpa")
 # Arguments by which a class or function that is allowed loads what is not, a pickle or code; each with the
-# values that a config may give it. They are looked for at any depth of a node's arguments, since many classes
-# hand mappings on, such as `model_args` and `text_config`.
+# values that a config may give it. They are searched for at any depth of a node's arguments, since many
+# classes hand mappings on, such as `model_args` and `text_config`.
 LOADING_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "adapter_kwargs": (None,),
     "allow_all_kernels": (None, False),

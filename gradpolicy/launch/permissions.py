@@ -1,4 +1,4 @@
-"""What only the person who runs the program may set: packages that configs name, and Hydra's part.
+"""Settings that only the command line may give: packages that configs name, Hydra's own part.
 
 A config may come from somebody else. It cannot allow packages: that person names them on the command line, in
 a file beside ``train.py``, or in an environment variable. Nor may it have Hydra import, run or overwrite

@@ -1,4 +1,4 @@
-"""The processes of a run: which one is first, values that all of them share, and the command line of each."""
+"""The processes of a run: their command lines, and values that all of them share."""
 
 import os
 import re

@@ -50,7 +50,7 @@ LOGGER_IDS = {
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a run trains on from.
+    """The checkpoint from which a run goes on or starts.
 
     Args:
         checkpoint: The checkpoint.

@@ -1,4 +1,4 @@
-"""The run directory: one for all processes of a run, removed if the run never began."""
+"""The directory of a run, shared by its processes, and removed if nothing began."""
 
 import fcntl
 import os

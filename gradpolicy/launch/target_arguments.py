@@ -1,4 +1,4 @@
-"""Checks the arguments in a config against the signature of the class or function that gets them.
+"""Check a config's arguments against the signature of the class or function that gets them.
 
 This refuses `trainer.max_epoch` and `optimizer.lr=abc` before anything runs, whatever the `_target_`, and
 needs no second list of arguments.

@@ -1,4 +1,4 @@
-"""Builds the trainer of a run, with the callbacks that every run has, and ends its loggers."""
+"""Build the trainer of a run, with the callbacks that every run has."""
 
 import sys
 from collections.abc import Iterator, Mapping

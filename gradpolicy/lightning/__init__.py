@@ -1,1 +1,1 @@
-"""What knows Lightning: the callback that applies policies, strategies, checkpoints, and guards of a run."""
+"""Policies under Lightning: the callback, strategies, checkpoints, resume, and guards of a run."""

@@ -67,7 +67,7 @@ class GradientPolicies(TrainingPolicies, Callback):
     Raises:
         PolicyError: If an entry is no policy; when the run starts, if a pattern matches nothing, two policies
             contradict each other, or a policy was not installed; after the first batch, if an operation that
-            a policy names was never met.
+            a policy names was never called.
 
     Example:
         >>> import gradpolicy as gp
@@ -240,7 +240,7 @@ class GradientPolicies(TrainingPolicies, Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Check after the first batch that operations were met; measure an update that took place."""
+        """Check after the first batch that operations were called; measure an update that took place."""
         self._check_operations_met("fit", thaws=any(not p.requires_grad for p in pl_module.parameters()))
         updates = self.updates(trainer)
         if self._measures and updates > self._updates_seen:
@@ -252,7 +252,7 @@ class GradientPolicies(TrainingPolicies, Callback):
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *position: int
     ) -> None:
-        """Check after the first batch that every operation was met."""
+        """Check after the first batch that every operation was called."""
         # In a test gradients are recorded only where a callback enables them.
         self._check_operations_met("test", thaws=True)
 

@@ -156,7 +156,7 @@ def _weights(content: Any) -> Mapping[str, Any]:
 
 
 def _check_paths(content: Any) -> None:
-    """Refuse a checkpoint by which Lightning would delete files elsewhere.
+    """Refuse a checkpoint by which Lightning would delete files outside its directory.
 
     Lightning's ModelCheckpoint deletes the checkpoints that its saved state names as outdated: those below
     its own directory, but without following ``..``, and any whose path has a protocol, such as ``local://``.
@@ -242,7 +242,7 @@ def write_checkpoint(content: Any, path: Path) -> None:
         OSError: If it could not be written, naming the newest checkpoint that is left.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # What a killed process was writing.
+    # A file that a killed process was writing.
     for abandoned in path.parent.glob(".*.part"):
         abandoned.unlink(missing_ok=True)
     whole = path.with_name(f".{path.name}.whole") if path.is_dir() else path

@@ -40,7 +40,7 @@ class SaveDelta(Callback):
         self._restored: Path | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep what a training begins with; a run that resumes has begun before."""
+        """Keep the weights at the start of training; a resumed run started before."""
         model = self._module_of(pl_module)
         if trainer.is_global_zero:
             check_replaceable(self.directory / DELTA)

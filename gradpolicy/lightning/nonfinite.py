@@ -1,4 +1,4 @@
-"""Finds where a NaN or an infinity first appeared: in which module, and which policies act there."""
+"""A callback that finds the module in which a NaN or infinity first appeared."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

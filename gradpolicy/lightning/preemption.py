@@ -1,4 +1,4 @@
-"""Saves, requeues the job and exits at SIGTERM or Slurm's warning signal, at the end of the batch."""
+"""A callback that saves and requeues a Slurm job when it is signalled to stop."""
 
 import os
 import shutil

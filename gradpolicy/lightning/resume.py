@@ -1,4 +1,4 @@
-"""Exact resume. All that touches private parts of Lightning is in this file, as read in version 2.6.6.
+"""Exact resume: all that uses private parts of Lightning, as read in version 2.6.6.
 
 Some checkpoints are written after a batch but before its validation, its log row and its counters; others
 after a validation but before the schedulers step. A resumed Lightning guesses from its counters what was

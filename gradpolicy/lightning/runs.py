@@ -1,4 +1,4 @@
-"""Runs in their directories: finds a run, its last and best checkpoint, and its start weights."""
+"""Runs in their directories: find a run, its checkpoints and its start weights."""
 
 import json
 import os

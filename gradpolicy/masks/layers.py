@@ -1,4 +1,4 @@
-"""Layers, found from the names of parameters, and the base class of sources that freeze them."""
+"""Layers, found from parameter names, and the base class of sources that freeze them."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping

@@ -29,7 +29,7 @@ RULES = {
     "gradient": {"drop": "magnitude", "grow_init": "zero", "anneal": "cosine"},
     "random": {"drop": "sign", "grow_init": "random", "anneal": "constant"},
 }
-"""What belongs to each way of growing: RigL's and SET's."""
+"""The settings of each way of growing: RigL's and SET's."""
 DROPS = ("magnitude", "sign")
 INITS = ("zero", "random")
 ANNEALS: dict[str, type[Ramp]] = {"cosine": Cosine, "linear": Linear}

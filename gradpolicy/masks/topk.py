@@ -129,7 +129,7 @@ class TopK(GradientSource):
 
     @property
     def resets_state(self) -> bool:
-        """True if the weights go back to w₀: their optimizer then begins anew."""
+        """Return True if the weights go back to w₀, where their optimizer state is reset."""
         return self._to_rewind
 
     def apply(self) -> None:

@@ -45,7 +45,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
     Any other optimizer steps as it is; afterwards frozen entries and their state are put back. There
 
     - a step count belongs to the whole tensor,
-    - an entry whose state was emptied begins again as at the optimizer's first step: most state at 0, an
+    - an entry whose state was emptied restarts as at the optimizer's first step: most state at 0, an
       anchor such as Prodigy's `p0` at the entry's present value,
     - "drop" frees memory only for tensors that are frozen as a whole.
 

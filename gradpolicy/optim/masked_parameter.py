@@ -1,4 +1,4 @@
-"""One parameter of a MaskedOptimizer: its mask, ages and state, and how a step treats it."""
+"""One parameter of a MaskedOptimizer: its mask, ages, state and step."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Optimizers that no update rule describes: they step, then frozen entries are put back.
 
-The state of torch's own optimizers begins at 0, with few exceptions. What a third party's begins with is
+The state of torch's own optimizers begins at 0, with few exceptions. The initial state of a third party's is
 found by a first step of another optimizer of its class on a small tensor: some state begins as the parameter.
 """
 

@@ -46,7 +46,7 @@ class MaskedZero(MaskedOptimizer):
             )
         super().__init__(inner, frozen_state, bias_correction)
         inner.optim = MaskedOptimizer(inner.optim, frozen_state, bias_correction)
-        # What has never been masked has an age too, which no state here tells.
+        # A parameter that was never masked has an age too, which no state here holds.
         for parameter in (known for group in inner.param_groups for known in group["params"]):
             self._masked[parameter] = self._known(parameter)
         # Loading leaves a second copy of this rank's state there, which nothing reads.

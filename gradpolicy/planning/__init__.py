@@ -1,1 +1,1 @@
-"""The plan: what each policy will touch, found out by one step of a copy of the model."""
+"""The plan: what each policy will touch, found by a step of a copy."""

@@ -1,4 +1,4 @@
-"""The plan: what each policy will touch, by one step of a copy of the model."""
+"""The plan: what each policy will touch, found by a step of a copy."""
 
 import copy
 import functools

@@ -9,7 +9,7 @@ from gradpolicy.rules.registry import Inputs, rule
 
 @rule("gate")
 def gate(grad: Tensor, inputs: Inputs, output: Tensor) -> tuple[Tensor | None, ...] | Tensor:
-    r"""Pass the gradient only where a condition held; elsewhere exact zeros, also for gradients not finite.
+    r"""Pass the gradient only where a condition held, and exact zeros for the rest, gradients not finite too.
 
     ================================== ==============================================================
     forward                            backward

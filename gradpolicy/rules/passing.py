@@ -1,4 +1,4 @@
-"""Rules that pass the gradient on, stop it, multiply it, or add noise to it."""
+"""Rules that pass the gradient on, stop it, multiply it, or add noise."""
 
 from typing import Any
 

@@ -49,7 +49,7 @@ def on_device_of(number: Any, tensor: Tensor) -> Any:
 
 
 def check_above_zero(rule_name: str, key: str, number: Any) -> None:
-    """Refuse a rule's number that is not above 0; what a schedule gives is not looked at.
+    """Refuse a rule's number that is not above 0; values of a schedule are not checked.
 
     Raises:
         PolicyError: Names the rule and the number.

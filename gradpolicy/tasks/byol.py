@@ -1,4 +1,4 @@
-"""BYOL on small images: a network predicts the output of its moving average for another view.
+"""BYOL on small images: a network predicts its moving average's output for another view.
 
 The model contains nothing about gradients. That none goes into the copy is said by a policy, as in
 ``conf/policy/byol.yaml``.

@@ -1,4 +1,4 @@
-"""Files of a data set: found in a local directory, checked, and downloaded if the config says so."""
+"""Files of a data set: found locally or downloaded, and checked."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -211,7 +211,7 @@ def _frozen_backward() -> list[Row]:
 
 
 def _on_two_ranks(work: Callable[[], list[Row]]) -> list[Row]:
-    """Runs the work on two CPU processes; the rows of the first."""
+    """Run the work on two CPU processes; the rows of the first."""
     context = multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:

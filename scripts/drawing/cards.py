@@ -25,24 +25,24 @@ PICTURES: dict[str, Callable[[], Figure]] = {}
 
 
 def picture(draw: Callable[[], Figure]) -> Callable[[], Figure]:
-    """Registers a picture under its function's name."""
+    """Register a picture under its function's name."""
     PICTURES[draw.__name__] = draw
     return draw
 
 
 def passed(rule: str | gp.Rule, x: Tensor, output: Tensor, incoming: float = 1.0) -> Tensor:
-    """The gradient that a rule of one input passes on."""
+    """Return the gradient that a rule of one input passes on."""
     return gp.get_rule(rule)(torch.full_like(x, incoming), (x,), output)
 
 
 def own(forward: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor) -> Tensor:
-    """The operation's own gradient."""
+    """Return the operation's own gradient."""
     point = x.clone().requires_grad_()
     return torch.autograd.grad(forward(point), point, grad)[0]
 
 
 def figure(columns: int, rows: int = 1, width: float = 2.7, height: float = 2.5) -> tuple[Figure, list[Axes]]:
-    """An empty picture with panels side by side."""
+    """Return an empty picture with panels side by side."""
     canvas = Figure(figsize=(width * columns, height * rows), layout="constrained")
     axes = canvas.subplots(rows, columns, squeeze=False)
     return canvas, list(axes.flat)
@@ -96,7 +96,7 @@ def incoming_and_outgoing(axes: Axes, rules: Iterable[tuple[str, gp.Rule, str]])
 
 @picture
 def scale() -> Figure:
-    """The outgoing gradient over the incoming one."""
+    """Draw the outgoing gradient over the incoming one."""
     canvas, (left, right) = figure(2)
     panel(left, "forward: unchanged", y_label="y").plot(X, X, color=FORWARD)
     half, double = (gp.get_rule("scale", factor=factor) for factor in (0.3, 2.0))
@@ -106,7 +106,7 @@ def scale() -> Figure:
 
 @picture
 def reverse() -> Figure:
-    """The outgoing gradient over the incoming one, and the ramp of its factor."""
+    """Draw the outgoing gradient over the incoming one, and the ramp of its factor."""
     canvas, (left, middle, right) = figure(3)
     panel(left, "forward: unchanged", y_label="y").plot(X, X, color=FORWARD)
     incoming_and_outgoing(middle, [("reverse", gp.get_rule("reverse"), BACKWARD)])
@@ -213,7 +213,7 @@ SURROGATES = (
 
 @picture
 def straight_through() -> Figure:
-    """A step, and what each surrogate passes."""
+    """Draw a step, and what each surrogate passes."""
     canvas, panels = figure(5, rows=2, width=1.9, height=1.75)
     steps(panel(panels[0], "forward: sign", "", ""), torch.sign)
     for axes, name in zip(panels[1:], SURROGATES, strict=True):
@@ -299,7 +299,7 @@ def rotation_arrows(axes: Axes) -> None:
 
 @picture
 def gate() -> Figure:
-    """A choice between two branches."""
+    """Draw a choice between two branches."""
     canvas, (left, right) = figure(2)
     condition = X > 0.5
     first, second = X, torch.full_like(X, -0.5)
@@ -315,7 +315,7 @@ def gate() -> Figure:
 
 @picture
 def use_rule() -> Figure:
-    """The rule of the card, registered as its reader would."""
+    """Return the rule of the card, registered as its reader would."""
 
     @gp.rule("card_soft_round")
     def soft_round(

@@ -23,7 +23,7 @@ def panel(
 
 
 def save(picture: Figure | Image.Image, path: Path) -> None:
-    """Saves a picture; a figure with a palette, which keeps it small."""
+    """Save a picture; a figure with a palette, which keeps it small."""
     if isinstance(picture, Image.Image):
         picture.save(path, optimize=True)
         return

@@ -80,7 +80,7 @@ def train(source: gp.masks.MaskSource, steps: int = 60, epoch_of: int = 10, para
 
 
 def by_layer(axes: Axes, course: Course, title: str) -> None:
-    """The share of each layer that trains, by step."""
+    """Draw the share of each layer that trains, by step."""
     panel(axes, title, "step (dark: trains)", baseline=False, size=8)
     axes.imshow(
         torch.tensor(course.shares).T, cmap=TRAINS, vmin=0, vmax=1, aspect="auto", interpolation="none"
@@ -89,14 +89,14 @@ def by_layer(axes: Axes, course: Course, title: str) -> None:
 
 
 def over_time(axes: Axes, course: Course) -> None:
-    """The share of the network that trains."""
+    """Draw the share of the network that trains."""
     panel(axes, "share of the layers' entries that trains", "step", baseline=False, size=8)
     axes.plot(course.total, color=LINE, drawstyle="steps-post")
     axes.set_ylim(-0.03, 1.03)
 
 
 def rates(axes: Axes, course: Course) -> None:
-    """The learning rate of each layer, as a multiple of the optimizer's."""
+    """Draw the learning rate of each layer, as a multiple of the optimizer's."""
     panel(axes, "learning rate, times the optimizer's", "step", baseline=False, size=8)
     for layer, line in zip(course.layers, zip(*course.rates, strict=True), strict=True):
         if any(line):

@@ -1,4 +1,4 @@
-"""Trains the model under the policies of conf/: ``python train.py --help`` says what can be chosen."""
+"""Train the model under the policies of conf/; see ``python train.py --help``."""
 
 import sys
 from pathlib import Path

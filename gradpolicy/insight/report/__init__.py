@@ -1,4 +1,4 @@
-"""A report of one run, or of several beside each other: one HTML file that opens offline."""
+"""A report of one run or several: one HTML file that opens offline."""
 
 from collections.abc import Sequence
 from pathlib import Path

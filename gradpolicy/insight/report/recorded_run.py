@@ -1,4 +1,4 @@
-"""Reads a run directory for a report; a file that is absent or damaged is named, not an error."""
+"""The files of a run, read for its report; absent and damaged ones are named."""
 
 import re
 import shlex

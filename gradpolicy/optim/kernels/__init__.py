@@ -1,4 +1,4 @@
-"""Kernels: operations on entries in memory, in C for CPUs and in torch for all else."""
+"""Kernels: operations on entries in memory, in C for CPUs, else in torch."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ def _update(
     # Inductor vectorises comparisons of floats, not of short integers.
     active = ages.to(torch.float32) > 0
     values = {name: value.to(dtype) for name, value in state.items()}
-    # What comes of a frozen entry's gradient, which may be anything, is thrown away.
+    # The result for a frozen entry, whose gradient may be anything, is thrown away.
     new, updated = rule.update(parameter.to(dtype), gradient.to(dtype), values, settings, own)
     parameter.copy_(torch.where(active, new.to(parameter.dtype), parameter))
     for name, value in updated.items():

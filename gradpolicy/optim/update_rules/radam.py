@@ -27,7 +27,7 @@ class RAdam(Adam):
         limit = 2 / (1 - beta2) - 1
         length = limit - 2 * ages * beta2**ages / correction2
         adapts = length > 5
-        # What stands under the root may be negative before updates adapt; it is thrown away then.
+        # The value under the root may be negative before updates adapt; the result is thrown away then.
         ratio = (length - 4) * (length - 2) * limit / ((limit - 4) * (limit - 2) * length)
         adapted = torch.where(adapts, (correction2 * ratio).clamp(min=0).sqrt(), 0.0)
         return 1 / (1 - beta1**ages), adapted, (~adapts).double()

@@ -31,11 +31,11 @@ class Spirals(LightningDataModule):
         self.batch_size = batch_size
 
     def train_dataloader(self) -> DataLoader:
-        """The training part, shuffled."""
+        """Return the training part, shuffled."""
         return DataLoader(self.parts[0], self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader:
-        """The validation part."""
+        """Return the validation part."""
         return DataLoader(self.parts[1], self.batch_size)
 
     def test_dataloader(self) -> DataLoader:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Classifier(LightningModule):
-    """Tells two classes of points apart.
+    """A classifier of points in the plane.
 
     Args:
         width: The size of the hidden layers.
@@ -28,23 +28,26 @@ class Classifier(LightningModule):
         self.make_optimizer = optimizer
 
     def forward(self, points: Tensor) -> Tensor:
-        """The scores of both classes. The derivative of `round` is zero: a policy lets the gradient pass."""
+        """Return the scores of both classes.
+
+        The derivative of `round` is zero: a policy lets the gradient pass.
+        """
         return self.head(torch.round(self.trunk(points) * self.levels) / self.levels)
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        """The loss of a batch."""
+        """Return the loss of a batch."""
         return self._loss("train", batch)
 
     def validation_step(self, batch: list[Tensor], index: int) -> None:
-        """Logs loss and accuracy."""
+        """Log loss and accuracy."""
         self._loss("val", batch)
 
     def test_step(self, batch: list[Tensor], index: int) -> None:
-        """Logs loss and accuracy."""
+        """Log loss and accuracy."""
         self._loss("test", batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The optimizer; the policies put their masks round it."""
+        """Return the optimizer; the policies put their masks round it."""
         return self.make_optimizer(self.parameters())
 
     def _loss(self, stage: str, batch: list[Tensor]) -> Tensor:

@@ -170,7 +170,7 @@ static int64_t NAME(next_active)(const update_job *j, int64_t b, int64_t last)
     return b;
 }
 
-/* Begins to read a block, which the processor does not foresee behind frozen ones.
+/* Prefetches a block, which the processor does not foresee behind frozen ones.
  * Always inlined: GCC drops calls of a function that does nothing else. */
 static inline __attribute__((always_inline)) void NAME(fetch)(const update_job *j, int64_t b, int64_t own_block)
 {
