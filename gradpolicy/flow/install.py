@@ -203,13 +203,6 @@ class Installed(Displayed):
         """
         self._state(name).observer = observer
 
-    def matched(self) -> dict[str, dict[str, int]]:
-        """For each policy how often its rule was put on each operation, or passed at each location, so far.
-
-        Policies that acted in compiled code are left out, since nobody counts there.
-        """
-        return {state.name: dict(state.seen.matched) for state in self._states if not state.seen.compiled}
-
     @property
     def zeros_passed(self) -> dict[str, tuple[Tensor, int]]:
         """For each measured policy: how many entries of what it let through were 0, and of how many."""

@@ -1,21 +1,17 @@
 """The audit: proof that frozen entries kept their bits and stopped branches got no gradient."""
 
-import platform
-import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning
-import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from gradpolicy.checks import check_choice, check_flag, check_whole
+from gradpolicy.checks import check_choice, check_whole
 from gradpolicy.errors import PromiseError
-from gradpolicy.insight.audit_checks import FlowChecks, FrozenEntries
+from gradpolicy.insight.audit_checks import FrozenEntries, StoppedBranches
 from gradpolicy.insight.run_files import AUDIT, AuditDifference, AuditFile
 from gradpolicy.insight.run_log import say
 from gradpolicy.lightning.callback import GradientPolicies
@@ -33,7 +29,6 @@ class Audit(Callback):
       some entries are remembered, and compared before the mask changes, every few updates, at each
       checkpoint and at the very end, after all other callbacks.
     - What :class:`~gradpolicy.Stop` stops receives exactly zero.
-    - The rule of each flow policy is put on the same operations in every batch that is checked.
 
     At the end it prints one line, such as ``frozen entries: 1,284 intervals, 0 changed``, and writes
     ``audit.json``. Each process checks what it holds; rank 0 writes what all of them counted. A resumed run
@@ -43,10 +38,8 @@ class Audit(Callback):
         directory: Where ``audit.json`` is written; the trainer's own unless given.
         entries: How many random places of each tensor are compared. None (``null`` in YAML) compares all
             frozen entries, also at each change of masks, with a copy of them in the host's memory.
-        every: Frozen entries are compared, and others chosen, at multiples of this many updates. Flow
-            policies are checked as often; in each batch if `entries` is None.
-        operations: Check that rules are put on the same operations in each batch; not for a model whose
-            forward pass differs from batch to batch on purpose.
+        every: Frozen entries are compared, and others chosen, at multiples of this many updates. Stopped
+            branches are checked as often; in each batch if `entries` is None.
         on_difference: ``"stop"`` ends the run, ``"warn"`` gives a warning.
         seed: Seeds the places.
 
@@ -64,7 +57,6 @@ class Audit(Callback):
         *,
         entries: int | None = 4096,
         every: int = 20,
-        operations: bool = True,
         on_difference: str = "stop",
         seed: int = 0,
     ) -> None:
@@ -72,7 +64,6 @@ class Audit(Callback):
         self.directory = directory
         self.entries = None if entries is None else check_whole(f"{key}.entries", entries, least=1)
         self.every = check_whole(f"{key}.every", every, least=1)
-        self.operations = check_flag(f"{key}.operations", operations)
         self.on_difference = check_choice(f"{key}.on_difference", on_difference, ON_DIFFERENCE)
         self.seed = check_whole(f"{key}.seed", seed, least=0)
         self._reset()
@@ -80,12 +71,12 @@ class Audit(Callback):
     def _reset(self) -> None:
         self._policies: GradientPolicies | None = None
         self._frozen: FrozenEntries | None = None
-        self._flow: FlowChecks | None = None
+        self._stopped: StoppedBranches | None = None
         self._before_resuming: AuditFile | None = None
         self._differences: list[AuditDifference] = []
         self._rank = 0
         self._running = False
-        # Updates before this batch, and the flow policies that hold, if it is audited.
+        # Updates before this batch, and the stops that hold, if it is audited.
         self._updates = 0
         self._active: list[str] | None = None
 
@@ -106,38 +97,33 @@ class Audit(Callback):
             self._frozen = FrozenEntries(
                 policies.freezer, entries=self.entries, every=self.every, seed=seed, report=self._report
             )
-        if policies.installed is not None:
-            self._flow = FlowChecks(policies.installed, self._stops(), dict(named_parameters(pl_module)))
+        if policies.installed is not None and (stops := self._stops()):
+            self._stopped = StoppedBranches(policies.installed, stops, dict(named_parameters(pl_module)))
 
     def on_train_batch_start(self, trainer: Trainer, *arguments: Any) -> None:
-        """Find the flow policies that hold, if the batch is audited."""
-        if self._flow is None or self._policies is None:
+        """Find the stops that hold, if the batch is audited."""
+        if self._stopped is None or self._policies is None:
             return
         self._updates, self._active = self._policies.updates(trainer), None
         if self.entries is None or self._updates % self.every == 0:
             now: dict[str, Any] = {"phase": "fit", "step": self._updates, "epoch": trainer.current_epoch}
-            flow_policies = self._policies.flow_policies.items()
-            self._active = [name for name, policy in flow_policies if policy.when.active(**now)]
-            self._flow.begin_batch()
+            self._active = [name for name, stop in self._stops().items() if stop.when.active(**now)]
+            self._stopped.begin()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compare frozen entries where that is due; other callbacks have started the batch by now."""
-        if self._flow is not None and self._active is not None:
-            self._flow.end_backward()
         if self._frozen is not None:
             self._frozen.renew()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *arguments: Any) -> None:
-        """Check what flow policies did in the batch."""
-        if self._flow is None or self._policies is None or self._active is None:
+        """Check what was stopped in the batch."""
+        if self._stopped is None or self._policies is None or self._active is None:
             return
-        if self.operations:
-            self._report(self._flow.end_batch(self._updates, self._active))
         updates = self._policies.updates(trainer)
         if updates > self._updates:
             # Under manual optimization gradients may be gone by now, or those of another loss.
             active = self._active if pl_module.automatic_optimization else ()
-            self._report(self._flow.end_update(updates, active))
+            self._report(self._stopped.end(updates, active))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start intervals, so that a write by another callback at the end of training is found."""
@@ -182,9 +168,9 @@ class Audit(Callback):
         if trainer.state.fn is TrainerFn.FITTING and self.KEY in checkpoint:
             self._before_resuming = AuditFile.model_validate(checkpoint[self.KEY], strict=True)
 
-    def _stops(self) -> list[str]:
+    def _stops(self) -> dict[str, Stop]:
         policies = {} if self._policies is None else self._policies.flow_policies
-        return [name for name, policy in policies.items() if isinstance(policy, Stop)]
+        return {name: policy for name, policy in policies.items() if isinstance(policy, Stop)}
 
     def _stop_watching(self) -> None:
         if self._frozen is not None and self._running:
@@ -210,22 +196,15 @@ class Audit(Callback):
 
     def _own(self, trainer: Trainer) -> AuditFile:
         """Return what this process counted; on rank 0 with what was counted before the run was resumed."""
-        frozen, flow = self._frozen, self._flow
+        frozen, stopped = self._frozen, self._stopped
         own = AuditFile(
             intervals=frozen.intervals if frozen else 0,
             entries=frozen.compared if frozen else 0,
             changed=frozen.changed if frozen else 0,
             sampled=self.entries is not None,
+            stopped_branches=stopped.counts if stopped else {"checked": 0, "nonzero": 0},
             differences=self._differences,
-            versions={
-                "gradpolicy": sys.modules["gradpolicy"].__version__,
-                "torch": torch.__version__,
-                "lightning": lightning.__version__,
-                "python": platform.python_version(),
-            },
         )
-        if flow is not None:
-            own.stopped_branches, own.operations = flow.stopped, flow.operations
         before = self._before_resuming if trainer.is_global_zero else None
         return own if before is None else merged([own, before])
 
@@ -245,18 +224,16 @@ class Audit(Callback):
 
 
 def merged(parts: Sequence[AuditFile]) -> AuditFile:
-    """Return what ranks, or the parts of a resumed run, counted together; versions are those of the first."""
-
-    def total(counts: Sequence[dict[str, int]]) -> dict[str, int]:
-        return {key: sum(each[key] for each in counts) for key in counts[0]}
-
+    """Return what ranks, or the parts of a resumed run, counted together."""
     return AuditFile(
-        **total([each.model_dump(include={"intervals", "entries", "changed"}) for each in parts]),
+        intervals=sum(each.intervals for each in parts),
+        entries=sum(each.entries for each in parts),
+        changed=sum(each.changed for each in parts),
         sampled=parts[0].sampled,
-        stopped_branches=total([each.stopped_branches for each in parts]),
-        operations=total([each.operations for each in parts]),
+        stopped_branches={
+            key: sum(each.stopped_branches[key] for each in parts) for key in ("checked", "nonzero")
+        },
         differences=[difference for each in parts for difference in each.differences],
-        versions=parts[0].versions,
     )
 
 
@@ -271,14 +248,11 @@ def summary(report: AuditFile, *, stops: bool = False) -> str:
         >>> summary(AuditFile(intervals=1284, entries=9000, changed=0, sampled=True))
         'frozen entries: 1,284 intervals, 0 changed'
     """
-    stopped, operations = report.stopped_branches, report.operations
+    stopped = report.stopped_branches
     parts = [f"frozen entries: {_counted(report.intervals, 'interval')}, {report.changed:,} changed"]
     if stopped["checked"] or stops:
         found = f", {stopped['nonzero']:,} not zero" if stopped["checked"] else ""
         parts.append(f"stopped branches: {_counted(stopped['checked'], 'check')}{found}")
-    if operations["checked"]:
-        checks = _counted(operations["checked"], "check")
-        parts.append(f"operations: {checks}, {operations['differing']:,} differing")
     return "; ".join(parts)
 
 

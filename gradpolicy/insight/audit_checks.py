@@ -1,4 +1,4 @@
-"""The checks of the audit: frozen entries, stopped branches, operations."""
+"""The checks of the audit: frozen entries and stopped branches."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -205,14 +205,11 @@ def bits_at(tensor: Tensor, places: Tensor) -> Tensor:
     return tensor.detach().reshape(-1)[places].view(torch.uint8).view(len(places), -1)
 
 
-class FlowChecks:
-    """Checks flow policies in the batches that are audited; compiled code is left out.
+class StoppedBranches:
+    """Checks that what :class:`gradpolicy.Stop` stops receives exactly zero; compiled code is left out.
 
-    - What :class:`gradpolicy.Stop` stops receives exactly zero: what leaves a cut in the graph requires no
-      gradient, what is passed on under ``mode="zero"`` is zero, and parameters that are stopped themselves
-      (``params=``) have no gradient, or zeros.
-    - The rule of each policy is put on the same operations and places in every batch as in the first one in
-      which the policy holds.
+    What leaves a cut in the graph requires no gradient, what is passed on under ``mode="zero"`` is zero, and
+    parameters that are stopped themselves (``params=``) have no gradient, or zeros.
 
     Args:
         installed: The flow policies.
@@ -220,20 +217,14 @@ class FlowChecks:
         named: The model's parameters by name.
 
     Attributes:
-        stopped: The checks of stopped gradients, and how many were not zero.
-        operations: The comparisons of operations, and how many differed.
+        counts: The checks, and how many found a gradient that was not zero.
     """
 
     def __init__(self, installed: Installed, stops: Iterable[str], named: Mapping[str, Tensor]) -> None:
-        self.stopped = {"checked": 0, "nonzero": 0}
-        self.operations = {"checked": 0, "differing": 0}
-        self._installed = installed
+        self.counts = {"checked": 0, "nonzero": 0}
         self._checking = False
         # In this batch: the policy, the place, and how many entries or tensors are not as they should be.
         self._found: list[tuple[str, str, int | Tensor]] = []
-        self._before: dict[str, dict[str, int]] = {}
-        self._after: dict[str, dict[str, int]] = {}
-        self._first: dict[str, dict[str, int]] = {}
         rows = {row.name: row for row in installed.report().rows}
         self._parameters = [
             (policy, name, named[name]) for policy in stops for name in rows[policy].parameters
@@ -241,11 +232,10 @@ class FlowChecks:
         for policy in stops:
             installed.observe(policy, self)
 
-    def begin_batch(self) -> None:
+    def begin(self) -> None:
         """Start to check a batch."""
         self._checking = True
         self._found.clear()
-        self._before, self._after = self._installed.matched(), {}
 
     def cut(self, policy: str, location: str, results: Any) -> None:
         """Check what leaves a cut."""
@@ -258,45 +248,12 @@ class FlowChecks:
             place = "the gradient that it lets through"
             self._found += [(policy, place, each.count_nonzero()) for each in gradients if each is not None]
 
-    def end_backward(self) -> None:
-        """Count the operations of the batch after a backward pass."""
-        self._after = self._installed.matched()
-
-    def end_batch(self, step: int, active: Collection[str]) -> list[AuditDifference]:
-        """Compare the operations of a batch with those of the first one.
-
-        Args:
-            step: Updates taken before the batch.
-            active: The flow policies that hold in this batch.
-        """
-        differences = []
-        for policy in active:
-            if policy not in self._before or policy not in self._after:
-                continue
-            before, after = self._before[policy], self._after[policy]
-            calls = {
-                place: n - before.get(place, 0) for place, n in after.items() if n > before.get(place, 0)
-            }
-            first = self._first.setdefault(policy, calls)
-            self.operations["checked"] += 1
-            if calls != first:
-                self.operations["differing"] += 1
-                place = next(each for each in (*first, *calls) if calls.get(each) != first.get(each))
-                now, then = calls.get(place, 0), first.get(place, 0)
-                message = (
-                    f"policy.{policy}: its rule was put on {place} {now} times in the batch before update "
-                    f"{step + 1}, and {then} times in the first; where the forward pass differs from batch "
-                    "to batch on purpose, set callbacks.audit.operations=false"
-                )
-                differences.append(_of_policy(policy, place, "operations", abs(now - then), step, message))
-        return differences
-
-    def end_update(self, step: int, active: Collection[str]) -> list[AuditDifference]:
+    def end(self, step: int, active: Collection[str]) -> list[AuditDifference]:
         """Check stopped gradients after an update.
 
         Args:
             step: Updates taken so far.
-            active: The flow policies that held, if the parameters still have their gradients.
+            active: The policies that held, if the parameters still have their gradients.
         """
         self._checking = False
         for policy, name, parameter in self._parameters:
@@ -304,18 +261,19 @@ class FlowChecks:
                 gradient = parameter.grad
                 wrong = 0 if gradient is None else local_shard(gradient).count_nonzero()
                 self._found.append((policy, name, wrong))
-        differences = []
-        for policy, place, wrong in self._found:
-            if count := int(wrong):
-                message = (
-                    f"policy.{policy}: {place} is stopped, and got a gradient that is not zero in {count} "
-                    f"entries in update {step}"
-                )
-                differences.append(_of_policy(policy, place, "gradient", count, step, message))
-        self.stopped["checked"] += len(self._found)
-        self.stopped["nonzero"] += len(differences)
+        differences = [
+            AuditDifference(
+                tensor=place,
+                what="gradient",
+                policy=policy,
+                count=count,
+                step=step,
+                message=f"policy.{policy}: {place} is stopped, and got a gradient that is not zero in "
+                f"{count} entries in update {step}",
+            )
+            for policy, place, wrong in self._found
+            if (count := int(wrong))
+        ]
+        self.counts["checked"] += len(self._found)
+        self.counts["nonzero"] += len(differences)
         return differences
-
-
-def _of_policy(policy: str, place: str, what: str, count: int, step: int, message: str) -> AuditDifference:
-    return AuditDifference(tensor=place, what=what, policy=policy, count=count, step=step, message=message)

@@ -63,9 +63,9 @@ class AuditDifference(BaseModel):
 
     Attributes:
         tensor: The parameter or place.
-        what: ``"weight"``, ``"state <name>"``, ``"gradient"`` or ``"operations"``.
+        what: ``"weight"``, ``"state <name>"`` or ``"gradient"``.
         policy: The policies on it.
-        count: Entries that changed or were not zero; calls there were too many or too few.
+        count: Entries that changed or were not zero.
         step: Updates when it was found.
         rank: The process that found it.
         indices: The first entries; of a sharded parameter within the part of that process.
@@ -91,9 +91,7 @@ class AuditFile(BaseModel):
         changed: How many of these had changed.
         sampled: True if random places were compared, False if all.
         stopped_branches: ``checked``: checks of stopped gradients; ``nonzero``: those that were not zero.
-        operations: ``checked``: comparisons of the operations of a batch; ``differing``: those that differed.
         differences: The promises that did not hold.
-        versions: Versions of the libraries.
     """
 
     intervals: Count
@@ -101,9 +99,7 @@ class AuditFile(BaseModel):
     changed: Count
     sampled: bool
     stopped_branches: dict[str, Count] = {"checked": 0, "nonzero": 0}
-    operations: dict[str, Count] = {"checked": 0, "differing": 0}
     differences: list[AuditDifference] = []
-    versions: dict[str, str] = {}
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,13 @@ def write_run(
     write_json(directory / "audit.json", audit())
     write_json(
         directory / "run.json",
-        {"task": "train", "kind": "run", "started": 1.7e9, "directory": str(directory)},
+        {
+            "task": "train",
+            "kind": "run",
+            "started": 1.7e9,
+            "directory": str(directory),
+            "versions": {"torch": "2.11.0", "gradpolicy": "0.1.0"},
+        },
     )
     write_json(
         directory / "result.json",
@@ -123,9 +129,7 @@ def audit() -> dict[str, Any]:
         "changed": 0,
         "sampled": True,
         "stopped_branches": {"checked": 60, "nonzero": 0},
-        "operations": {"checked": 60, "differing": 0},
         "differences": [],
-        "versions": {"torch": "2.11.0", "gradpolicy": "0.1.0"},
     }
 
 

@@ -192,7 +192,6 @@ def test_a_stopped_branch_gets_exactly_zero(fit, mode, capsys):
     report = fit({"cut": gp.Stop(mode, modules="head")}, audit=FULL)
     assert report["stopped_branches"]["checked"] >= 12
     assert report["stopped_branches"]["nonzero"] == 0
-    assert report["operations"] == {"checked": 12, "differing": 0}
     assert "stopped branches" in capsys.readouterr().out
 
 
@@ -210,7 +209,6 @@ def test_under_manual_optimization_the_cuts_are_looked_at(fit, two_layers, mode)
     two_layers.training_step = training_step
     report = fit({"cut": gp.Stop(mode, modules="head")}, audit=FULL)
     assert report["stopped_branches"] == {"checked": 12, "nonzero": 0}
-    assert report["operations"] == {"checked": 12, "differing": 0}
 
 
 def test_a_stop_that_compiled_code_hides_is_said_to_be_unchecked(fit, two_layers, capsys):
@@ -232,27 +230,12 @@ def test_a_gradient_of_a_stopped_parameter_is_found(fit, tmp_path):
     assert (found["tensor"], found["what"], found["count"], found["step"]) == ("head.bias", "gradient", 2, 4)
 
 
-@pytest.mark.parametrize("act", ["switch", "unwrap"])
-def test_a_policy_that_no_longer_acts_is_found(fit, tmp_path, act):
-    def switch(trainer, pl_module):
-        trainer.callbacks[1].installed.set_active("cut", False)
-
-    def unwrap(trainer, pl_module):
-        del pl_module.head.forward
-
-    doing = Meddler({"switch": switch, "unwrap": unwrap}[act], "on_train_batch_start")
-    with pytest.raises(PolicyError, match=r"policy\.cut: .*head.* 0 times .* and 1 times in the first"):
-        fit({"cut": gp.Stop(modules="head")}, doing, audit=FULL)
-    assert written(tmp_path)["operations"]["differing"] == 1
-
-
 def test_policies_that_come_and_go_by_their_schedule_are_no_difference(fit):
     policies = {
         "cut": gp.Stop(modules="head", when=gp.When(start=2, stride=3)),
         "round": gp.StraightThrough(ops=["round"], when=gp.When(stride=2)),
     }
     report = fit(policies, audit=FULL)
-    assert report["operations"]["checked"] > 6
     assert report["stopped_branches"]["checked"] > 3
     assert report["differences"] == []
 

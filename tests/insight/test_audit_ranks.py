@@ -84,7 +84,6 @@ def test_one_file_tells_of_both_ranks(two_layers, loader, make_trainer, tmp_path
     report = json.loads((tmp_path / "audit.json").read_text())
     # Four tensors, each for the first update and the second, on two ranks; and what changed after these.
     assert report["intervals"] == 4 * 2 * 2 + planted
-    assert report["operations"] == {"checked": 2 * 2, "differing": 0}
     assert report["changed"] == planted
     assert [(each["tensor"], each["rank"]) for each in report["differences"]] == (
         [("trunk.0.weight", 1)] if planted else []

@@ -16,9 +16,7 @@ def test_a_run_says_that_nothing_frozen_changed(train, audit) -> None:
     report = audit_of(ended)
     assert report["sampled"] is (audit == "sampled")
     assert report["intervals"] > 0
-    assert (
-        report["changed"] == report["stopped_branches"]["nonzero"] == report["operations"]["differing"] == 0
-    )
+    assert report["changed"] == report["stopped_branches"]["nonzero"] == 0
     assert re.search(rf"frozen entries: {report['intervals']} intervals?, 0 changed", ended.out)
 
 
@@ -35,7 +33,6 @@ def test_a_resumed_run_counts_on(train, tmp_path) -> None:
     first = json.loads((tmp_path / "one" / "audit.json").read_text())
     train(*settings, "trainer.max_epochs=2", "ckpt_path=last")
     second = json.loads((tmp_path / "one" / "audit.json").read_text())
-    assert second["operations"]["checked"] == 2 * first["operations"]["checked"] > 0
     assert second["intervals"] > first["intervals"] > 0
     assert second["changed"] == 0
 

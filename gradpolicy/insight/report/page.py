@@ -77,9 +77,9 @@ def detail(run: Run, pictures_bytes: int) -> dict[str, Any]:
             pictures[title] = inlined(path, pictures_bytes // len(run.pictures))
         except (OSError, UnidentifiedImageError) as error:
             unreadable[path.name] = f"cannot be read: {error}"
-    stopped, operations = (run.audit.get(key, {}) for key in ("stopped_branches", "operations"))
-    faults = run.audit.get("changed", 0) + stopped.get("nonzero", 0) + operations.get("differing", 0)
-    checked = run.audit.get("intervals", 0) + stopped.get("checked", 0) + operations.get("checked", 0)
+    stopped = run.audit.get("stopped_branches", {})
+    faults = run.audit.get("changed", 0) + stopped.get("nonzero", 0)
+    checked = run.audit.get("intervals", 0) + stopped.get("checked", 0)
     return {
         "run": run,
         "changed": config_differences([run.defaults, run.config])[:ROWS]

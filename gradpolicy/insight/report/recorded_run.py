@@ -158,7 +158,7 @@ def read_run(directory: Path, name: str | None = None) -> Run:
         audit=audit,
         started=datetime.fromtimestamp(began["started"]).strftime("%d %b %Y, %H:%M") if began else "",
         warnings=list(dict.fromkeys(warnings)),
-        versions={**audit.get("versions", {}), **began.get("versions", {})},
+        versions=began.get("versions", {}),
         pictures=_find_pictures(directory),
         missing=missing,
     )
