@@ -8,7 +8,7 @@ here are about its derivative ``J = ∂g/∂θ``, by its products with vectors.
 - *A rule acts*: J is that of the gradient with the rule, which need not be symmetric. Autograd through the
   backward pass would not give it, since the rule would act in both passes. So it is taken by central
   differences, ``J v ≈ (g(θ + h v) − g(θ − h v)) / 2h`` with ``h = u^(1/3) · max(1, ‖θ‖) / ‖v‖``. They
-  stand in too where autograd has no second derivative: in compiled code, under FSDP2, for some kernels.
+  stand in too where autograd has no second derivative: in compiled code, for some kernels.
 
 u is the rounding unit of the parameters' dtype (``torch.finfo(dtype).eps``; the coarsest if they differ). The
 power 1/3 balances the error of the formula, of order h², against that of rounding, of order u/h: Nocedal and
@@ -24,9 +24,9 @@ What holds for every function here:
   that dropout leaves out the same units, and with the same buffers in each module that it calls. Afterwards
   parameters, their ``.grad``, buffers and generators are as before, bit for bit, also if the loss raises.
   Random numbers of Python and NumPy, and whatever else the loss changes, are its own affair.
-- Parameters may be sharded (DTensor, FSDP2); name all parameters of a sharded model then. Random vectors
-  come from the generator that is given, or from one seeded by torch's default generator: its state must be
-  the same on every process. Under DDP each process sees the gradient of its own loss.
+- Random vectors come from the generator that is given, or from one seeded by torch's default generator: its
+  state must be the same on every process. Under DDP each process sees the gradient of its own loss.
+- Sharded parameters (DTensor, FSDP2) are refused: use a copy of the model in one process.
 """
 
 import math
@@ -43,7 +43,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from gradpolicy.checks import check_whole
 from gradpolicy.errors import PolicyError, shown, unknown
 from gradpolicy.flow.rule_state import rule_uses
-from gradpolicy.tensors.sharding import full_tensor, is_sharded, shard_like
+from gradpolicy.tensors.sharding import is_sharded
 
 Loss = Callable[[], Tensor]
 Named = Mapping[str, Tensor]
@@ -294,8 +294,6 @@ class _GradientField:
     @cached_property
     def _graph(self) -> dict[str, Tensor] | None:
         """The gradient with its graph; None if a rule acted, or the graph leads nowhere."""
-        if any(map(is_sharded, self.parameters.values())):
-            return None
         before = rule_uses()
         with self.moved({}):
             gradient = self.gradient(create_graph=True)
@@ -320,7 +318,7 @@ class _GradientField:
         return {name: (ahead[name] - behind[name]) / (2 * step) for name in self.parameters}
 
     def like_parameters(self, key: str, given: Named) -> dict[str, Tensor]:
-        """Check tensors that are given by parameter name, and shard them as the parameters are."""
+        """Check tensors that are given by parameter name."""
         for name, tensor in given.items():
             if name not in self.parameters:
                 raise unknown("parameter", name, self.parameters, key=f"curvature: {key}")
@@ -329,17 +327,13 @@ class _GradientField:
                     f"curvature: {key}[{name!r}] has shape {tuple(tensor.shape)}, the parameter"
                     f" {tuple(self.parameters[name].shape)}"
                 )
-        return {
-            name: tensor if is_sharded(tensor) else shard_like(tensor, self.parameters[name])
-            for name, tensor in given.items()
-        }
+        return dict(given)
 
     def random(self, draw: Callable[..., Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return random tensors in the place of the parameters, the same however these are sharded."""
+        """Return random tensors in the place of the parameters, the same on every device."""
+        device = generator.device
         return {
-            name: shard_like(
-                draw(value.shape, generator=generator, device=generator.device, dtype=value.dtype), value
-            )
+            name: draw(value.shape, generator=generator, device=device, dtype=value.dtype).to(value.device)
             for name, value in self.values.items()
         }
 
@@ -366,8 +360,6 @@ class _GradientField:
             raise PolicyError(f"curvature: the loss must be a scalar tensor, got {shown(loss)}")
         if not loss.requires_grad:
             raise PolicyError("curvature: no gradient flows from the loss to any parameter")
-        if any(map(is_sharded, self.parameters.values())):
-            return _gradient_by_backward(loss, self.parameters)
         gradients = torch.autograd.grad(
             loss,
             list(self.parameters.values()),
@@ -376,22 +368,6 @@ class _GradientField:
             materialize_grads=True,
         )
         return dict(zip(self.parameters, gradients, strict=True))
-
-
-def _gradient_by_backward(loss: Tensor, parameters: Named) -> dict[str, Tensor]:
-    """Return the gradient under FSDP2: its graph ends in whole parameters, and a hook fills ``.grad``."""
-    before = {name: parameter.grad for name, parameter in parameters.items()}
-    try:
-        for parameter in parameters.values():
-            parameter.grad = None
-        loss.backward()
-        return {
-            name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            for name, parameter in parameters.items()
-        }
-    finally:
-        for name, parameter in parameters.items():
-            parameter.grad = before[name]
 
 
 def _ends_in_errors(gradients: Iterable[Tensor]) -> bool:
@@ -433,6 +409,11 @@ def _check_parameters(parameters: Named) -> None:
     for name, parameter in parameters.items():
         if not parameter.requires_grad or not parameter.is_leaf:
             raise PolicyError(f"curvature: parameters[{name!r}] must be a leaf tensor that requires grad")
+        if is_sharded(parameter):
+            raise PolicyError(
+                f"curvature: parameters[{name!r}] is sharded, which is not supported: use a copy of the model"
+                " in one process"
+            )
 
 
 def _given_or_seeded(generator: torch.Generator | None) -> torch.Generator:
@@ -446,7 +427,7 @@ def _random_signs(shape: torch.Size, **how: Any) -> Tensor:
 
 def _dot(one: Named, other: Named) -> float:
     """Return the inner product over all parameters, in float64."""
-    return sum(float(full_tensor((one[name].double() * other[name].double()).sum())) for name in one)
+    return sum(float((one[name].double() * other[name].double()).sum()) for name in one)
 
 
 def _norm(vector: Named) -> float:
