@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.imports import limited_to
-from gradpolicy.insight.attribution import METHODS, Attribution, find_convolution, get_method, predict
+from gradpolicy.insight.attribution import METHODS, Attribution, get_method, predict
 from gradpolicy.insight.pictures import Sample, picture_grid, save_overlay
 from gradpolicy.insight.run_log import quieter, replace_unencodable
 from gradpolicy.launch.app import parse_command_line
@@ -33,7 +33,7 @@ from gradpolicy.launch.run import Subject, build_subject
 from gradpolicy.lightning.checkpoints import check_fits, read_weights
 from gradpolicy.lightning.runs import find_checkpoint
 from gradpolicy.policies import Deconv, FlowPolicy, Guided, Policy, StraightThrough
-from gradpolicy.tasks.images import ImageShape, find_images, images_of, read_image, warn_of_shrunk
+from gradpolicy.tasks.images import ImageShape, find_images, images_of, read_image
 
 PARTS = ("data", "model", "policy")
 GRID = 64
@@ -116,13 +116,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--count", type=int, default=16, help=f"how many images at most {default}")
     add("--target", type=int, help="the number of the class to explain (default: the predicted class)")
     add("--output", help="where the pictures go (default: attributions/METHOD in the run directory)")
-    add("--columns", type=int, default=4, help=f"images in a row of the grid {default}")
     add("--batch_size", type=int, default=8, help=f"images at once {default}")
     add("--device", default="auto", help=f"cpu, cuda, … {default}")
-    add("--samples", type=int, default=25, help=f"smoothgrad: noisy copies of an image {default}")
-    noise = f"smoothgrad: their noise, as a share of the image's range {default}"
-    add("--noise", type=float, default=0.15, help=noise)
-    add("--layer", help="guided_gradcam: the name of the convolution (default: the last one)")
     add("--allowed_targets", help="packages of yours that the run's config may name, as for train.py")
     debug = "show where in the code an error came from"
     add("--debug", nargs="?", const="true", default="false", choices=("true", "false"), help=debug)
@@ -140,7 +135,7 @@ def read_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> a
     options = parse_command_line(parser, words)
     if options.ckpt_path is None:
         raise PolicyError("ckpt_path: name a checkpoint, a run directory, or the last run: ckpt_path=last")
-    for name in ("count", "columns", "batch_size"):
+    for name in ("count", "batch_size"):
         if getattr(options, name) < 1:
             raise PolicyError(f"{name}: {getattr(options, name)} given, at least 1 needed")
     return options
@@ -164,7 +159,7 @@ def attribute(options: argparse.Namespace) -> Path:
     if output is None and len(methods) == 1:
         base /= names[0]
     for name, method in methods.items():
-        bound = _with_settings(method, name, explained, options)
+        bound = partial(method, policies=explained.policies)
         attribute_by(name, bound, explained, options, base / name if len(methods) > 1 else base)
     return base
 
@@ -182,7 +177,7 @@ def attribute_by(
             save_overlay(sample, directory / f"{picture.name}.png")
         drawn += samples[: GRID - len(drawn)]
     title = f"{name}: which pixels speak for the class · {explained.run.name}"
-    picture_grid(drawn, title, options.columns).savefig(directory / "grid.png")
+    picture_grid(drawn, title).savefig(directory / "grid.png")
 
 
 def load_run(options: argparse.Namespace) -> Explained:
@@ -229,23 +224,10 @@ def model_policies(policies: Iterable[Policy]) -> tuple[FlowPolicy, ...]:
     )
 
 
-def _with_settings(
-    method: Attribution, name: str, explained: Explained, options: argparse.Namespace
-) -> Attribution:
-    """Bind a method's own settings and the model's policies."""
-    own: dict[str, Any] = {}
-    if name == "smoothgrad":
-        own = {"samples": options.samples, "noise": options.noise}
-    elif name == "guided_gradcam":
-        own = {"layer": find_convolution(explained.model, options.layer)}
-    return partial(method, policies=explained.policies, **own)
-
-
 def _pictures(explained: Explained, options: argparse.Namespace) -> Iterator[Picture]:
     """Yield the images one after the other, so that memory does not grow with their number."""
     if options.images != "test":
         paths = find_images(Path(options.images))[: options.count]
-        warn_of_shrunk(paths, explained.shape)
         stems = [path.stem for path in paths]
         for path in paths:
             name = path.stem if stems.count(path.stem) == 1 else path.name

@@ -1,6 +1,5 @@
 """Pictures from files, as tensors of the shape that a model takes."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,10 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError, warn_user
+from gradpolicy.errors import PolicyError
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 MODES = {1: "L", 3: "RGB"}
-RECOGNISABLE = 64
-"""Pixels a side, below which photographs are hardly recognised."""
-SHRUNK = 4
-"""The factor by which a picture must be shrunk for a warning."""
 
 
 @dataclass(frozen=True)
@@ -100,27 +95,3 @@ def read_image(path: Path, shape: ImageShape) -> Tensor:
     fitted = ImageOps.fit(upright, (shape.width, shape.height), Image.Resampling.BICUBIC)
     pixels = torch.from_numpy(np.array(fitted, dtype=np.float32) / 255)
     return pixels.view(shape.height, shape.width, shape.channels).permute(2, 0, 1).contiguous()
-
-
-def warn_of_shrunk(paths: Sequence[Path], shape: ImageShape) -> None:
-    """Warn of pictures that a small model gets shrunk to a quarter of their size or less.
-
-    Args:
-        paths: The pictures.
-        shape: The shape that the model takes.
-    """
-    if min(shape.height, shape.width) >= RECOGNISABLE:
-        return
-    for path in paths:
-        try:
-            with Image.open(path) as picture:
-                width, height = picture.size
-        except (UnidentifiedImageError, OSError):
-            continue  # it is refused when it is read
-        if min(height / shape.height, width / shape.width) >= SHRUNK:
-            warn_user(
-                f"images: {path.name} is shrunk from {width} × {height} to the model's {shape.width} × "
-                f"{shape.height} pixels, in which hardly anything is recognised; give pictures of what the "
-                "model was trained on"
-            )
-            return

@@ -64,12 +64,7 @@ def photographs(tmp_path: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["guided", "deconv", "gradient", "smoothgrad", "guided_gradcam"])
 def test_each_method_writes_overlays_and_a_grid(method: str, run: Path, tmp_path: Path) -> None:
-    arguments = [
-        f"ckpt_path={run}/checkpoints/last.ckpt",
-        f"method={method}",
-        f"output={tmp_path}",
-        "samples=2",
-    ]
+    arguments = [f"ckpt_path={run}/checkpoints/last.ckpt", f"method={method}", f"output={tmp_path}"]
     assert main([*arguments, "images=test", "count=3"]) == 0
     pictures = ["grid.png", "test_0000.png", "test_0001.png", "test_0002.png"]
     assert sorted(path.name for path in tmp_path.iterdir()) == pictures
@@ -81,12 +76,6 @@ def test_pictures_of_a_directory_are_brought_to_the_size_of_the_model(run: Path,
     assert main([f"ckpt_path={run}", f"images={photographs}"]) == 0
     written = {path.name for path in (run / "attributions" / "guided").iterdir()}
     assert written == {"grid.png", "wide.png", "tall.png"}
-
-
-def test_photographs_for_a_model_of_small_pictures_are_warned_of(run: Path, tmp_path: Path) -> None:
-    Image.new("RGB", (64, 48)).save(tmp_path / "photograph.png")
-    with pytest.warns(UserWarning, match=r"photograph.png is shrunk from 64 × 48 .* 8 × 8"):
-        main([f"ckpt_path={run}", f"images={tmp_path}", f"output={tmp_path / 'out'}"])
 
 
 def test_several_methods_have_a_directory_each(run: Path, tmp_path: Path) -> None:
@@ -166,13 +155,13 @@ def test_one_class_can_be_asked_for(run: Path, tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["ckpt_path=epoch=3.ckpt", "count=5", "noise=0.5", "debug=true"],
-        ["--ckpt_path", "epoch=3.ckpt", "--count=5", "--noise", "0.5", "--debug"],
+        ["ckpt_path=epoch=3.ckpt", "count=5", "debug=true"],
+        ["--ckpt_path", "epoch=3.ckpt", "--count=5", "--debug"],
     ],
 )
 def test_options_are_read_by_their_types_in_both_forms(arguments: list[str]) -> None:
     options = vars(read_options(make_parser(), arguments))
-    given = {"ckpt_path": "epoch=3.ckpt", "count": 5, "noise": 0.5, "debug": "true"}
+    given = {"ckpt_path": "epoch=3.ckpt", "count": 5, "debug": "true"}
     assert options == {**vars(make_parser().parse_args([])), **given}
 
 
@@ -199,7 +188,6 @@ def wrong_inputs(run: Path, photographs: Path, tmp_path: Path) -> dict[str, tupl
         "no images": ([checkpoint, f"images={tmp_path}/empty"], "holds no picture"),
         "broken image": ([checkpoint, f"images={tmp_path}/broken.png"], "cannot be read as a picture"),
         "target": ([checkpoint, "target=10"], "classes 0 to 9, 10 given"),
-        "layer": ([checkpoint, "method=guided_gradcam", "layer=trnk"], "unknown module 'trnk'"),
         "device": ([checkpoint, "device=abacus"], "device: 'abacus' cannot be used"),
         "output": (
             [checkpoint, f"output={photographs}"],
@@ -241,7 +229,7 @@ def stray(run: Path, tmp_path: Path) -> Path:
 
 
 CASES = ("form", "name", "method", "type", "number", "no run", "checkpoint", "no config", "images")
-MORE_CASES = ("no images", "broken image", "target", "layer", "device", "output")
+MORE_CASES = ("no images", "broken image", "target", "device", "output")
 
 
 @pytest.mark.parametrize("case", CASES + MORE_CASES)
