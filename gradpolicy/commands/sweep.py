@@ -281,23 +281,14 @@ def as_override(node: Mapping[str, Any]) -> str:
 
 
 def show(search: Search) -> None:
-    """Print and save the table of all trials, pictures of the study, and a report of the runs."""
+    """Print and save the table of all trials, and a report of the runs."""
     results = [as_result(trial) for trial in search.study.trials]
     mode = "min" if search.space.metric.goal == "minimize" else "max"
     summary, console = SweepSummary(results, search.metric, mode), wide_console()
     summary.show(console)
-    summary.write(search.directory.with_suffix(".csv"), console, importances(search.study))
+    summary.write(search.directory.with_suffix(".csv"), console)
     if summary.runs:
         write_report(summary.runs, search.directory / REPORT, console, names_it=True)
-
-
-def importances(study: optuna.Study) -> list[Any]:
-    """Return Optuna's picture of which parameter mattered most, if it can be computed."""
-    try:
-        return [optuna.visualization.plot_param_importances(study)]
-    except (RuntimeError, ValueError):
-        # With fewer than two trials, or the same value in all of them.
-        return []
 
 
 def as_result(trial: FrozenTrial) -> Result:

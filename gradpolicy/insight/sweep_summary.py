@@ -1,4 +1,4 @@
-"""The summary of a sweep: a table of its jobs, means over seeds, a picture."""
+"""The summary of a sweep: a table of its jobs, and means over seeds."""
 
 import math
 from collections.abc import Collection, Iterable, Sequence
@@ -17,7 +17,6 @@ from gradpolicy.insight.run_files import Result
 
 if TYPE_CHECKING:
     import pandas as pd
-    import plotly.graph_objects as go
 
 # In the directory of a sweep: a result for each job, and the table of them all.
 RESULTS, SUMMARY = "results", "summary.csv"
@@ -149,37 +148,10 @@ class SweepSummary:
             table.add_row(*map(escape, row), style=style)
         console.print(table)
 
-    def write(self, path: Path, console: Console, figures: "Sequence[go.Figure]" = ()) -> None:
-        """Write the table as CSV and the picture beside it, and print their paths.
-
-        Args:
-            path: The file of the CSV.
-            console: Where to print.
-            figures: More pictures, below that of the jobs.
-        """
+    def write(self, path: Path, console: Console) -> None:
+        """Write the table as CSV and print its path."""
         self.frame().to_csv(path, index=False)
-        written = [path]
-        drawn = [figure for figure in (self.picture(), *figures) if figure is not None]
-        if drawn:
-            first, *others = drawn
-            parts = [first.to_html(full_html=False)]
-            parts += [figure.to_html(full_html=False, include_plotlyjs=False) for figure in others]
-            written.append(path.with_suffix(".html"))
-            written[-1].write_text(f'<!doctype html><meta charset="utf-8">{"".join(parts)}', "utf-8")
-        for file in written:
-            console.print(escape(f"saved in {file}"), soft_wrap=True)
-
-    def picture(self) -> "go.Figure | None":
-        """Draw a line for each job through its settings and its value; None without two to compare."""
-        from gradpolicy.insight.report.figures import parallel_coordinates
-
-        frame = self.frame()
-        frame = frame[frame[self.heading].notna()]
-        if len(frame) < 2 or not self.varied:
-            return None
-        settings = {key: frame[key].fillna("–").tolist() for key in self.varied}
-        values = frame[self.heading].astype(float).tolist()
-        return parallel_coordinates(settings, self.heading, values, lowest=self.mode == "min")
+        console.print(escape(f"saved in {path}"), soft_wrap=True)
 
 
 def collect(sweep_dir: Path) -> list[Result]:

@@ -1,4 +1,4 @@
-"""The summary of a sweep: a column for each override, means over seeds, a picture."""
+"""The summary of a sweep: a column for each override, and means over seeds."""
 
 import csv
 import math
@@ -97,23 +97,3 @@ def test_nothing_is_folded_without_seeds_and_jobs_without_a_value_do_not_count()
     assert folded is not None
     assert folded["count"].tolist() == [2]
     assert folded["mean"].tolist() == [0.5]
-
-
-def test_the_picture_has_an_axis_for_each_key_and_one_for_the_metric(tmp_path: Path) -> None:
-    summary = SweepSummary(GRID, "val/loss")
-    figure = summary.picture()
-    assert figure is not None
-    policy, seed, value = figure.data[0].dimensions
-    assert (policy.label, policy.ticktext, policy["values"]) == (
-        "policy",
-        ("[stop,guided]", "none"),
-        (0, 0, 1, 1),
-    )
-    assert (seed.label, seed["values"]) == ("seed", (1, 2, 1, 2))
-    assert (value.label, tuple(value["values"])) == ("val/loss", (0.5, 0.7, 0.2, 0.2))
-    summary.write(tmp_path / SUMMARY, Console(quiet=True))
-    assert "Plotly.newPlot" in (tmp_path / "summary.html").read_text()
-
-
-def test_there_is_no_picture_of_one_job() -> None:
-    assert SweepSummary(GRID[:1], "val/loss").picture() is None
