@@ -16,7 +16,7 @@ from pathlib import Path
 # Imported here, so that a package that is not installed is named before any work.
 import gradpolicy.insight.report.page  # noqa: F401
 from gradpolicy.checks import check_free
-from gradpolicy.errors import PolicyError, brief, nearest
+from gradpolicy.errors import PolicyError, brief
 from gradpolicy.insight.report import REPORT, is_report, looks_like_run, write
 
 WRONG_INPUT, INTERRUPTED = 2, 130
@@ -91,8 +91,4 @@ def _why_not(path: Path) -> str:
         return f"RUN: {path} holds neither a run's files nor run directories"
     if path.exists():
         return f"RUN: {path} is a file; name the run directory, such as {path.parent}"
-    parent = next(above for above in path.absolute().parents if above.is_dir())
-    missing = path.absolute().relative_to(parent).parts[0]
-    names = [each.name for each in parent.iterdir() if each.is_dir()]
-    hint = nearest(missing, names) or "it holds no directories"
-    return f"RUN: {path} does not exist; in {parent}: {hint}"
+    return f"RUN: {path} does not exist"

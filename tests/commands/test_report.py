@@ -52,7 +52,7 @@ def test_a_folder_stands_for_the_runs_in_it(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["multirun"], "RUN: .* does not exist; in .*: did you mean 'multiruns'?"),
+        (["multirun"], "RUN: .* does not exist"),
         (["multiruns/0/config.yaml"], "RUN: .* is a file; name the run directory, such as .*/0"),
         (["empty"], "RUN: .* holds neither a run's files nor run directories"),
         (["multiruns/0", "--output", "empty"], "--output: .* is a directory; name a file, such as"),

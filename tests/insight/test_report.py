@@ -18,13 +18,11 @@ from gradpolicy.insight.report.comparison import compare, config_differences, gr
 from gradpolicy.insight.report.figures import (
     group_curves,
     mask_curves,
-    parallel_coordinates,
     run_curves,
     settings_and_metric,
     timeline,
 )
 from gradpolicy.insight.report.gradient_map import gradient_map
-from gradpolicy.insight.report.page import LARGEST, inlined
 from gradpolicy.insight.report.recorded_run import Run, read_run
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -68,7 +66,6 @@ def test_a_report_says_what_was_asked_and_what_came_of_it(run: Path, tmp_path: P
         "2,456</b> of 4,000 trainable entries",
         "frozen entries: 1,284 intervals, 0 changed",
         "Freeze · Random",
-        "At most 49 % of what plain Adam holds",
         "The gradient is cut at: input of modules model.probe (cut)",
         "<td>torch</td><td>2.11.0</td>",
         "Share, flips and ages",
@@ -94,12 +91,8 @@ def test_names_from_configs_and_logs_are_escaped(run: Path, tmp_path: Path) -> N
 
 def test_what_is_no_text_stops_no_report(run: Path, tmp_path: Path) -> None:
     (run / "config.yaml").write_text('seed: 3\ntask_name: "\\ud800"\npaths: 3\n')
-    (run / ".hydra").mkdir()
-    (run / ".hydra" / "overrides.yaml").write_text("3")
     (run / "result.json").unlink()
-    assert "overrides.yaml</code> cannot be read (it holds no list)" in page_of(
-        [run], tmp_path / "report.html"
-    )
+    assert "<code>result.json</code> is absent" in page_of([run], tmp_path / "report.html")
 
 
 @pytest.mark.parametrize(
@@ -175,12 +168,6 @@ def test_a_metric_that_never_changes_has_no_chart(run: Path) -> None:
     assert read_run(run).final_metrics["val/errors"] == 0
     titles = [figure.title for figure in run_curves(read_run(run))]
     assert titles == ["loss", "accuracy", "cost/seconds"]
-
-
-def test_a_large_picture_is_shrunk(run: Path) -> None:
-    path = run / "pictures" / "guided.png"
-    assert path.stat().st_size > 1_000_000
-    assert len(inlined(path, most=50_000)) < 4 * 50_000 / 3 + 30
 
 
 def test_the_map_adds_up_norms_and_shares(run: Path) -> None:
@@ -365,13 +352,6 @@ def test_the_tables_of_many_runs_fit_a_window_of_1280_pixels(runs: list[Path], t
     assert "beyond: 0\n" in browse(output, "--window-size=1280,900", "--dump-dom").stdout
 
 
-def test_long_names_have_room_on_the_first_axis_of_what_was_set() -> None:
-    names = ["none", "rounding + half_trunk + layerwise"]
-    figure = parallel_coordinates({"policy": names}, "val/accuracy", [0.5, 0.6])
-    # Plotly writes a letter of a tick about 5.3 pixels wide.
-    assert figure.layout.margin.l > 5.3 * len(names[1])
-
-
 def test_a_run_that_broke_off_is_shown_but_in_no_mean(runs: list[Path], tmp_path: Path) -> None:
     stopped = runs[0]
     edit_json(stopped / "result.json", status="stopped", metrics={})
@@ -384,15 +364,12 @@ def test_a_run_that_broke_off_is_shown_but_in_no_mean(runs: list[Path], tmp_path
 
 
 @pytest.mark.slow
-def test_a_report_stays_small_and_names_the_runs_it_leaves_out(
+def test_a_report_names_the_runs_that_it_does_not_show_one_by_one(
     runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradpolicy.insight.report.page.PICTURES", 0)
-    whole = write(runs[:3], tmp_path / "whole.html").stat().st_size
-    monkeypatch.setattr("gradpolicy.insight.report.page.LARGEST", whole - 2000)
+    monkeypatch.setattr("gradpolicy.insight.report.page.RUNS", 2)
     page = page_of(runs[:3], tmp_path / "report.html")
-    assert (tmp_path / "report.html").stat().st_size < whole
-    assert re.search(r"stays below 6 MB: .*lr0.01_2\.", page)
+    assert "Only in the comparison: lr0.01_2." in page
     assert page.count('<section class="run"') == 2
 
 
@@ -422,7 +399,6 @@ def test_a_browser_draws_every_figure_without_an_error(
     several: bool, runs: list[Path], tmp_path: Path
 ) -> None:
     output = write(runs if several else runs[:1], tmp_path / "report.html")
-    assert output.stat().st_size <= LARGEST
     done = browse(output, "--dump-dom")
     # Parallel coordinates are drawn by WebGL, which says that it has no graphics card.
     said = [

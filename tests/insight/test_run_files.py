@@ -94,7 +94,7 @@ def report_of(run: Path, name: str, content: bytes, others: Sequence[Run] = ()) 
         found = read_run(run)
     written = page.render([found, *others])
     assert (name in found.missing) == (f"<code>{name}</code> cannot be read" in written)
-    assert not found.missing.keys() - {name, ".hydra/overrides.yaml"}
+    assert not found.missing.keys() - {name}
 
 
 @pytest.mark.parametrize("lines", [1, 3])

@@ -17,8 +17,8 @@ MARKS = ("config.yaml", "result.json", "plan.json", "record.jsonl", "run.json", 
 def write(runs: Sequence[Path], output: Path) -> Path:
     """Write the report of run directories; it reads nothing but these.
 
-    Files that a directory lacks are named in the report. A report has at most 6 MB: of many runs, the last
-    ones may appear in the comparison alone.
+    Files that a directory lacks are named in the report. Of more than 40 runs,
+    the last ones appear in the comparison alone.
 
     Args:
         runs: Run directories.

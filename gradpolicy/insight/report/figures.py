@@ -1,6 +1,6 @@
 """The figures of a report, drawn by plotly from tables."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,26 +125,6 @@ def group_curves(groups: Sequence[Group]) -> list[Figure]:
 # ---- parallel coordinates
 
 
-def parallel_coordinates(
-    settings: Mapping[str, Sequence[Any]], metric: str, values: Sequence[float], *, lowest: bool = False
-) -> go.Figure:
-    """Draw a line for each run through its settings, an axis for each, and through its metric.
-
-    Args:
-        settings: By name, the value of each run.
-        metric: The metric that runs are compared by.
-        values: Its value in each run.
-        lowest: If True, the lowest value is the best.
-    """
-    line = {"color": values, "colorscale": "Viridis", "reversescale": lowest, "showscale": True}
-    axes = [_axis(name, list(given)) for name, given in settings.items()]
-    axes.append({"label": metric, "values": list(values), "tickformat": ".3~g"})
-    figure = styled(go.Figure(go.Parcoords(line=line, dimensions=axes)))
-    # The names on the first axis stand left of it, and plotly makes no room for them.
-    left = max(110, 20 + 6 * max(map(len, axes[0].get("ticktext", [""]))))
-    return figure.update_layout(height=380, margin={"l": left, "r": 60, "t": 60, "b": 30})
-
-
 def _axis(name: str, given: list[Any]) -> dict[str, Any]:
     """Return an axis of parallel coordinates: numbers as they are, other values one after the other."""
     numbers = pd.to_numeric(pd.Series(given, dtype=object), errors="coerce")
@@ -171,9 +151,14 @@ def settings_and_metric(runs: Sequence[Run], differences: Sequence[Difference]) 
     varied = [each for each in differences if each.key != "seed"][:AXES]
     if len(values) < 2 or not varied:
         return None
-    settings = {each.name: [each.shown[index] for index in values] for each in varied}
+    axes = [_axis(each.name, [each.shown[index] for index in values]) for each in varied]
+    axes.append({"label": metric, "values": list(values.values()), "tickformat": ".3~g"})
     lowest = config.get("optimized_mode") == "min"
-    figure = parallel_coordinates(settings, metric, list(values.values()), lowest=lowest)
+    line = {"color": [*values.values()], "colorscale": "Viridis", "reversescale": lowest, "showscale": True}
+    figure = styled(go.Figure(go.Parcoords(line=line, dimensions=axes)))
+    # The names on the first axis stand left of it, and plotly makes no room for them.
+    left = max(110, 20 + 6 * max(map(len, axes[0].get("ticktext", [""]))))
+    figure.update_layout(height=380, margin={"l": left, "r": 60, "t": 60, "b": 30})
     note = "A line for each run that was completed. Drag along an axis to choose among them."
     return Figure(f"Settings and {metric}", figure, note, wide=True)
 
@@ -252,21 +237,14 @@ def _heat_map(layers: pd.DataFrame, name: str, column: str) -> go.Heatmap:
     )
 
 
-def memory(runs: Mapping[str, Run]) -> Figure | None:
-    """Draw the bytes of optimizer state over the steps, beside those of plain Adam.
-
-    Args:
-        runs: By the label of the curve.
-    """
-    recorded = {label: run.rows("memory") for label, run in runs.items()}
-    tables = [rows.assign(run=label) for label, rows in recorded.items() if not rows.empty]
-    if not tables:
+def memory(run: Run) -> Figure | None:
+    """Draw the bytes of optimizer state over the steps, beside those of plain Adam."""
+    rows = run.rows("memory")
+    if rows.empty:
         return None
     columns = {"state_bytes": "held", "adam_bytes": "plain Adam"}
-    table = pd.concat(tables).rename(columns=columns).melt(["step", "run"], columns.values(), "of", "bytes")
-    figure = line_figure(
-        "Optimizer memory", table.dropna(), y="bytes", color="run", line_dash="of", wide=len(runs) == 1
-    )
+    table = rows.rename(columns=columns).melt("step", columns.values(), "of", "bytes").dropna()
+    figure = line_figure("Optimizer memory", table, y="bytes", color="of", wide=True)
     figure.figure.update_yaxes(tickformat=".3s", rangemode="tozero")
     return figure
 

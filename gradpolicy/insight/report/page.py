@@ -1,7 +1,6 @@
 """Renders a report from its templates."""
 
 import base64
-import io
 import itertools
 import math
 import re
@@ -11,7 +10,6 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup, escape
-from PIL import Image, UnidentifiedImageError
 from plotly.offline import get_plotlyjs
 
 from gradpolicy.insight.report import figures
@@ -28,13 +26,8 @@ from gradpolicy.insight.report.figures import Figure
 from gradpolicy.insight.report.gradient_map import gradient_map
 from gradpolicy.insight.report.recorded_run import Run
 
-# Bytes of a whole report, at most, and of the pictures of one run.
-LARGEST = 6_000_000
-PICTURES = 400_000
-# The widest picture, in pixels.
-WIDEST = 1100
-# Wide tables show so many rows and columns.
-ROWS, COLUMNS = 200, 12
+# Wide tables show so many rows and columns; so many runs are shown one by one, the others in the comparison.
+ROWS, COLUMNS, RUNS = 200, 12, 40
 
 
 def render(runs: Sequence[Run]) -> str:
@@ -50,33 +43,16 @@ def render(runs: Sequence[Run]) -> str:
     numbers = itertools.count()
     comparison = _comparison(runs) if len(runs) > 1 else None
     common = {"plotly": Markup(get_plotlyjs()), "numbers": numbers, "comparison": comparison, "runs": runs}
-    used = _bytes_of(page.render(details=[], left_out=[], **common))
-    pictures = min(PICTURES, (LARGEST - used) // (2 * len(runs)))
-    details: list[dict[str, Any]] = []
-    left_out: list[str] = []
-    for run in runs:
-        place = {"numbers": numbers, "index": len(details), "several": len(runs) > 1}
-        html = block.render(detail(run, pictures), **place)
-        if used + _bytes_of(html) > LARGEST:
-            left_out.append(run.name)
-        else:
-            used += _bytes_of(html)
-            details.append({"name": run.name, "html": Markup(html)})
-    return page.render(details=details, left_out=left_out, **common)
+    place = {"numbers": numbers, "several": len(runs) > 1}
+    details = [
+        {"name": run.name, "html": Markup(block.render(detail(run), index=index, **place))}
+        for index, run in enumerate(runs[:RUNS])
+    ]
+    return page.render(details=details, left_out=[run.name for run in runs[RUNS:]], **common)
 
 
-def _bytes_of(page: str) -> int:
-    return len(page.encode(errors="replace"))
-
-
-def detail(run: Run, pictures_bytes: int) -> dict[str, Any]:
-    """Return the variables of the template of one run, with about so many bytes of pictures at most."""
-    pictures, unreadable = {}, {}
-    for title, path in run.pictures.items():
-        try:
-            pictures[title] = inlined(path, pictures_bytes // len(run.pictures))
-        except (OSError, UnidentifiedImageError) as error:
-            unreadable[path.name] = f"cannot be read: {error}"
+def detail(run: Run) -> dict[str, Any]:
+    """Return the variables of the template of one run."""
     stopped = run.audit.get("stopped_branches", {})
     faults = run.audit.get("changed", 0) + stopped.get("nonzero", 0)
     checked = run.audit.get("intervals", 0) + stopped.get("checked", 0)
@@ -91,12 +67,11 @@ def detail(run: Run, pictures_bytes: int) -> dict[str, Any]:
         "timeline": figures.timeline(run),
         "tree": gradient_map(run),
         "flow": figures.flow(run),
-        "memory": figures.memory({"optimizer state": run}),
-        "memory_ratio": _memory_ratio(run),
+        "memory": figures.memory(run),
         "checked": checked,
         "verdict": "bad" if faults else "good" if checked else "",
-        "pictures": pictures,
-        "missing": {**run.missing, **unreadable},
+        "pictures": {title: inlined(path) for title, path in run.pictures.items()},
+        "missing": run.missing,
     }
 
 
@@ -119,7 +94,6 @@ def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
         "untested": int(compared["p"].isna().sum()),
         "level": LEVEL,
         "curves": figures.group_curves(groups),
-        "memory": figures.memory({group.label: group.runs[0] for group in groups}),
     }
 
 
@@ -143,27 +117,9 @@ def _by_stage(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
     return found
 
 
-def _memory_ratio(run: Run) -> float:
-    """Return the largest optimizer state as a share of plain Adam's; NaN where it was not recorded."""
-    most = run.rows("memory").reindex(columns=["state_bytes", "adam_bytes"]).max()
-    return float(most["state_bytes"] / most["adam_bytes"]) if most["adam_bytes"] > 0 else math.nan
-
-
-def inlined(path: Path, most: int) -> str:
-    """Return a picture as a ``data:`` address, shrunk until it has at most so many bytes.
-
-    Raises:
-        OSError: If it cannot be read.
-    """
-    content, kind, width = path.read_bytes(), "png", WIDEST
-    while len(content) > most and width >= 64:
-        with Image.open(path) as opened:
-            image = opened.convert("RGB")
-        image.thumbnail((width, image.height))
-        buffer = io.BytesIO()
-        image.save(buffer, "JPEG", quality=80, optimize=True)
-        content, kind, width = buffer.getvalue(), "jpeg", image.width * 3 // 4
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+def inlined(path: Path) -> str:
+    """Return a picture as a ``data:`` address."""
+    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
 # ---- filters of the template

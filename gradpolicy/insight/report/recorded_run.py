@@ -141,16 +141,13 @@ def read_run(directory: Path, name: str | None = None) -> Run:
     log = read("train.log", "warnings given during training", _read_text, "")
     curves = sorted(directory.glob("csv/*/metrics.csv"), key=lambda path: path.stat().st_mtime)
     metrics_file = str(curves[-1].relative_to(directory)) if curves else "csv/*/metrics.csv"
-    overrides: list[Any] = result.get("overrides") or read(
-        ".hydra/overrides.yaml", "the command", _read_list, []
-    )
     warnings = [*plan.get("warnings", ()), *(match[1] for match in WARNING.finditer(log))]
     return Run(
         directory=directory,
         name=name or directory.name,
         config=read("config.yaml", "what was asked", _read_config, {}),
         defaults=read("defaults.yaml", "how the config differs from the defaults", _read_config, {}),
-        overrides=[str(override) for override in overrides],
+        overrides=result.get("overrides", ()),
         plan=plan,
         result=result,
         metrics=read(metrics_file, "curves", _read_curves, pd.DataFrame()),
@@ -170,23 +167,14 @@ def _as_plain(content: Any) -> dict[str, Any]:
 
 def _read_config(path: Path) -> dict[str, Any]:
     """Return a config, flat, with the run's own directory written as ``RUN``, and the names of policies."""
-    config = _read_yaml(path, dict)
+    config = yaml.safe_load(path.read_text("utf-8"))
+    if not isinstance(config, dict):
+        raise ValueError("it holds no dict")
     own = str(flat(config).get("paths.output_dir") or path.parent)
     texts = {key: value.replace(own, "RUN") for key, value in flat(config).items() if isinstance(value, str)}
     policies = config.get("policy")
     names = " + ".join(map(str, policies)) if isinstance(policies, dict) else ""
     return {**flat(config), **texts, "policy": names or "none"}
-
-
-def _read_list(path: Path) -> list[Any]:
-    return _read_yaml(path, list)
-
-
-def _read_yaml(path: Path, kind: type[Content]) -> Content:
-    content = yaml.safe_load(path.read_text("utf-8"))
-    if not isinstance(content, kind):
-        raise ValueError(f"it holds no {kind.__name__}")
-    return content
 
 
 def _read_text(path: Path) -> str:
