@@ -30,7 +30,7 @@ from gradpolicy.launch.app import parse_command_line
 from gradpolicy.launch.messages import WRONG_INPUT, report_error, wrong_input_errors
 from gradpolicy.launch.permissions import KEY, trusted_packages
 from gradpolicy.launch.run import Subject, build_subject
-from gradpolicy.lightning.checkpoints import check_fits, read_weights
+from gradpolicy.lightning.checkpoints import check_fits, read_checkpoint_weights
 from gradpolicy.lightning.runs import find_checkpoint
 from gradpolicy.policies import Deconv, FlowPolicy, Guided, Policy, StraightThrough
 from gradpolicy.tasks.images import ImageShape, find_images, images_of, read_image
@@ -172,7 +172,7 @@ def attribute_by(
     pictures = itertools.islice(_pictures(explained, options), options.count)
     batches = iter(lambda: list(itertools.islice(pictures, options.batch_size)), [])
     for batch in track(batches, name, total=-(-options.count // options.batch_size), transient=True):
-        samples = explain(explained, method, batch, options.target)
+        samples = attribute_pictures(explained, method, batch, options.target)
         for picture, sample in zip(batch, samples, strict=True):
             save_overlay(sample, directory / f"{picture.name}.png")
         drawn += samples[: GRID - len(drawn)]
@@ -191,7 +191,7 @@ def load_run(options: argparse.Namespace) -> Explained:
     run = checkpoint.absolute().parent.parent
     subject = _subject(run / "config.yaml")
     check_fits(checkpoint, subject.model)
-    subject.model.load_state_dict(read_weights(checkpoint))
+    subject.model.load_state_dict(read_checkpoint_weights(checkpoint))
     subject.data.prepare_data()
     subject.data.setup("test")
     batch = next(iter(subject.data.test_dataloader() or ()), None)
@@ -241,7 +241,7 @@ def _pictures(explained: Explained, options: argparse.Namespace) -> Iterator[Pic
             yield Picture(f"test_{next(number):04d}", image, truth)
 
 
-def explain(
+def attribute_pictures(
     explained: Explained, method: Attribution, pictures: Sequence[Picture], target: int | None
 ) -> list[Sample]:
     """Attribute a batch of pictures. If a class is asked for, the true class is left out."""

@@ -22,7 +22,7 @@ STOPPED = "stopped before its end"
 Count = Annotated[int, Field(ge=0, le=2**53)]
 
 
-class PlanRow(BaseModel):
+class PlanFileRow(BaseModel):
     """A policy in ``plan.json``."""
 
     name: str
@@ -37,7 +37,7 @@ class PlanRow(BaseModel):
     remarks: list[str] = []
 
 
-class PlanModule(BaseModel):
+class PlanFileModule(BaseModel):
     """A module in ``plan.json``."""
 
     name: str
@@ -49,13 +49,13 @@ class PlanModule(BaseModel):
 class PlanFile(BaseModel):
     """The content of ``plan.json``."""
 
-    rows: list[PlanRow]
+    rows: list[PlanFileRow]
     entries: Count | None = None
     training_entries: Count = 0
     cuts: list[str] = []
     without_gradient: list[str] = []
     warnings: list[str] = []
-    modules: list[PlanModule] = []
+    modules: list[PlanFileModule] = []
 
 
 class AuditDifference(BaseModel):

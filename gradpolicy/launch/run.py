@@ -138,7 +138,7 @@ def plan_and_run(
         rank_zero_warn("train=false without ckpt_path: the weights that are tested were never trained")
     if resumed is not None:
         console.print(str(resumed), markup=False, soft_wrap=True)
-    reporter = LogRun(container, None, compared_metrics(settings))
+    reporter = LogRun(container, None, optimized_metrics(settings))
     policies = GradientPolicies(subject.policies, seed=settings.seed, plan=False)
     record = record_of(settings, directory, resumed)
     result = Result(overrides, directory=str(directory.path), program=program_name())
@@ -312,7 +312,7 @@ def required_metric(settings: Settings) -> list[RequiredMetric]:
     return [] if name is None or sweep_name(settings) is None else [RequiredMetric(name)]
 
 
-def compared_metrics(settings: Settings) -> list[str]:
+def optimized_metrics(settings: Settings) -> list[str]:
     """Return the metric that runs are compared by, and what it is the best value of."""
     name = settings.optimized_metric
     return [] if name is None else list(dict.fromkeys((name, name.removesuffix("_best"))))

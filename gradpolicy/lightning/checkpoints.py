@@ -119,7 +119,7 @@ def read_checkpoint(path: Path, key: str = KEY) -> Mapping[str, Any]:
         return read_unsharded(path)
 
 
-def read_weights(path: Path, key: str = KEY) -> Mapping[str, Any]:
+def read_checkpoint_weights(path: Path, key: str = KEY) -> Mapping[str, Any]:
     """Return the weights of a checkpoint; arguments and errors are those of :func:`read_checkpoint`."""
     weights: Mapping[str, Any] = load_checkpoint(path, mmap=True, key=key)[WEIGHTS]
     return weights

@@ -26,7 +26,7 @@ from gradpolicy.distributed.sharded_checkpoint import (
 )
 from gradpolicy.errors import PolicyError, brief, nearest
 from gradpolicy.json_file import read_json
-from gradpolicy.lightning.checkpoints import KEY, check_fits, read_checkpoint, read_weights
+from gradpolicy.lightning.checkpoints import KEY, check_fits, read_checkpoint, read_checkpoint_weights
 from gradpolicy.whole_file import write_text
 
 RECORD = "run.json"
@@ -296,4 +296,4 @@ class InitialWeights(Callback):
         if not path.is_file() and not is_sharded_checkpoint(path):
             raise PolicyError(f"{INITIAL_WEIGHTS}: {path} is not a file")
         check_fits(path, pl_module, INITIAL_WEIGHTS)
-        pl_module.load_state_dict(read_weights(path, INITIAL_WEIGHTS))
+        pl_module.load_state_dict(read_checkpoint_weights(path, INITIAL_WEIGHTS))

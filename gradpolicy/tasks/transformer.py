@@ -48,7 +48,7 @@ class CharacterTransformer(nn.Module):
         self.context = context
         self.embedding = Embedding(vocabulary, context, width)
         self.dropout = nn.Dropout(dropout)
-        self.layers = nn.ModuleList(Layer(width, heads, dropout) for _ in range(layers))
+        self.layers = nn.ModuleList(TransformerLayer(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self._initialise(layers)
@@ -112,7 +112,7 @@ class Embedding(nn.Module):
         return self.token(tokens) + self.position(positions)
 
 
-class Layer(nn.Module):
+class TransformerLayer(nn.Module):
     """Causal self-attention, then a perceptron, each added to what it was given.
 
     Args:

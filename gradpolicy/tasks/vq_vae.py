@@ -15,7 +15,7 @@ from gradpolicy.checks import check_sizes, check_whole
 from gradpolicy.tasks.task import OptimizerFactory, SchedulerFactory, Task
 
 
-class Quantized(NamedTuple):
+class QuantizerOutput(NamedTuple):
     """The output of a quantiser.
 
     Attributes:
@@ -46,11 +46,11 @@ class VectorQuantizer(nn.Module):
         self.codebook_loss = nn.MSELoss()
         self.commitment_loss = nn.MSELoss()
 
-    def forward(self, encoded: Tensor) -> Quantized:
+    def forward(self, encoded: Tensor) -> QuantizerOutput:
         """Quantise vectors of shape (…, size)."""
         indices = torch.cdist(encoded.flatten(0, -2), self.codebook).argmin(-1)
         codes = self.codebook[indices].view_as(encoded)
-        return Quantized(
+        return QuantizerOutput(
             codes,
             self.codebook_loss(codes, encoded),
             self.commitment_loss(encoded, codes),
@@ -67,7 +67,7 @@ class Reconstruction(NamedTuple):
     """
 
     images: Tensor
-    quantized: Quantized
+    quantized: QuantizerOutput
 
 
 class VectorQuantizedAutoencoder(nn.Module):

@@ -24,7 +24,7 @@ from gradpolicy.lightning.checkpoints import (
     check_checkpoint,
     load_checkpoint,
     read_checkpoint,
-    read_weights,
+    read_checkpoint_weights,
     write_checkpoint,
 )
 
@@ -78,7 +78,7 @@ def refused(path: Path, ran: Path) -> str:
     for read in (
         check_checkpoint,
         read_checkpoint,
-        read_weights,
+        read_checkpoint_weights,
         load_checkpoint,
         WholeCheckpointIO().load_checkpoint,
         lambda path: WholeCheckpointIO().load_checkpoint(path, weights_only=False),
@@ -289,7 +289,7 @@ def test_a_file_of_weights_alone_can_be_tested(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [[1, 2], {"step": 3}, {"state_dict": [1, 2]}])
 def test_what_holds_no_weights_by_name_is_no_checkpoint_of_a_run(tmp_path: Path, content: Any) -> None:
     write_checkpoint(content, tmp_path / "a.ckpt")
-    for read in (read_checkpoint, read_weights, load_checkpoint):
+    for read in (read_checkpoint, read_checkpoint_weights, load_checkpoint):
         with pytest.raises(PolicyError, match="holds no 'state_dict' with tensors by name"):
             read(tmp_path / "a.ckpt")
 
@@ -315,7 +315,7 @@ def test_only_what_has_no_checksums_is_told_of(tmp_path: Path, directory: Path) 
 
 
 def test_a_directory_that_was_written_again_is_looked_through_again(directory: Path) -> None:
-    assert read_weights(directory).keys() == weights().keys()
+    assert read_checkpoint_weights(directory).keys() == weights().keys()
     former = check_checkpoint(directory)
     assert check_checkpoint(directory) is former
     save_whole(sharded(), {"global_step": 4}, directory)
