@@ -16,6 +16,7 @@ from gradpolicy.flow.install import name_policies
 from gradpolicy.flow.policy_checks import is_cut
 from gradpolicy.freezing.diagnostics import copy_buffers
 from gradpolicy.freezing.requires_grad import is_turned_off
+from gradpolicy.freezing.row_gradients import has_row_gradient, takes_rows
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import wrapper_of
 from gradpolicy.optim.zero_redundancy import as_masked
@@ -242,8 +243,9 @@ class _Loop(TrainingPolicies):
                 self._owner[parameter] = next(
                     each for each in self.masked_optimizers if _holds(each, parameter)
                 )
-                self._hooks.append(parameter.register_hook(partial(self._take_gradient, name)))
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._mask_gradient))
+                take, mask = takes_rows(partial(self._take_gradient, name)), takes_rows(self._mask_gradient)
+                self._hooks.append(parameter.register_hook(take))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(mask))
 
     # ---- an update
 
@@ -267,7 +269,8 @@ class _Loop(TrainingPolicies):
         """
         if late and self.freezer is not None:
             # Masks come too late for this forward pass: a tensor that thaws may get no gradient.
-            if any(map(is_turned_off, self.freezer.parameters.values())):
+            held = self.freezer.parameters.values()
+            if any(is_turned_off(p) or has_row_gradient(p) for p in held):
                 self._warn(
                     "gradpolicy.training: the model was not called before a backward pass, so that tensors "
                     "that thaw get no gradient in this update; call the model itself, not its parts or other "

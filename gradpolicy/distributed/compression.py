@@ -31,6 +31,12 @@ class Traffic:
     bytes_full: int = 0
     reductions: int = 0
 
+    def add(self, packed: Tensor, bytes_full: int) -> None:
+        """Count one all-reduce."""
+        self.bytes_sent += packed.nbytes
+        self.bytes_full += bytes_full
+        self.reductions += 1
+
     @property
     def share(self) -> float:
         """Bytes sent as a share of all bytes."""

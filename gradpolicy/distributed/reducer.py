@@ -12,10 +12,13 @@ from torch import nn
 from torch._C._distributed_c10d import _register_comm_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from gradpolicy.distributed.row_reducer import RowReducer
+from gradpolicy.freezing.row_gradients import has_row_gradient, rows_of, set_whole
+
 
 def trained_parameters(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
-    """Return the ids of the parameters that require a gradient."""
-    return frozenset(id(parameter) for parameter in parameters if parameter.requires_grad)
+    """Return the ids of the parameters that get a whole gradient."""
+    return frozenset(id(p) for p in parameters if p.requires_grad and not has_row_gradient(p))
 
 
 class ReducerUpdater:
@@ -38,7 +41,9 @@ class ReducerUpdater:
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self.model = model
+        self.rows = RowReducer(model)
         self.rebuilds = 0
+        self._ignored = model.parameters_to_ignore
         self._known = trained_parameters(model.module.parameters())
 
     def refresh(self, *, find_unused_parameters: bool | None = None) -> bool:
@@ -53,13 +58,24 @@ class ReducerUpdater:
         Returns:
             Whether the reducer was rebuilt.
         """
-        wanted = trained_parameters(self.model.module.parameters())
+        parameters = list(self.model.module.parameters())
+        rows = [parameter for parameter in parameters if has_row_gradient(parameter)]
+        if rows and not trained_parameters(parameters):
+            set_whole(rows.pop())  # the reducer needs one
+        wanted = trained_parameters(parameters)
+        self.rows.follow({parameter: rows_of(parameter) for parameter in rows})
         search = (
             self.model.find_unused_parameters if find_unused_parameters is None else find_unused_parameters
         )
         if wanted == self._known and search == self.model.find_unused_parameters:
             return False
         self.model.find_unused_parameters = search
+        self.model.parameters_to_ignore = self._ignored | {
+            f"{module_name}.{name}"
+            for module_name, module in self.model.module.named_modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if has_row_gradient(parameter)
+        }
         rebuild_reducer(self.model)
         self._known = wanted
         self.rebuilds += 1

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from gradpolicy.errors import PolicyError, nearest, shortened, shown, under, warn_user
 from gradpolicy.freezing.diagnostics import MissingGradients
 from gradpolicy.freezing.requires_grad import RequiresGrad
+from gradpolicy.freezing.row_gradients import set_rows, set_whole
 from gradpolicy.freezing.scaled_updates import ScaledUpdates, check_proportional
 from gradpolicy.masks.base import MaskSource, StaticSource
 from gradpolicy.optim import MaskedOptimizer
@@ -268,13 +269,15 @@ class Freezer:
         self._combined, self._step = {}, None
 
     def keep_requires_grad(self) -> None:
-        """Turn ``requires_grad`` on again, and never off from now on."""
+        """Compute whole gradients of all parameters from now on."""
         self.toggle_requires_grad = False
         self._requires_grad.restore()
+        self._compute_whole()
 
     def restore(self) -> None:
         """Give every parameter the ``requires_grad`` it was found with. Masks stay with the optimizer."""
         self._requires_grad.restore()
+        self._compute_whole()
         self._step = None
         self._warn_of_missing(self._missing.finish())
 
@@ -386,6 +389,24 @@ class Freezer:
             self._wanted = wanted
             frozen = {name for name, mask in self._combined.items() if mask is False}
             self._requires_grad.turn_off(frozen - wanted)
+            self._compute_rows(wanted)
+
+    def _compute_rows(self, wanted: set[str]) -> None:
+        """Compute the gradients of active rows alone where a mask is of rows and no source needs the rest."""
+        for name, parameter in self.parameters.items():
+            holders = self._holders(parameter)
+            rows = None
+            if name not in wanted and len(holders) == 1:
+                rows = holders[0].active_rows(parameter)
+            if rows is None:
+                set_whole(parameter)
+            else:
+                dim, index = rows
+                set_rows(parameter, index, dim)
+
+    def _compute_whole(self) -> None:
+        for parameter in self.parameters.values():
+            set_whole(parameter)
 
     def _warn_of_missing(self, names: Collection[str]) -> None:
         """Warn of tensors that train without a gradient."""

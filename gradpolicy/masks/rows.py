@@ -72,7 +72,7 @@ class Rows(StaticSource):
             self._masks[name] = mask
 
     def _by_rows(self, parameter: Tensor, what: str) -> Tensor:
-        """Return ``(n, 1, …)`` for rows of the first dimension, the full shape otherwise."""
+        """Return a mask of size 1 in all other dimensions."""
         if not -parameter.dim() <= self.dim < parameter.dim():
             raise PolicyError(f"Rows.dim: {what} has no dimension {self.dim}")
         dim = self.dim % parameter.dim()
@@ -84,8 +84,7 @@ class Rows(StaticSource):
         pieces = torch.zeros(count, dtype=torch.bool, device=parameter.device)
         self._mark(pieces, self._parts, what)
         line = pieces.repeat_interleave(self.size)
-        mask = line.reshape(tuple(-1 if place == dim else 1 for place in range(parameter.dim())))
-        return mask if dim == 0 else mask.expand(parameter.shape).clone()
+        return line.reshape(tuple(-1 if place == dim else 1 for place in range(parameter.dim())))
 
     def _mark(self, mask: Tensor, indices: list[Any], what: str) -> None:
         """Set the entries at each index to True.

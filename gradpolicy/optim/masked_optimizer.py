@@ -286,6 +286,18 @@ class MaskedOptimizer(torch.optim.Optimizer):
         """Return each parameter that has, or once had, a mask, with its mask, ages and state."""
         return self._masked
 
+    def active_rows(self, parameter: Tensor) -> tuple[int, Tensor] | None:
+        """Return the dimension and positions (int64) of the rows, or columns, that alone train.
+
+        None for other masks, and where a gradient of rows would not do for the update.
+        """
+        masked = self._masked.get(parameter)
+        return None if masked is None else masked.active_rows()
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return the gradient that the next step takes; of rows alone where only these are computed."""
+        return parameter.grad
+
     def _known(self, parameter: Tensor) -> MaskedParameter:
         """Return the masked parameter; a new one, with every entry active, if it never had a mask."""
         masked = self._masked.get(parameter)

@@ -24,6 +24,7 @@ from gradpolicy.optim.other_optimizers import (
 )
 from gradpolicy.optim.update_rules import Group
 from gradpolicy.optim.wrapped import ParameterState, Wrapped
+from gradpolicy.tensors.row_gradient import RowGradient, whole_gradient
 from gradpolicy.tensors.sharding import full_tensor, is_sharded, local_shard
 
 
@@ -361,9 +362,11 @@ class MaskedParameter:
                 state[name] = flat = memory(value)
                 if flat is not value:
                     unwritten.append((flat, value))
+        packed = isinstance(gradient, RowGradient) and self._has_active_rows(gradient)
+        given = gradient.held if packed else whole_gradient(gradient)  # type: ignore[attr-defined]
         return EntryUpdate(
             parameter,
-            memory(gradient),
+            memory(given),
             state,
             ages.signed,
             ages.block,
@@ -371,7 +374,30 @@ class MaskedParameter:
             ages.uncounted,
             age,
             unwritten,
+            packed,
         )
+
+    def active_rows(self) -> tuple[int, Tensor] | None:
+        """Return the dimension and positions (int64) of the rows, or columns, that alone are active.
+
+        None for other masks, and where no gradient of rows would do: the update rule must move the entries,
+        and the parameter lie whole on this process.
+        """
+        shape, parameter = self.mask_shape, self.parameter
+        if self.mode is not Mode.BY_RULE or self.is_full or is_sharded(parameter) or shape is None:
+            return None
+        dims = [dim for dim, size in enumerate(shape) if size > 1]
+        if len(dims) != 1 or dims[0] > 1 or parameter.dim() < 2:
+            return None
+        return dims[0], self.mask().flatten().nonzero().flatten()
+
+    def _has_active_rows(self, gradient: RowGradient) -> bool:
+        """Return True if a gradient holds exactly the active rows, and these are blocks of memory."""
+        row = prod(self.layout.whole_shape[1:])
+        if not self.layout.plain or self.ages.block != row or row == 1:
+            return False
+        rows = self.active_rows()
+        return rows is not None and rows[0] == 0 and gradient.holds(rows[1], 0)
 
     def count_update(self) -> None:
         """Count an update of the active entries."""
@@ -385,6 +411,11 @@ class MaskedParameter:
     def mask_gradient(self, gradient: Tensor) -> None:
         """Zeroes the gradient of frozen entries in place, NaN and infinity too."""
         self.follow()
+        if isinstance(gradient, RowGradient):
+            rows = self.active_rows()
+            if rows is not None and gradient.holds(rows[1], rows[0]):
+                return
+            self.parameter.grad = gradient = gradient.dense()
         gradient = own_gradient(self.parameter, gradient)
         flat, ages = self.layout.flat(gradient), self.ages
         signed = ages.signed if ages.index is None else None

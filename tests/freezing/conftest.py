@@ -18,6 +18,9 @@ class FakeOptimizer:
         self.settings |= dict.fromkeys(masks, settings)
         self.calls.append(len(masks))
 
+    def active_rows(self, parameter) -> None:
+        """No gradient is computed of rows alone."""
+
 
 def masked(model: nn.Module, **settings) -> gp.MaskedOptimizer:
     return gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05), **settings)

@@ -32,7 +32,7 @@ class EntryUpdate:
 
     Attributes:
         parameter: All entries; written to.
-        gradient: All entries.
+        gradient: All entries, or those of active blocks where `gradient_packed`.
         state: What the rule keeps, of all entries or packed; written to.
         ages: Of all blocks or packed.
         block: Consecutive entries that share an age.
@@ -40,6 +40,7 @@ class EntryUpdate:
         uncounted: Updates of active entries that are not in `ages` yet.
         age: The age before this update for all entries alike; None: each entry's own.
         unwritten: Those of the above that are copies, with the tensors that they are written back to.
+        gradient_packed: True if the gradient is of active blocks alone, of several entries each.
     """
 
     parameter: Tensor
@@ -51,6 +52,7 @@ class EntryUpdate:
     uncounted: int
     age: int | None
     unwritten: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    gradient_packed: bool = False
 
 
 class Kernels:
@@ -200,7 +202,7 @@ def _columns(update: EntryUpdate, places: Tensor | None) -> list[Tensor]:
     own = None if update.index is not None else places
     return [
         _rows(update.parameter, update.block, places),
-        _rows(update.gradient, update.block, places),
+        _rows(update.gradient, update.block, None if update.gradient_packed else places),
         _rows(update.ages, 1, own),
         *[_rows(value, update.block, own) for value in update.state.values()],
     ]

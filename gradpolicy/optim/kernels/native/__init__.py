@@ -19,7 +19,7 @@ from gradpolicy.optim.update_rules import UpdateRule
 
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 STATES, MAX_SETTINGS = 3, 16
-_UPDATE_JOB = struct.Struct("9P3q3i4x")  # update_job of update.c
+_UPDATE_JOB = struct.Struct("9P3q4i")  # update_job of update.c
 _BLOCK_JOB = struct.Struct("6P3q4i")  # block_job of blocks.c
 _WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FOLDER = Path(__file__).parent
@@ -51,6 +51,7 @@ class Native(Kernels):
                 each.ages.element_size(),
                 TYPES[each.parameter.dtype],
                 each.age is not None,
+                each.gradient_packed,
             )
             for each in updates
         ]

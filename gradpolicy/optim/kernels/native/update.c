@@ -6,7 +6,7 @@
 
 typedef struct {
     void *parameter;
-    const void *gradient;
+    const void *gradient;    /* of active blocks alone where `gradient_packed` */
     void *state[MAX_STATES]; /* NULL where the rule keeps less; of active blocks alone where `active` is set */
     const void *ages;        /* signed: above 0 a block is active; of active blocks alone where `active` is set */
     const uint8_t *active;   /* a bit a block, or NULL where state is dense */
@@ -14,7 +14,7 @@ typedef struct {
     const double *settings;
     int64_t row;             /* the row of numbers for every entry, or for those whose age is 1 */
     int64_t blocks, block;   /* `block`: consecutive entries that share an age */
-    int32_t age_bytes, type, shared;
+    int32_t age_bytes, type, shared, gradient_packed;
 } update_job;
 
 static inline float from_bfloat16(uint16_t bits)

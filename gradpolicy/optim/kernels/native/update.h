@@ -67,12 +67,13 @@ static inline __attribute__((always_inline)) void NAME(apply)(
 
 /* Updates up to TILE entries.
  *
- * at       where they lie in parameter and gradient, or what `offsets` are counted from
+ * at       where they lie in the parameter, or what `offsets` are counted from
+ * grad_at  the same for the gradient
  * own      where their state lies
  * ages     above 0 where an entry is active; NULL: all are
  * numbers  the numbers of each entry, or one set for all where `shared` */
-static void NAME(tile)(const update_job *j, const REAL *settings, int64_t at, const int32_t *offsets, int64_t own,
-                       int64_t count, const int16_t *ages, const REAL *numbers, int shared)
+static void NAME(tile)(const update_job *j, const REAL *settings, int64_t at, int64_t grad_at, const int32_t *offsets,
+                       int64_t own, int64_t count, const int16_t *ages, const REAL *numbers, int shared)
 {
     REAL copies[2 + STATES][TILE]; /* of what does not lie as it is computed */
     const int copied = offsets || j->type == BFLOAT16;
@@ -80,8 +81,8 @@ static void NAME(tile)(const update_job *j, const REAL *settings, int64_t at, co
     int kept = 0;
     if (copied) {
         NAME(load)(p, j->parameter, j->type, at, offsets, count);
-        NAME(load)(g, j->gradient, j->type, at, offsets, count);
-    } else p = (REAL *)j->parameter + at, g = (REAL *)j->gradient + at;
+        NAME(load)(g, j->gradient, j->type, grad_at, offsets, count);
+    } else p = (REAL *)j->parameter + at, g = (REAL *)j->gradient + grad_at;
     for (int k = 0; k < STATES; k++) {
         state[k] = copies[2 + k];
         if (j->state[k]) kept = k + 1;
@@ -150,17 +151,17 @@ static void NAME(entries)(const update_job *j, const REAL *settings, int64_t at,
         rows[count] = rows[count + 1] = rows[count + 2] = 0;
         NAME(look_up)(own_numbers, numbers, rows, count);
     }
-    NAME(tile)(j, settings, at, offsets, own, count, offsets ? NULL : signs, shared ? numbers : own_numbers, shared);
+    NAME(tile)(j, settings, at, at, offsets, own, count, offsets ? NULL : signs, shared ? numbers : own_numbers, shared);
 }
 
 /* A block of several entries, which share an age and are all active. */
-static void NAME(row)(const update_job *j, const REAL *settings, int64_t at, int64_t own_block)
+static void NAME(row)(const update_job *j, const REAL *settings, int64_t block, int64_t grad_block, int64_t own_block)
 {
     const int64_t row = j->row + (j->shared ? 0 : age_of(j->ages, j->age_bytes, own_block) - 1);
     const REAL *numbers = (const REAL *)j->numbers + row * NUMBERS;
     for (int64_t done = 0; done < j->block; done += TILE)
-        NAME(tile)(j, settings, at + done, NULL, own_block * j->block + done, smaller(TILE, j->block - done), NULL,
-                   numbers, 1);
+        NAME(tile)(j, settings, block * j->block + done, grad_block * j->block + done, NULL,
+                   own_block * j->block + done, smaller(TILE, j->block - done), NULL, numbers, 1);
 }
 
 /* The first active block from `b` on, or `last`. */
@@ -170,14 +171,24 @@ static int64_t NAME(next_active)(const update_job *j, int64_t b, int64_t last)
     return b;
 }
 
+/* How many of the first blocks are active; only counted where something is packed. */
+static int64_t NAME(count_active)(const update_job *j, int64_t blocks)
+{
+    if (j->active) return count_bits(j->active, blocks);
+    int64_t found = 0;
+    for (int64_t b = 0; j->gradient_packed && b < blocks; b++) found += age_of(j->ages, j->age_bytes, b) > 0;
+    return found;
+}
+
 /* Prefetches a block, which the processor does not foresee behind frozen ones.
  * Always inlined: GCC drops calls of a function that does nothing else. */
-static inline __attribute__((always_inline)) void NAME(fetch)(const update_job *j, int64_t b, int64_t own_block)
+static inline __attribute__((always_inline)) void NAME(fetch)(const update_job *j, int64_t b, int64_t grad_block,
+                                                              int64_t own_block)
 {
     const int64_t item = j->type == BFLOAT16 ? 2 : sizeof(REAL), bytes = j->block * item;
     for (int64_t i = 0; i < smaller(bytes, FETCHED); i += LINE) {
         __builtin_prefetch((const char *)j->parameter + b * bytes + i, 1, 2);
-        __builtin_prefetch((const char *)j->gradient + b * bytes + i, 0, 2);
+        __builtin_prefetch((const char *)j->gradient + grad_block * bytes + i, 0, 2);
         for (int k = 0; k < STATES; k++)
             if (j->state[k]) __builtin_prefetch((const char *)j->state[k] + own_block * bytes + i, 1, 2);
     }
@@ -186,11 +197,12 @@ static inline __attribute__((always_inline)) void NAME(fetch)(const update_job *
 /* The active blocks of a part, of several entries each. */
 static void NAME(rows)(const update_job *j, const REAL *settings, int64_t first, int64_t last)
 {
-    int64_t packed = j->active ? count_bits(j->active, first) : 0;
+    int64_t packed = NAME(count_active)(j, first); /* of this part's first active block, among all active ones */
     for (int64_t next, b = NAME(next_active)(j, first, last); b < last; b = next, packed++) {
         next = NAME(next_active)(j, b + 1, last);
-        if (b + 1 < next && next < last) NAME(fetch)(j, next, j->active ? packed + 1 : next);
-        NAME(row)(j, settings, b * j->block, j->active ? packed : b);
+        const int64_t grad = j->gradient_packed ? packed : b, next_grad = j->gradient_packed ? packed + 1 : next;
+        if (b + 1 < next && next < last) NAME(fetch)(j, next, next_grad, j->active ? packed + 1 : next);
+        NAME(row)(j, settings, b, grad, j->active ? packed : b);
     }
 }
 

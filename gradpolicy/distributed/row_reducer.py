@@ -1,0 +1,86 @@
+"""Averages gradients of active rows over the ranks of DistributedDataParallel."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from gradpolicy.distributed.compression import Traffic
+from gradpolicy.tensors.row_gradient import RowGradient
+
+
+class RowReducer:
+    """Averages the gradients of rows at the end of each backward pass, by one all-reduce a dtype.
+
+    The reducer of DistributedDataParallel waits for whole gradients, so it does not know of these parameters.
+
+    Args:
+        model: The wrapped model.
+
+    Attributes:
+        traffic: Counts what was sent.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.model = model
+        self.traffic = Traffic()
+        self._rows: Mapping[nn.Parameter, tuple[Tensor, int]] = {}
+        self._is_queued = False
+        self._hook = model.register_forward_hook(self._after_forward)
+
+    def follow(self, rows: Mapping[nn.Parameter, tuple[Tensor, int]]) -> None:
+        """Set the parameters to reduce, each with the positions and the dimension of its rows."""
+        self._rows = rows
+
+    def remove(self) -> None:
+        """Reduce nothing any more."""
+        self._hook.remove()
+
+    def _after_forward(self, model: DistributedDataParallel, inputs: Any, outputs: Any) -> None:
+        if self._rows and torch.is_grad_enabled() and model.require_backward_grad_sync:
+            for each in tree_leaves(outputs):
+                if isinstance(each, Tensor) and each.requires_grad:
+                    each.register_hook(self._queue)
+
+    def _queue(self, gradient: Tensor) -> None:
+        """Have the reduction run when the backward pass that has reached the outputs is over."""
+        if not self._is_queued:
+            self._is_queued = True
+            # As DistributedDataParallel and FSDP2 do it in torch 2.11 to 2.13.
+            torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        self._is_queued = False
+        alike: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        for parameter in self._rows:
+            alike.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        for parameters in alike.values():
+            self._average(parameters)
+
+    def _average(self, parameters: list[nn.Parameter]) -> None:
+        values = [self._values(parameter) for parameter in parameters]
+        # A parameter that no rank used keeps a gradient of None.
+        used = values[0].new_tensor([parameter.grad is not None for parameter in parameters])
+        packed = torch.cat([used, *[each.flatten() for each in values]])
+        dist.all_reduce(packed, group=self.model.process_group)
+        used, *averages = packed.split([len(used), *[each.numel() for each in values]])
+        for parameter, own, average, is_used in zip(parameters, values, averages, used.tolist(), strict=True):
+            own.copy_((average / self.model.process_group.size()).view(own.shape))
+            if parameter.grad is None and is_used:
+                parameter.grad = RowGradient(own, *self._rows[parameter], parameter.shape)
+        self.traffic.add(packed, sum(parameter.nbytes for parameter in parameters))
+
+    def _values(self, parameter: nn.Parameter) -> Tensor:
+        """Return the gradient of a parameter's rows, to be written to; zeros where it has none."""
+        gradient = parameter.grad
+        if isinstance(gradient, RowGradient):
+            return gradient.held
+        index, dim = self._rows[parameter]
+        shape = list(parameter.shape)
+        shape[dim] = len(index)
+        return parameter.new_zeros(shape)

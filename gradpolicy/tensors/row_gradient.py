@@ -1,0 +1,152 @@
+"""A gradient that holds some rows or columns of a parameter alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+_aten = torch.ops.aten
+# They map 0 to 0 entry by entry, if their other arguments are one number each.
+_ENTRYWISE = {
+    _aten.mul.Tensor,
+    _aten.mul.Scalar,
+    _aten.mul_.Tensor,
+    _aten.mul_.Scalar,
+    _aten.div.Tensor,
+    _aten.div.Scalar,
+    _aten.div_.Tensor,
+    _aten.div_.Scalar,
+    _aten.neg.default,
+    _aten.abs.default,
+    _aten.zero_.default,
+    _aten.clone.default,
+    _aten.detach.default,
+    _aten._to_copy.default,
+    _aten.zeros_like.default,
+}
+
+
+class RowGradient(Tensor):
+    """A parameter's gradient of which only some rows are held; the others are 0.
+
+    It stands in ``p.grad`` and has the parameter's shape, so that clipping, unscaling, norms and logging of
+    torch and of others meet it there. What scales it or takes its norm works on the held rows alone. Any
+    other function gets a dense copy; what that writes to frozen rows is lost.
+
+    Args:
+        held: The gradient of the rows, in their order.
+        positions: Those of the rows (int64, 1-D, ascending).
+        dim: The dimension that they are rows of: 0, or 1 for columns.
+        shape: The parameter's shape.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(3, 2))
+        >>> weight.grad = RowGradient(torch.ones(1, 2), torch.tensor([2]), 0, weight.shape)
+        >>> torch.nn.utils.clip_grad_norm_([weight], 1.0)
+        tensor(1.4142)
+        >>> weight.grad.dense()
+        tensor([[0.0000, 0.0000],
+                [0.0000, 0.0000],
+                [0.7071, 0.7071]])
+    """
+
+    held: Tensor
+    positions: Tensor
+    dim_of_rows: int
+
+    @staticmethod
+    def __new__(cls, held: Tensor, positions: Tensor, dim: int, shape: torch.Size) -> RowGradient:
+        """Make a tensor of the parameter's shape that has no memory of its own."""
+        strides = torch.empty(shape, device="meta").stride()
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=strides, dtype=held.dtype, device=held.device
+        )
+        made.held, made.positions, made.dim_of_rows = held, positions, dim
+        return made
+
+    def dense(self) -> Tensor:
+        """Return the gradient as a plain tensor, with zeros in the rows that are not held."""
+        return self.held.new_zeros(self.shape).index_copy_(self.dim_of_rows, self.positions, self.held)
+
+    def holds(self, positions: Tensor, dim: int) -> bool:
+        """Return True if exactly these rows are held."""
+        return self.dim_of_rows == dim and (
+            self.positions is positions or torch.equal(self.positions, positions)
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return (
+            f"RowGradient({len(self.positions)} of {self.shape[self.dim_of_rows]}, shape={tuple(self.shape)})"
+        )
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function on the held rows where that is the same, else on a dense copy."""
+        kwargs = kwargs or {}
+        first, *others = args
+        if function is _aten._amp_foreach_non_finite_check_and_unscale_.default:
+            return function(tree_map_only(cls, lambda own: own.held, first), *others)
+        if isinstance(first, cls):
+            if function in _ENTRYWISE and all(_is_number(each) for each in others):
+                return first._with(function(first.held, *others, **kwargs))
+            if function is _aten.linalg_vector_norm.default and _is_plain_norm(others, kwargs):
+                return function(first.held, *others, **kwargs)
+            if function is _aten.add_.Tensor:
+                # Also where autograd adds a whole gradient: that of frozen rows means nothing.
+                first.held.add_(first._rows_of(others[0]), **kwargs)
+                return first
+        return cls._run_dense(function, args, kwargs)
+
+    @classmethod
+    def _run_dense(cls, function: Any, args: Any, kwargs: Any) -> Any:
+        dense: dict[int, Tensor] = {}
+
+        def of(own: RowGradient) -> Tensor:
+            return dense.setdefault(id(own), own.dense())
+
+        result = function(*tree_map_only(cls, of, args), **tree_map_only(cls, of, kwargs))
+        if function._schema.is_mutable:
+            tree_map_only(cls, lambda own: own.held.copy_(own._rows_of(dense[id(own)])), (args, kwargs))
+            written = {id(each): own for own in _gradients_in((args, kwargs)) for each in [dense[id(own)]]}
+            return tree_map_only(Tensor, lambda each: written.get(id(each), each), result)
+        return result
+
+    def _with(self, values: Tensor) -> RowGradient:
+        return (
+            self if values is self.held else RowGradient(values, self.positions, self.dim_of_rows, self.shape)
+        )
+
+    def _rows_of(self, other: Tensor) -> Tensor:
+        if isinstance(other, RowGradient):
+            if other.holds(self.positions, self.dim_of_rows):
+                return other.held
+            other = other.dense()
+        return other.expand(self.shape).index_select(self.dim_of_rows, self.positions)
+
+
+def whole_gradient(gradient: Tensor) -> Tensor:
+    """Return a gradient as a plain tensor of the parameter's shape."""
+    return gradient.dense() if isinstance(gradient, RowGradient) else gradient
+
+
+def _gradients_in(tree: Any) -> list[RowGradient]:
+    found: list[RowGradient] = []
+    tree_map_only(RowGradient, found.append, tree)
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, Tensor) or (value.numel() == 1 and value.dim() == 0)
+
+
+def _is_plain_norm(arguments: list[Any], named: dict[str, Any]) -> bool:
+    """Return True if zeros do not count in the norm, and it is taken over all entries."""
+    order = arguments[0] if arguments else named.get("ord", 2)
+    return order > 0 and len(arguments) < 2 and named.get("dim") is None and not named.get("keepdim")

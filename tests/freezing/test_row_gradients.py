@@ -1,0 +1,204 @@
+"""Gradients of active rows alone: what is computed equals the rows of the whole gradient."""
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gradpolicy.freezing.row_gradients import set_rows, set_whole
+from gradpolicy.tensors.row_gradient import RowGradient
+
+Build = Callable[[], nn.Module]
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 4, padding_idx=2)
+        self.head = nn.Linear(4, 9)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens).tanh())
+
+
+class Attention(nn.Module):
+    """Attention that projects by one packed weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Formula(nn.Module):
+    """A weight within a formula of one's own."""
+
+    def __init__(self, formula: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.formula, self.weight = formula, nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.formula(x, self.weight)
+
+
+def tokens() -> Tensor:
+    return torch.arange(10).remainder(9).view(2, 5)
+
+
+def of_shape(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+CASES: dict[str, tuple[Build, Callable[[], Tensor]]] = {
+    "linear": (lambda: nn.Linear(6, 6), of_shape(2, 3, 6)),
+    "linear of vectors, no bias": (lambda: nn.Linear(6, 6, bias=False), of_shape(6)),
+    "in-place function behind": (
+        lambda: nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True)),
+        of_shape(2, 3, 6),
+    ),
+    "addmm": (lambda: Formula(lambda x, w: torch.addmm(torch.ones(6), x, w)), of_shape(5, 6)),
+    "conv1d": (lambda: nn.Conv1d(4, 6, 3, padding=1), of_shape(2, 4, 7)),
+    "conv2d": (lambda: nn.Conv2d(4, 6, (3, 2), stride=2, dilation=(1, 2), bias=False), of_shape(2, 4, 9, 9)),
+    "conv3d": (lambda: nn.Conv3d(4, 6, 2), of_shape(1, 4, 3, 4, 3)),
+    "conv with groups": (lambda: nn.Conv2d(4, 6, 3, groups=2), of_shape(2, 4, 5, 5)),
+    "conv padded to the same size": (lambda: nn.Conv2d(4, 6, 3, padding="same"), of_shape(2, 4, 5, 5)),
+    "conv of one image": (lambda: nn.Conv2d(4, 6, 3), of_shape(4, 5, 5)),
+    "transposed conv": (lambda: nn.ConvTranspose2d(4, 6, 3), of_shape(2, 4, 5, 5)),
+    "embedding": (lambda: nn.Embedding(9, 6), tokens),
+    "embedding with padding": (lambda: nn.Embedding(9, 6, padding_idx=-3), tokens),
+    "embedding by frequency": (lambda: nn.Embedding(9, 6, scale_grad_by_freq=True), tokens),
+    "tied head": (Tied, tokens),
+    "attention": (Attention, of_shape(2, 3, 6)),
+    "matmul": (lambda: Formula(lambda x, w: x @ w.T), of_shape(2, 3, 6)),
+    "einsum": (lambda: Formula(lambda x, w: torch.einsum("bi,io->bo", x, w)), of_shape(2, 6)),
+    "used twice": (
+        lambda: Formula(lambda x, w: F.linear(F.linear(x, w).tanh(), w * 2) + w[0]),
+        of_shape(2, 6),
+    ),
+}
+
+
+@pytest.fixture(params=[0, 1], ids=["rows", "columns"])
+def dim(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+def weights(module: nn.Module) -> Iterator[nn.Parameter]:
+    return (parameter for parameter in module.parameters() if parameter.dim() > 1)
+
+
+def with_rows(module: nn.Module, dim: int = 0) -> nn.Module:
+    """Return a copy of which every other row trains."""
+    copied = copy.deepcopy(module)
+    for weight in weights(copied):
+        set_rows(weight, torch.arange(0, weight.shape[dim], 2), dim)
+    return copied
+
+
+def check_equal(module: nn.Module, reference: nn.Module, dim: int) -> None:
+    for own, whole in zip(module.parameters(), reference.parameters(), strict=True):
+        assert own.grad is not None
+        if own.dim() == 1:
+            torch.testing.assert_close(own.grad, whole.grad)
+        else:
+            assert isinstance(own.grad, RowGradient)
+            kept = torch.arange(0, own.shape[dim], 2)
+            torch.testing.assert_close(own.grad.held, whole.grad.index_select(dim, kept))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_gradient_is_that_of_the_rows(case: str, dim: int) -> None:
+    build, inputs = CASES[case]
+    torch.manual_seed(0)
+    reference = build()
+    module = with_rows(reference, dim)
+    gradients = []
+    for each in (reference, module):
+        x = inputs()
+        x = x.requires_grad_() if x.is_floating_point() else x
+        for _ in range(2):
+            each(x).square().sum().backward()
+        gradients.append(x.grad)
+    check_equal(module, reference, dim)
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_a_gradient_of_a_gradient_goes_through_the_rows() -> None:
+    reference = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6))
+    module = with_rows(reference)
+    for each in (reference, module):
+        x = of_shape(3, 4)().requires_grad_()
+        (gradient,) = torch.autograd.grad(each(x).tanh().sum(), x, create_graph=True)
+        (gradient.square().sum() + each(x).sum()).backward()
+    check_equal(module, reference, 0)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_rows_under_activation_checkpointing(reentrant: bool) -> None:
+    reference = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6))
+    module = with_rows(reference)
+    for each in (reference, module):
+        checkpoint(each, of_shape(3, 4)().requires_grad_(), use_reentrant=reentrant).sum().backward()
+    check_equal(module, reference, 0)
+
+
+def test_rows_under_autocast_have_the_parameters_dtype() -> None:
+    reference = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6))
+    module = with_rows(reference)
+    for each in (reference, module):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = each(of_shape(3, 4)())
+        output.float().square().sum().backward()
+    assert output.dtype is torch.bfloat16
+    check_equal(module, reference, 0)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_the_parameter_gets_the_whole_gradient(register: str) -> None:
+    module = with_rows(nn.Linear(4, 6))
+    seen: list[torch.Size] = []
+    getattr(module.weight, register)(lambda value: seen.append(value.shape))
+    module(torch.ones(1, 4)).sum().backward()
+    assert seen == [module.weight.shape]
+    assert not isinstance(module.weight.grad, RowGradient)
+
+
+def test_compiled_code_computes_the_whole_gradient() -> None:
+    module = with_rows(nn.Linear(4, 6))
+    torch.compile(module, backend="eager", fullgraph=True)(torch.ones(1, 4)).sum().backward()
+    assert torch.equal(module.weight.grad, torch.ones(6, 4))
+
+
+def test_a_parameter_of_another_dtype_computes_the_whole_gradient() -> None:
+    module = with_rows(nn.Linear(4, 6)).double()
+    module(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+    assert torch.equal(module.weight.grad, torch.ones(6, 4, dtype=torch.float64))
+
+
+def test_copies_and_pickles_are_plain_parameters() -> None:
+    module = with_rows(nn.Linear(4, 6))
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    for other in (copy.deepcopy(module), torch.load(file, weights_only=False)):
+        assert type(other.weight) is nn.Parameter
+        assert torch.equal(other.weight, module.weight)
+    assert type(module.state_dict()["weight"]) is Tensor
+
+
+def test_a_parameter_becomes_whole_again() -> None:
+    module = with_rows(nn.Linear(4, 6))
+    set_whole(module.weight)
+    assert type(module.weight) is nn.Parameter
+    module(torch.ones(1, 4)).sum().backward()
+    assert torch.equal(module.weight.grad, torch.ones(6, 4))

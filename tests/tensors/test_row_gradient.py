@@ -1,0 +1,84 @@
+"""RowGradient: a gradient that holds some rows alone, and what torch does with it."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradpolicy.tensors.row_gradient import RowGradient
+
+ROWS = torch.tensor([1, 3])
+
+
+@pytest.fixture(params=[0, 1], ids=["rows", "columns"])
+def gradient(request: pytest.FixtureRequest) -> RowGradient:
+    """Two rows, or columns, of a gradient of 4 x 5 entries."""
+    shape = (2, 5) if request.param == 0 else (4, 2)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return RowGradient(values, ROWS, request.param, torch.Size((4, 5)))
+
+
+def parameter_with(gradient: Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros(gradient.shape))
+    parameter.grad = gradient
+    return parameter
+
+
+def test_rows_that_are_not_held_are_zero(gradient: RowGradient) -> None:
+    dense = gradient.dense()
+    assert torch.equal(dense.index_select(gradient.dim_of_rows, ROWS), gradient.held)
+    assert dense.count_nonzero() == gradient.held.count_nonzero()
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
+def test_clipping_by_norm_equals_that_of_the_dense_gradient(gradient: RowGradient, order: float) -> None:
+    other = torch.ones(3)
+    parameters = [parameter_with(gradient), parameter_with(other.clone())]
+    plain = [parameter_with(gradient.dense()), parameter_with(other.clone())]
+    norm, wanted = (nn.utils.clip_grad_norm_(each, 0.5, norm_type=order) for each in (parameters, plain))
+    torch.testing.assert_close(norm, wanted)
+    assert isinstance(parameters[0].grad, RowGradient)
+    torch.testing.assert_close(parameters[0].grad.dense(), plain[0].grad)
+
+
+def test_clipping_by_value_changes_the_held_rows(gradient: RowGradient) -> None:
+    wanted = gradient.dense().clamp(-0.5, 0.5)
+    parameter = parameter_with(gradient)
+    nn.utils.clip_grad_value_([parameter], 0.5)
+    assert parameter.grad is gradient
+    assert torch.equal(gradient.dense(), wanted)
+
+
+@pytest.mark.parametrize("value", [1.0, float("inf"), float("nan")])
+def test_unscaling_divides_the_rows_and_finds_what_is_not_finite(value: float) -> None:
+    parameter = nn.Parameter(torch.zeros(4, 5))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    parameter.grad = RowGradient(torch.full((2, 5), value), ROWS, 0, parameter.shape)
+    scaler.unscale_(optimizer)
+    torch.testing.assert_close(parameter.grad.held, torch.full((2, 5), value / 4), equal_nan=True)
+    (found,) = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+    assert bool(found) is not (value == 1.0)
+
+
+def test_gradients_add_up_where_they_are_held(gradient: RowGradient) -> None:
+    whole = torch.arange(20.0).view(4, 5)
+    wanted = gradient.dense() * 2 + whole
+    gradient.add_(gradient.clone()).add_(whole)
+    torch.testing.assert_close(gradient.held, wanted.index_select(gradient.dim_of_rows, ROWS))
+
+
+def test_functions_that_need_all_entries_get_zeros(gradient: RowGradient) -> None:
+    dense = gradient.dense()
+    assert torch.equal(gradient + 1, dense + 1)
+    assert torch.equal(torch.isfinite(gradient), torch.isfinite(dense))
+    assert gradient.abs().mean() == dense.abs().mean()
+    assert torch.equal(gradient.norm(dim=1), dense.norm(dim=1))
+
+
+def test_scaling_keeps_rows_alone(gradient: RowGradient) -> None:
+    for scaled in (gradient * 2, gradient / torch.tensor(0.5), -gradient, gradient.double()):
+        assert isinstance(scaled, RowGradient)
+    torch.testing.assert_close((gradient * 2).dense(), gradient.dense() * 2)
+    assert isinstance(gradient.zero_(), RowGradient)
+    assert not gradient.dense().any()
