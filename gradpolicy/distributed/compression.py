@@ -149,11 +149,10 @@ def send_active(state: ActiveEntries, bucket: GradBucket) -> Future[Tensor]:
     ranks = dist.get_world_size(state.group)
     packed = (buffer if positions is None else buffer[positions]).div(ranks)
     packed = packed if state.dtype is None else packed.to(state.dtype)
-    state.traffic.bytes_full += buffer.numel() * buffer.element_size()
     if packed.numel() == 0:
+        state.traffic.bytes_full += buffer.nbytes
         return _finished(buffer.zero_())
-    state.traffic.bytes_sent += packed.numel() * packed.element_size()
-    state.traffic.reductions += 1
+    state.traffic.add(packed, buffer.nbytes)
 
     def unpack(future: Future[list[Tensor]]) -> Tensor:
         summed = future.value()[0].to(buffer.dtype)

@@ -1,0 +1,127 @@
+"""Training by gradients of active rows alone moves what training by masked whole gradients moves."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import gradpolicy as gp
+from gradpolicy.tensors.row_gradient import RowGradient
+
+STEPS = 6
+SOURCES: dict[str, Callable[[], Any]] = {
+    "fixed rows": lambda: gp.masks.Rows([0, 3]),
+    "columns": lambda: gp.masks.Rows([0, 3], dim=1),
+    "rows that change": lambda: gp.masks.Random(0.4, level="row", every=2),
+}
+
+
+class Classifier(lightning.LightningModule):
+    """Notes of each step how many gradients hold rows alone."""
+
+    def __init__(self, *, whole: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 11))
+        self.held: list[int] = []
+        if whole:
+            for parameter in self.parameters():
+                parameter.register_hook(lambda gradient: None)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.net(batch).logsumexp(-1).mean()
+
+    def training_step(self, batch: Tensor, number: int) -> Tensor:
+        return self(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        self.held.append(sum(isinstance(p.grad, RowGradient) for p in self.parameters()))
+
+
+def batches() -> Tensor:
+    return torch.randint(0, 11, (2 * STEPS, 5), generator=torch.Generator().manual_seed(1))
+
+
+def in_a_plain_loop(model: Classifier, policies: dict[str, gp.Freeze]) -> None:
+    with gp.training(model, model.configure_optimizers(), policies, seed=0) as optimizer:
+        for number, batch in enumerate(batches()):
+            (model(batch) / 2).backward()
+            if number % 2:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                model.on_before_zero_grad(optimizer)
+                optimizer.zero_grad()
+
+
+def under_lightning(model: Classifier, policies: dict[str, gp.Freeze]) -> None:
+    trainer = lightning.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.1,
+        callbacks=[gp.GradientPolicies(policies)],
+    )
+    trainer.fit(model, DataLoader(batches(), batch_size=None))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("train", [in_a_plain_loop, under_lightning])
+@pytest.mark.parametrize("frozen_state", ["keep", "drop"])
+@pytest.mark.parametrize("source", SOURCES)
+def test_rows_move_as_with_whole_gradients(
+    source: str, frozen_state: str, train: Callable[..., None]
+) -> None:
+    policies = {"rows": gp.Freeze(SOURCES[source](), params="*.weight", frozen_state=frozen_state)}
+    model, reference = Classifier(), Classifier(whole=True)
+    before = copy.deepcopy(model.state_dict())
+    for each in (model, reference):
+        train(each, copy.deepcopy(policies))
+    assert 3 in model.held
+    assert not any(reference.held)
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(weight, reference.state_dict()[name])
+        assert not torch.equal(weight, before[name])
+
+
+@pytest.mark.parametrize("rule", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
+def test_every_update_rule_takes_rows(rule: type[torch.optim.Optimizer]) -> None:
+    weights = [nn.Parameter(torch.arange(12.0).view(4, 3)) for _ in range(2)]
+    rows = torch.tensor([1, 2])
+    for number, weight in enumerate(weights):
+        optimizer = gp.MaskedOptimizer(rule([weight], lr=0.1))
+        optimizer.set_mask(weight, torch.tensor([[False], [True], [True], [False]]))
+        for step in range(3):
+            whole = torch.sin(weight.detach() + step)
+            weight.grad = whole if number else RowGradient(whole[rows], rows, 0, weight.shape)
+            assert optimizer.gradient(weight) is weight.grad
+            optimizer.step()
+    assert torch.equal(*weights)
+
+
+def test_rows_of_another_mask_count_where_they_are_active() -> None:
+    weight = nn.Parameter(torch.zeros(4, 3))
+    optimizer = gp.MaskedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    optimizer.set_mask(weight, torch.tensor([[False], [True], [True], [False]]))
+    weight.grad = RowGradient(torch.ones(2, 3), torch.tensor([2, 3]), 0, weight.shape)
+    optimizer.step()
+    assert weight[:, 0].tolist() == [0, 0, -1, 0]
+
+
+def test_a_source_that_needs_whole_gradients_gets_them_when_it_chooses() -> None:
+    model = Classifier()
+    source = gp.masks.TopK(0.3, by="gradient", level="row", every=3, window=1)
+    in_a_plain_loop(model, {"rows": gp.Freeze(source, params="*.weight")})
+    assert 0 in model.held
+    assert max(model.held) > 0
