@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradpolicy.display import Displayed
@@ -15,14 +14,13 @@ from gradpolicy.flow.arguments import Argument, Signature
 from gradpolicy.flow.boundary import Boundary, Through, ThroughRule
 from gradpolicy.flow.dispatch import DispatchTable
 from gradpolicy.flow.locations import Locations, RulePlacement, describe_location, find_locations, place_at
-from gradpolicy.flow.operation_rule import OperationRule, rules_for
-from gradpolicy.flow.operation_tables import MODULE_CALLS
+from gradpolicy.flow.operation_rule import rules_for
 from gradpolicy.flow.operations import name_of
 from gradpolicy.flow.parameters import ParameterRules
 from gradpolicy.flow.policy_checks import check_cuts, check_policies, is_cut
 from gradpolicy.flow.policy_report import Report, ReportRow, report_unmet, warn_or_raise
 from gradpolicy.flow.rule_state import CallScope, FlowObserver, RuleState
-from gradpolicy.flow.wrapped_forward import InstallSession, WrappedForward, WrappedReLU
+from gradpolicy.flow.wrapped_forward import InstallSession, WrappedForward
 from gradpolicy.where import BOUNDARIES, PLACES, STEP_OPERATIONS, plain_name
 
 if TYPE_CHECKING:
@@ -294,6 +292,7 @@ class Installed(Displayed):
         for wrap in self._wraps:
             if wrap.module is self.model:
                 wrap.parameter_rules = tuple(self._parameter_rules)
+                wrap.acts_at_module |= bool(self._parameter_rules)
 
     def _put_on_module(self, name: str, module: nn.Module, entry_points: EntryPoints) -> None:
         table = self._table(module)
@@ -315,12 +314,6 @@ class Installed(Displayed):
             )
             through = [ThroughRule(state, name, argument, forward) for state, argument in rules["through"]]
             asks = any(placed.state.rule.takes_call for placed in at_module)
-            relu_rule = _relu_rule(module, table)
-            if table is not None and relu_rule is not None and not at_module:
-                short = WrappedReLU(module, self._session, table, relu_rule, name=name)
-                short.put_on()
-                self._wraps.append(short)
-                continue
             wrap = WrappedForward(
                 module,
                 method,
@@ -339,7 +332,7 @@ class Installed(Displayed):
             self._wraps.append(wrap)
 
     def _table(self, module: nn.Module) -> DispatchTable | None:
-        """Return the rules on operations inside a module; None if none can run in it."""
+        """Return the rules on operations inside a module; None where there is no policy on operations."""
         if not any(placed.locations.operations for placed in self._placed.values()):
             return None
         inside = [placed for placed in self._placed.values() if id(module) in placed.locations.inside]
@@ -347,14 +340,7 @@ class Installed(Displayed):
         if names not in self._tables:
             rules = [rules_for(placed.locations.operations, placed.state) for placed in inside]
             self._tables[names] = DispatchTable(list(itertools.chain(*rules)))
-        table = self._tables[names]
-        if self._scope("", module) is not None:
-            return table
-        calls = None if "forward" in module.__dict__ else MODULE_CALLS.get(type(module))
-        if calls is None or any(call in table.by_function for call in calls):
-            return table
-        table.seen.update(calls)
-        return None
+        return self._tables[names]
 
     def _scope(self, name: str, module: nn.Module) -> CallScope | None:
         """Return the counts of calls in a module's forward, if a policy names the module and some of them."""
@@ -491,15 +477,6 @@ def _note_script_modules(model: nn.Module, locations: Locations, state: RuleStat
             noted.append(raw_name)
             what = "operations" if locations.operations else "modules"
             state.note_opaque(f"ScriptModule {raw_name!r}", f"its {what} run outside Python")
-
-
-def _relu_rule(module: nn.Module, table: DispatchTable | None) -> OperationRule | None:
-    """Return the only rule for what a ReLU calls, if it is a filter."""
-    if table is None or type(module) is not nn.ReLU or "forward" in module.__dict__:
-        return None
-    rules = table.by_function.get(F.relu, ())
-    only = rules[0] if len(rules) == 1 else None
-    return only if isinstance(only, OperationRule) and only.filters and not only.state.calls else None
 
 
 def name_policies(policies: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]:

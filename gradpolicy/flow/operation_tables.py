@@ -1,11 +1,10 @@
-"""Tables of torch's functions: spellings, similar operations, opaque calls, what modules call."""
+"""Tables of torch's functions: spellings, similar operations, opaque calls."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 
 Function = Callable[..., Any]
 
@@ -134,26 +133,4 @@ OPAQUE_CALLS: dict[Function, frozenset[str]] = {
     torch.rnn_tanh_cell: frozenset({"tanh"}),
     torch.rnn_relu: frozenset({"relu"}),
     torch.rnn_relu_cell: frozenset({"relu"}),
-}
-
-_BATCH_NORM = (F.batch_norm, Tensor.add_, Tensor.add)
-
-# The torch functions that the forward of exactly these classes calls.
-MODULE_CALLS: dict[type[nn.Module], tuple[Function, ...]] = {
-    nn.AdaptiveAvgPool2d: (F.adaptive_avg_pool2d,),
-    nn.AvgPool2d: (F.avg_pool2d,),
-    nn.BatchNorm1d: _BATCH_NORM,
-    nn.BatchNorm2d: _BATCH_NORM,
-    nn.BatchNorm3d: _BATCH_NORM,
-    nn.Conv1d: (F.conv1d, F.pad),
-    nn.Conv2d: (F.conv2d, F.pad),
-    nn.Conv3d: (F.conv3d, F.pad),
-    nn.Dropout: (F.dropout,),
-    nn.Embedding: (F.embedding,),
-    nn.Flatten: (Tensor.flatten,),
-    nn.GroupNorm: (F.group_norm,),
-    nn.Identity: (),
-    nn.LayerNorm: (F.layer_norm,),
-    nn.Linear: (F.linear,),
-    nn.ReLU: (F.relu,),
 }

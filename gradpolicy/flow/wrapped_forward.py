@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from types import AsyncGeneratorType, CodeType, CoroutineType, GeneratorType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from gradpolicy.flow.dispatch import (
     note_taken,
     refusal,
 )
-from gradpolicy.flow.operation_rule import OperationRule, TableRule
+from gradpolicy.flow.operation_rule import TableRule
 from gradpolicy.flow.parameters import ParameterRules, run_with_rules
 from gradpolicy.flow.rule_state import CallScope, RuleState
 from gradpolicy.flow.tracing import active_modes, in_transform, mode_at, mode_count, skip_alone
@@ -158,8 +158,6 @@ def _changed(how: str) -> PolicyError:
 # By these names, since a look-up of torch._C._… takes time at every layer.
 _is_traced = torch.compiler.is_dynamo_compiling
 _is_exporting = torch.compiler.is_exporting
-_relu = torch.relu
-_without_modes = torch._C.DisableTorchFunction
 
 
 class InstallMode(DispatchMode):
@@ -233,6 +231,7 @@ class WrappedForward:
         self.inner: Callable | None = module.__dict__.get(method)
         # The class of a traced module has no forward of its own.
         self.is_script = isinstance(module, torch.jit.ScriptModule)
+        self.acts_at_module = bool(parameter_rules or entering or leaving or through or scope)
 
     @property
     def __wrapped__(self) -> Callable:
@@ -250,23 +249,26 @@ class WrappedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward."""
+        mode = None if self.is_script else self._mode_with_same_rules()
         # The compiler follows each call, and gives up where calls are nested too deeply. So this makes none.
         # An exported program has no place for rules: it gets the plain forward, with the plain gradient.
-        if not self.is_script and (_is_exporting() or (_is_traced() and self._adds_nothing())):
+        if not self.is_script and (_is_exporting() or (_is_traced() and mode is not None)):
             if self.inner is not None:
                 return self.inner(*args, **kwargs)
             return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
+        if mode is not None:
+            return self._run_in_mode(mode, args, kwargs)
         if self.parameter_rules:
             return run_with_rules(self.parameter_rules, self._run_in_session, args, kwargs)
         return self._run_in_session(args, kwargs)
 
-    def _adds_nothing(self) -> bool:
-        """Return True if the forward would run in the same way as what is around it."""
-        has_rules = self.parameter_rules or self.entering or self.leaving or self.through or self.scope
-        if has_rules or not torch.is_grad_enabled():
-            return False
-        mode = self._mode()
-        return mode is not None and mode.table is self.table
+    def _mode_with_same_rules(self) -> InstallMode | None:
+        """Return the innermost mode if the forward runs under its rules as they are, and adds none."""
+        count = mode_count()
+        if self.acts_at_module or not count or not torch.is_grad_enabled() or may_be_recomputed():
+            return None
+        mode = mode_at(count - 1)
+        return mode if isinstance(mode, InstallMode) and mode.table is self.table else None
 
     def _mode(self) -> InstallMode | None:
         """Return the mode of this installation on this thread."""
@@ -358,105 +360,36 @@ class WrappedForward:
         table, session = self.table, self.session
         if table is None:
             return self._forward(args, kwargs)
-        if not _is_traced():
-            session.entered.add(self.name)
         mode = self._mode()
         if mode is None:
             with InstallMode(session, table) as mode:
-                self._name_module(mode, self.name)
-                result = self._run_in_scope(args, kwargs)
-            self._note_generator(result, table)
+                result = self._run_in_mode(mode, args, kwargs)
             if not in_transform():
                 note_taken(session.matched_operations())
             return result
-        outer_table, outer_module = mode.table, mode.module
-        mode.table = table
-        self._name_module(mode, self.name)
+        outer_table, mode.table = mode.table, table
         try:
-            result = self._run_in_scope(args, kwargs)
+            return self._run_in_mode(mode, args, kwargs)
         finally:
             mode.table = outer_table
-            self._name_module(mode, outer_module)
-        if outer_table is not table:
-            self._note_generator(result, table)
-        return result
 
-    def _note_generator(self, result: Any, table: DispatchTable) -> None:
-        """Note for the rules of a table that a forward's body runs where they are not."""
-        if not _is_traced() and isinstance(result, GeneratorType | CoroutineType | AsyncGeneratorType):
-            whose = f"module {self.name!r}" if self.name else "the model"
-            for rule in table.rules:
-                rule.state.note_opaque(
-                    f"the {type(result).__name__} that {whose} returns",
-                    "its body runs after the forward has returned",
-                )
+    def _run_in_mode(self, mode: InstallMode, args: tuple, kwargs: dict) -> Any:
+        # Compiled code is not to depend on the name, so that it serves all modules of a class.
+        if torch.compiler.is_compiling():
+            return self._run_in_scope(args, kwargs)
+        self.session.entered.add(self.name)
+        outer_module, mode.module = mode.module, self.name
+        try:
+            return self._run_in_scope(args, kwargs)
+        finally:
+            mode.module = outer_module
 
     def _run_in_scope(self, args: tuple, kwargs: dict) -> Any:
         return (
             self._forward(args, kwargs) if self.scope is None else self.scope.run(self._forward, args, kwargs)
         )
 
-    def _name_module(self, mode: DispatchMode, name: str | None) -> None:
-        # Compiled code is not to depend on the name, so that it serves all modules of a class.
-        if not torch.compiler.is_compiling():
-            mode.module = name
-
     def _forward(self, args: tuple, kwargs: dict) -> Any:
         if self.inner is not None or self.is_script:
             return self.__wrapped__(*args, **kwargs)
         return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
-
-
-class WrappedReLU(WrappedForward):
-    """The forward of a ``nn.ReLU`` whose rule is a filter: no look-up, one hook.
-
-    A look-up costs more than a small ReLU itself.
-
-    Args:
-        module: The ReLU.
-        session: The installation.
-        table: The rules on operations inside the module.
-        rule: The one that covers ReLUs.
-        name: The module's name.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        session: InstallSession,
-        table: DispatchTable,
-        rule: OperationRule,
-        *,
-        name: str = "",
-    ) -> None:
-        super().__init__(module, "forward", session, name=name, table=table)
-        self.rule = rule
-
-    def __call__(self, input: Tensor) -> Tensor:
-        """Run the ReLU."""
-        rule = self.rule
-        count = mode_count()
-        if (
-            in_transform()
-            or self.table is None
-            or self.module.inplace
-            or not rule.state.active
-            or not torch.is_grad_enabled()
-            or count > 1
-            or (count == 1 and getattr(mode_at(0), "session", None) is not self.session)
-        ):
-            return super().__call__(input)
-        # The installation's own mode would only find the same rule. Attributes of tensors go through it too.
-        self.session.entered.add(self.name)
-        with _without_modes():
-            result = _relu(input)
-            node: Any = result.grad_fn
-        if node is None:
-            rule.state.note("without_gradient", "relu")
-        else:
-            # As RuleState.note does, without a call.
-            matched = rule.state.seen.matched
-            matched["relu"] = matched.get("relu", 0) + 1
-            RuleState.uses += 1
-            rule.hook_on(node)
-        return result

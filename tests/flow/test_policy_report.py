@@ -377,8 +377,14 @@ NOWHERE = {
     "a generator": (
         Consumes,
         _run,
-        [gp.Scale(0.5, modules="many", at="output"), gp.Guided(modules="many")],
-        r"cannot see into (the )?generator (that module|at output of module) 'many'",
+        [gp.Scale(0.5, modules="many", at="output")],
+        r"cannot see into generator at output of module 'many'",
+    ),
+    "the body of a generator": (
+        Consumes,
+        _run,
+        [gp.Guided(modules="many")],
+        r"'relu' was never met",
     ),
     "one of two names": (
         _shared,
