@@ -108,32 +108,18 @@ class ChangeOwnGradients(Function):
                 torch.zeros((), dtype=dtype, device=device).expand(shape) if grad is None else grad
                 for grad, (shape, dtype, device) in zip(own, ctx.like, strict=True)
             ]
-        output = ctx.outputs[-1] if ctx.outputs else None
+        output = None
+        if ctx.outputs:
+            output, version = ctx.outputs
+            if output._version != version or torch.is_grad_enabled():
+                raise PolicyError(
+                    f"rule {ctx.bound_rule.rule.name!r} at {ctx.bound_rule.location} reads the operation's "
+                    "output, which must not be changed in place and has no second derivatives "
+                    "(create_graph=True); compute what it needs from the inputs"
+                )
         wanted = [grad is not None for grad in own]
         gradients = ctx.bound_rule.gradients(tuple(own), tuple(inputs), output, wanted)
         return (None, None, None, *gradients)
-
-
-class HandOverOutput(Function):
-    """Pass the output of an operation to the Function before its inputs: a node after the operation."""
-
-    @staticmethod
-    def forward(outputs: list, *tensors: Tensor) -> Any:
-        """Return the tensors."""
-        return tensors[0].detach() if len(tensors) == 1 else tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        """Keep the output."""
-        ctx.outputs = inputs[0]
-        ctx.save_for_backward(*(output if isinstance(output, tuple) else (output,)))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
-        """Pass the gradients on; this backward pass reaches the operation's inputs later."""
-        saved = ctx.saved_tensors
-        ctx.outputs[:] = [saved[0] if len(saved) == 1 else saved]
-        return (None, *grads)
 
 
 class AdoptHistory(Function):
@@ -221,7 +207,7 @@ def change_own_gradients(bound_rule: BoundRule, inputs: Sequence[Tensor], output
     Args:
         bound_rule: The rule.
         inputs: The inputs.
-        outputs: Empty; :func:`hand_over` puts there what the operation gave, if the rule reads that.
+        outputs: Empty; what the operation gave and its version come there, if the rule reads that.
 
     Returns:
         The inputs that the operation is to be called with.
@@ -255,18 +241,6 @@ def change_own_gradients(bound_rule: BoundRule, inputs: Sequence[Tensor], output
     for place, tensor in zip(places, changed if len(places) > 1 else (changed,), strict=True):
         found[place] = tensor
     return found
-
-
-def hand_over(outputs: list, values: Any) -> Any:
-    """Have the backward pass put the differentiable tensors of what an operation gave into a list."""
-    tensors = [
-        value for value in ([values] if isinstance(values, Tensor) else values) if is_differentiable(value)
-    ]
-    found = run_function(HandOverOutput, outputs, *tensors)
-    if isinstance(values, Tensor):
-        return found
-    left = iter(found if len(tensors) > 1 else (found,))
-    return rebuilt_sequence(values, [next(left) if is_differentiable(value) else value for value in values])
 
 
 def insert_rule(bound_rule: BoundRule, values: Any) -> Any:

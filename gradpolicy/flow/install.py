@@ -41,16 +41,15 @@ def install(
     Each policy is active from now on, whatever its ``when``, until :meth:`Installed.update` gives the time.
 
     The removal of the policies gives a warning for each that did not do what it says: an operation that it
-    names never ran, or only where no gradient is recorded (the warning names similar operations that did
+    names never ran, or only where no gradient is recorded (the warning names operations that did
     run); a module never ran through its forward; no gradient crosses a place; a module has another name
     under which the policy acts too. Warnings of calls that it cannot see into come as these run. There is no
-    warning while an exception propagates, or if neither the model nor autograd did anything.
+    warning while an exception propagates, nor of a model that never ran if its report was asked for.
 
     Args:
         model: The model.
         policies: The policies, by name or in a list. At one boundary the gradient meets them in this order.
-        strict: Raise when the policies are removed where there is a warning otherwise, and if the model never
-            ran.
+        strict: Raise when the policies are removed where there is a warning otherwise.
         entry_points: For modules that are not entered through ``forward``: their names (``""`` for the model)
             and the methods that enter them.
 
@@ -105,6 +104,7 @@ class Installed(Displayed):
         # One table for all modules with the same policies inside, by the names of these.
         self._tables: dict[tuple[str, ...], DispatchTable] = {}
         self._wraps: list[WrappedForward] = []
+        self._was_reported = False
         self._parameter_rules: list[ParameterRules] = []
         try:
             self._put_on(entry_points)
@@ -218,6 +218,7 @@ class Installed(Displayed):
 
     def report(self) -> Report:
         """Return what each policy matched and did so far."""
+        self._was_reported = True
         return Report(tuple(self._row(name) for name in self.policies))
 
     @property
@@ -258,7 +259,7 @@ class Installed(Displayed):
     def _report_unmet(self) -> None:
         strict, session = self.strict, self._session
         has_run = session.has_run or any(state.seen.forward or state.seen.matched for state in self._states)
-        if not has_run and (strict or session.autograd_worked()):
+        if not has_run and (strict or not self._was_reported):
             names = [repr(state.name) for state in self._states if state.active]
             message = (
                 "the model never ran while the policies were on it, so that they changed nothing; they act "
@@ -269,8 +270,7 @@ class Installed(Displayed):
             name, forward = state.name, state.seen.forward
             policy = self.policies[name]
             ran = "on" in forward or (strict and "off" not in forward) or state.seen.without_gradient
-            # Gradients come to parameters in a backward pass only.
-            if has_run and ran and (session.ran_backward() or not policy.params):
+            if has_run and ran:
                 # In another phase, such as for attributions in testing, gradients may be recorded.
                 may_come = len(policy.when.phases) > 1
                 row = self._row(name)
@@ -466,17 +466,16 @@ class Placed:
 
 def _note_script_modules(model: nn.Module, locations: Locations, state: RuleState) -> None:
     """Note the outermost ScriptModules in which a rule would act: what is in them runs outside Python."""
-    noted: list[str] = []
-    for raw_name, module in model.named_modules(remove_duplicate=False):
-        if not isinstance(module, torch.jit.ScriptModule):
-            continue
-        if any(raw_name.startswith(f"{outer}.") or not outer for outer in noted):
-            continue
-        within = [id(each) for each in module.modules() if each is not module]
-        if id(module) in locations.inside or not locations.boundaries.isdisjoint(within):
-            noted.append(raw_name)
-            what = "operations" if locations.operations else "modules"
-            state.note_opaque(f"ScriptModule {raw_name!r}", f"its {what} run outside Python")
+    scripted = [
+        (name, module)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, torch.jit.ScriptModule)
+    ]
+    within = {id(each) for _, module in scripted for each in module.modules() if each is not module}
+    for name, module in scripted:
+        parts = {id(each) for each in module.modules() if each is not module}
+        if id(module) not in within and (id(module) in locations.inside or parts & locations.boundaries):
+            state.note_opaque(f"ScriptModule {name!r}", "what is in it runs outside Python")
 
 
 def name_policies(policies: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]:

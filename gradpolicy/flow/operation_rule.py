@@ -19,7 +19,6 @@ from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.flow.arguments import arguments_of, in_order_of_parameters
 from gradpolicy.flow.autograd_functions import (
     change_own_gradients,
-    hand_over,
     insert_rule,
     replace_gradient,
 )
@@ -28,9 +27,8 @@ from gradpolicy.flow.carrying import GradientPath, Origin, is_discrete, set_path
 from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
 from gradpolicy.flow.operation_tables import OPAQUE_CALLS, Function
 from gradpolicy.flow.operations import Operation
-from gradpolicy.flow.rule_state import GradientNorms, RuleState
+from gradpolicy.flow.rule_state import RuleState
 from gradpolicy.flow.tracing import active_modes, in_transform
-from gradpolicy.rules.rectifiers import positive_part
 from gradpolicy.rules.registry import Call
 
 
@@ -52,11 +50,7 @@ class OperationRule:
         self.filters = state.filters and not state.detaches
         # Where one argument is named, a policy that cuts the graph leaves the others as they are.
         self.changes_own = state.rule.own and (not state.detaches or state.argument is not None)
-        # The derivative of a ReLU is 0 or 1, so behind its node the positive part can be taken in place.
-        self.hooks_behind = operation.name == "relu" and state.rule.gradient_filter is positive_part
-        self.hook = (
-            _positive_part_in_place(state.norms) if self.hooks_behind else _filter_before(self.bound_rule)
-        )
+        self.hook = _filter_before(self.bound_rule)
 
     def __reduce__(self) -> tuple:
         # The rest follows from these two.
@@ -83,6 +77,9 @@ class OperationRule:
             module: The module in whose forward it runs, for messages.
         """
         spelling = self.operation.spellings[function]
+        if self.filters and not (in_transform() or spelling.is_in_place(kwargs)):
+            with torch._C.DisableTorchFunction():
+                return self._filtered(function(*args, **kwargs), args)
         kwargs = in_order_of_parameters(function, self.name, args, kwargs)
         inputs = spelling.inputs(args, kwargs)
         if self.state.argument is not None:
@@ -149,13 +146,10 @@ class OperationRule:
             or any(result is tensor for tensor in inputs)
         ):
             return insert_rule(self.bound_rule, result)
-        self.hook_on(result.grad_fn)
-        return result
-
-    def hook_on(self, node: Any) -> None:
-        """Register the rule's filter, with its numbers as they are now, as a hook on a node."""
+        # With its numbers as they are now.
         hook = _filter_before(self.bound_rule.with_current_numbers()) if self.state.changing else self.hook
-        (node.register_hook if self.hooks_behind else node.register_prehook)(hook)
+        result.grad_fn.register_prehook(hook)
+        return result
 
     def _named_inputs(
         self, function: Function, args: tuple, kwargs: Mapping[str, Any], inputs: Sequence[Tensor]
@@ -206,7 +200,7 @@ class OperationRule:
         if self.state.detaches:
             self.state.note_cut(self.name, result)
         elif "output" in bound_rule.reads:
-            result = hand_over(outputs, result)
+            outputs += [map_tensors(Tensor.detach, result), result._version]
         return result
 
     def _replaced(self, values: Any, inputs: Sequence[Tensor], bound_rule: BoundRule) -> Any:
@@ -360,25 +354,6 @@ def _filter_before(bound_rule: BoundRule) -> Callable:
         return tuple(
             None if grad is None else bound_rule.gradients(grad, (grad,), grad, (True,))[0] for grad in grads
         )
-
-    return hook
-
-
-def _positive_part_in_place(norms: GradientNorms) -> Callable:
-    """Return guided backpropagation as a hook after the node of a ReLU.
-
-    ``1[x > 0] · max(grad, 0) = max(1[x > 0] · grad, 0)``, and no other code holds the result of the node yet.
-    Taking the positive part in place saves a tensor, and half of the time.
-    """
-
-    def hook(grad_inputs: tuple[Tensor | None, ...], grad_outputs: tuple) -> None:
-        grad = grad_inputs[0]
-        if grad is None:
-            return
-        with torch._C.DisableTorchFunction():
-            if norms.on:
-                norms.measure(grad_outputs[0], [torch.relu(grad_outputs[0])])
-            grad.relu_()
 
     return hook
 

@@ -1,4 +1,4 @@
-"""Tables of torch's functions: spellings, similar operations, opaque calls."""
+"""Tables of torch's functions: spellings and opaque calls."""
 
 from collections.abc import Callable
 from typing import Any
@@ -92,24 +92,6 @@ SYMBOLS = {
 IN_PLACE_OPERATORS = (
     *("add__", "and__", "div__", "floordiv__", "lshift__", "matmul__", "mod__", "mul__", "or__"),
     *("pow__", "rshift__", "sub__", "truediv__", "xor__"),
-)
-
-_COMPARISONS = ("gt", "ge", "lt", "le")
-
-# Operations that a model may use in each other's place.
-FAMILIES = (
-    (*_COMPARISONS, "heaviside", "sign", "where", "sgn", "bool", "masked_fill", "eq"),
-    ("round", "floor", "ceil", "trunc", "floor_divide", "int", "long", "short", "to", "type", "frac"),
-    ("bernoulli", *_COMPARISONS, "rand", "rand_like", "binomial", "categorical", "dropout"),
-    ("argmax_one_hot", "categorical", "max", "topk", "scatter", "eq", "bernoulli"),
-    ("relu", "relu6", "clamp", "hardtanh", "maximum", "minimum", "threshold", "where"),
-    ("relu", "leaky_relu", "prelu", "elu", "gelu", "silu", "softplus", "hardswish"),
-    ("sigmoid", "tanh", "hardsigmoid", "logsigmoid", "hardtanh", "gelu", "silu"),
-    ("softmax", "log_softmax", "cross_entropy", "logsumexp", "exp", "scaled_dot_product_attention"),
-    ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "einsum", "conv1d", "conv2d"),
-    ("max_pool", "adaptive_max_pool2d", "amax", "max", "avg_pool2d"),
-    ("add", "sub"),
-    ("mul", "div", "reciprocal"),
 )
 
 _ATTENTION = frozenset({"softmax", "dropout", "matmul", "linear"})

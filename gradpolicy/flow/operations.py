@@ -367,15 +367,10 @@ def _casts_to(*dtypes: torch.dtype) -> Decision:
     def decide(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
         if function in _CASTS:
             given = [getattr(value, "dtype", value) for value in (*args[1:], *kwargs.values())]
-            return any(dtype in given or _type_name(dtype) in given for dtype in dtypes)
+            return any(dtype in given for dtype in dtypes)
         return function not in _TO_NUMBERS
 
     return decide
-
-
-def _type_name(dtype: torch.dtype) -> str:
-    names = {torch.bool: "Bool", torch.uint8: "Byte", torch.int8: "Char", torch.int16: "Short"}
-    return f"torch.{({**names, torch.int32: 'Int', torch.int64: 'Long'})[dtype]}Tensor"
 
 
 _CASTS = frozenset().union(*(_spellings(name) for name in ("to", "type", "type_as")))

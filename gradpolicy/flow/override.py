@@ -23,7 +23,7 @@ from gradpolicy.flow.operation_tables import Function
 from gradpolicy.flow.operations import Operation, as_rule, name_of, resolve_operation
 from gradpolicy.flow.policy_report import NEVER_FLOATING, ReportRow, report_unmet
 from gradpolicy.flow.rule_state import RuleState, Seen, acted_in_compiled_code, warn_of_uncarried
-from gradpolicy.flow.tracing import MADE, constants_of, from_constants, make_once
+from gradpolicy.flow.tracing import MADE, check_constant, make_once
 from gradpolicy.rules.registry import Rule, RuleFunction
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
@@ -39,7 +39,7 @@ def gradient_override(
     block may stand around the compiled function, within it, or be the decorator of either.
 
     If an operation never ran in the block, or only where no gradient is recorded, the end of the block gives
-    a warning that names similar operations that did run. There is no warning if gradients were off
+    a warning that names operations that did run. There is no warning if gradients were off
     around the block, or for operations that ran in compiled code.
 
     Args:
@@ -69,8 +69,9 @@ def gradient_override(
         raise PolicyError(f"gradient_override takes a dict of operation: rule, got {overrides!r}")
     if not torch.compiler.is_compiling():
         return Block(_rules_of(overrides.items()), strict=strict)
-    constants = tuple([(key, constants_of(value)) for key, value in overrides.items()])
-    name = make_once(_block_from_constants, constants)
+    for value in overrides.values():
+        check_constant(value)
+    name = make_once(_block_of, tuple(overrides.items()))
     if not hasattr(MADE, name):
         raise PolicyError(name)
     return cast(Block, TracedBlock(getattr(MADE, name)))
@@ -190,8 +191,8 @@ class TracedBlock:
         return cast(AnyFunction, overridden)
 
 
-def _block_from_constants(constants: tuple) -> Block:
-    return Block(_rules_of([(key, from_constants(value)) for key, value in constants]))
+def _block_of(overrides: tuple) -> Block:
+    return Block(_rules_of(overrides))
 
 
 def _rules_of(overrides: Iterable[tuple]) -> list[TableRule]:

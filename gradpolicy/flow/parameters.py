@@ -35,16 +35,16 @@ class ParameterRules:
         self.attribute = attribute
         self.policy = states[0].name
         self.bound_rules = tuple(BoundRule(state, f"parameter {name!r}") for state in states)
-        # The tensor that the rules act on now; the hooks, each with its tensor and the table of hooks before.
+        # The tensor that the rules act on now; the hooks, each with its tensor and the table that holds it.
         self._current: Tensor | None = None
-        self._handles: list[tuple[Tensor, str, Any, Any]] = []
+        self._handles: list[tuple[Tensor, str, Any]] = []
         self._has_run = False
 
     def take_off(self) -> None:
-        """Remove the hooks. The parameters' tables of hooks are then as before."""
-        for tensor, table, before, handle in reversed(self._handles):
+        """Remove the hooks, and tables of hooks that are empty then."""
+        for tensor, table, handle in reversed(self._handles):
             handle.remove()
-            if before is None and not getattr(tensor, table):
+            if not getattr(tensor, table):
                 setattr(tensor, table, None)
         self._handles.clear()
         self._current = None
@@ -119,10 +119,6 @@ class ParameterRules:
         self._current = parameter
         if any(tensor is parameter for tensor, *_ in self._handles):
             return
-        before = getattr(parameter, table)
-        if before and all(_is_ours(hook) for hook in before.values()):
-            # Another installation made the table; the last one to be removed leaves none.
-            before = None
         trains = parameter.requires_grad
         # Torch puts no hook on a parameter that is frozen now, but keeps one that is there already.
         parameter.requires_grad_(True)
@@ -132,7 +128,7 @@ class ParameterRules:
             # Other hooks never run on a shard. This one checks that the hook on the whole parameter ran.
             handle = parameter.register_post_accumulate_grad_hook(self._check_shard)
         parameter.requires_grad_(trains)
-        self._handles.append((parameter, table, before, handle))
+        self._handles.append((parameter, table, handle))
 
     def _hook(self, parameter: Tensor, grad: Tensor) -> Tensor:
         self._has_run = True
@@ -158,10 +154,6 @@ class ParameterRules:
     def __getstate__(self) -> dict:
         # Copies of a parameter come without its hooks.
         return {**self.__dict__, "_current": None, "_handles": [], "_has_run": False}
-
-
-def _is_ours(hook: Any) -> bool:
-    return isinstance(getattr(getattr(hook, "func", hook), "__self__", None), ParameterRules)
 
 
 def run_with_rules(

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from gradpolicy.display import Displayed
 from gradpolicy.errors import PolicyError, nearest, shortened, warn_user
-from gradpolicy.flow.operation_tables import FAMILIES
 from gradpolicy.flow.operations import operation_names
 from gradpolicy.flow.rule_state import Seen
 
@@ -166,12 +165,6 @@ class ReportRow:
         ran = self.operations_met
         if any(name in ran for name in never):
             return "it ran only with arguments that make it another operation"
-        likely = dict.fromkeys(
-            name for operation in never for family in FAMILIES if operation in family for name in family
-        )
-        similar = [name for name in likely if name in ran][:4]
-        if similar:
-            return f"near it, {_quoted(similar)} ran there: name what is meant"
         if self.seen.opaque:
             return f"it may run within {_quoted(self.opaque_calls)}, which cannot be seen into"
         named = sorted(ran & set(operation_names()))

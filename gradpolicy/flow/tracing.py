@@ -15,7 +15,6 @@ from torch.overrides import get_overridable_functions
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.operation_tables import Function
-from gradpolicy.rules.registry import Rule
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
@@ -29,7 +28,6 @@ mode_at = torch._C._get_function_stack_at
 # module's globals, so it finds these by name only.
 MADE = types.SimpleNamespace()
 _NUMBERS = itertools.count()
-_PLAIN = (bool, int, float, str, type(None))
 _CONSTANTS = (
     str,
     types.FunctionType,
@@ -152,37 +150,14 @@ def make_once(maker: Callable[[Any], Any], constants: Any) -> str:
     return name
 
 
-def constants_of(value: Any) -> tuple:
-    """Return a rule, a name or a function as constants, which the compiler can pass to :func:`make_once`.
+def check_constant(value: Any) -> None:
+    """Refuse what the compiler cannot pass to :func:`make_once` as a constant.
 
     Raises:
-        PolicyError: For a tensor among a rule's parameters, or a callable object.
+        PolicyError: For a rule with numbers of its own, or a callable object.
     """
-    if isinstance(value, Rule):
-        from torch.fx.experimental.symbolic_shapes import guard_scalar
-
-        parameters = []
-        for key, number in value.parameters.items():
-            if not isinstance(number, _PLAIN):
-                raise PolicyError(
-                    f"rule {value.name!r}: parameter {key!r} is no plain number, and a gradient_override "
-                    "that is made within compiled code takes no other; make it outside of the compiled code"
-                )
-            # A number that changes from call to call is symbolic: compiled anew for each value.
-            parameters.append((key, guard_scalar(number) if isinstance(number, int | float) else number))
-        rest = (value.gradient_filter, value.reads, value.own, value.each)
-        return ("rule", value.name, value.function, tuple(parameters), rest)
-    if isinstance(value, _CONSTANTS):
-        return ("constant", value)
-    raise PolicyError(
-        "a gradient_override that is made within compiled code takes names, rules and functions; make it "
-        "outside of the compiled code"
-    )
-
-
-def from_constants(constants: tuple) -> Any:
-    """Undo :func:`constants_of`."""
-    if constants[0] == "constant":
-        return constants[1]
-    _, name, function, parameters, rest = constants
-    return Rule(name, function, dict(parameters), *rest)
+    if not isinstance(value, _CONSTANTS):
+        raise PolicyError(
+            "a gradient_override that is made within compiled code takes names and functions; make one with "
+            "other rules outside of the compiled code"
+        )

@@ -1,7 +1,6 @@
 """The callables that replace modules' ``forward``, and the state that they share."""
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from types import CodeType
 from typing import Any
@@ -57,19 +56,10 @@ class InstallSession:
         self.taken: set[str] = set()
         # The modules that ran with rules on operations inside, but in compiled code.
         self.entered: set[str] = set()
-        self._activity = autograd_activity()
 
     def matched_operations(self) -> set[str]:
         """Return the names of all operations that a rule of the installation was put on."""
         return {name for state in self.states for name in state.seen.matched}
-
-    def autograd_worked(self) -> bool:
-        """Return True if autograd has done anything on this thread since the installation."""
-        return autograd_activity() != self._activity
-
-    def ran_backward(self) -> bool:
-        """Return True if a backward pass has run since the installation."""
-        return autograd_activity()[1] != self._activity[1]
 
     def begin_forward(self) -> None:
         """Note that the outermost module starts to run with gradients.
@@ -125,27 +115,6 @@ class InstallSession:
             raise _changed("removed")
         elif snapshot != self._snapshot():
             raise _changed("switched, or their schedules went on,")
-
-
-# How often the function below ran its probe: each time it makes a node and runs a backward pass itself.
-_looks = itertools.count(1)
-
-
-def autograd_activity() -> tuple[int, int]:
-    """Return how many nodes autograd has made on this thread, and how many backward passes it has begun.
-
-    Torch gives the latter within a backward pass only, so this runs a small one.
-    """
-    if in_transform():
-        return 0, 0
-    nodes, passes = torch._C._autograd._get_sequence_nr(), [0]
-    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
-        tensor = torch.zeros((), device="cpu", requires_grad=True)
-        probe = tensor.neg()
-        probe.register_hook(lambda _: passes.append(torch._C._current_graph_task_id()))
-        torch.autograd.grad(probe, tensor)
-    look = next(_looks)
-    return nodes - look, passes[-1] - look
 
 
 def _changed(how: str) -> PolicyError:
@@ -374,20 +343,16 @@ class WrappedForward:
             mode.table = outer_table
 
     def _run_in_mode(self, mode: InstallMode, args: tuple, kwargs: dict) -> Any:
+        run = self._forward if self.scope is None else functools.partial(self.scope.run, self._forward)
         # Compiled code is not to depend on the name, so that it serves all modules of a class.
         if torch.compiler.is_compiling():
-            return self._run_in_scope(args, kwargs)
+            return run(args, kwargs)
         self.session.entered.add(self.name)
         outer_module, mode.module = mode.module, self.name
         try:
-            return self._run_in_scope(args, kwargs)
+            return run(args, kwargs)
         finally:
             mode.module = outer_module
-
-    def _run_in_scope(self, args: tuple, kwargs: dict) -> Any:
-        return (
-            self._forward(args, kwargs) if self.scope is None else self.scope.run(self._forward, args, kwargs)
-        )
 
     def _forward(self, args: tuple, kwargs: dict) -> Any:
         if self.inner is not None or self.is_script:

@@ -150,11 +150,6 @@ def made_within(x):
     return inside + function_of_many(x)
 
 
-def made_with_a_rule(x):
-    with gp.gradient_override({"round": gp.get_rule("tanh", slope=2.0), "sign": lambda g, i, o: 5.0 * g}):
-        return function_of_many(x)
-
-
 def nested(x):
     with gp.gradient_override({"round": "identity", "relu": "stop"}):
         with gp.gradient_override({"relu": thrice}):
@@ -182,7 +177,7 @@ def any_forward(x):
         any_forward,
         *(
             pytest.param(function, marks=pytest.mark.slow)
-            for function in (decorated, made_before, made_within, made_with_a_rule, nested)
+            for function in (decorated, made_before, made_within, nested)
         ),
     ],
 )
@@ -211,24 +206,6 @@ def test_a_block_round_compiled_code_uses_its_own_rule_and_compiles_once_for_eac
     assert graphs[-1] - graphs[0] == 1
 
 
-@pytest.mark.slow
-def test_a_block_within_compiled_code_follows_what_its_rule_is_made_of(batch, gradient):
-    class Sharpened(nn.Module):
-        slope = 1.0
-        rule = "tanh"
-
-        def forward(self, x):
-            with gp.gradient_override({"round": gp.get_rule(self.rule, slope=self.slope)}):
-                return torch.round(x)
-
-    model = Sharpened()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    for model.rule, model.slope in (("tanh", 1.0), ("tanh", 2.0), ("sigmoid", 2.0), ("sigmoid", 3.0)):
-        expected, _ = gradient(model, batch)
-        found, _ = gradient(compiled, batch)
-        torch.testing.assert_close(found, expected)
-
-
 def test_a_block_within_code_that_breaks_is_left_to_eager_mode(batch, gradient):
     def breaks(x):
         with gp.gradient_override({"round": "identity"}):
@@ -246,10 +223,10 @@ def test_a_block_within_code_that_breaks_is_left_to_eager_mode(batch, gradient):
     ("overrides", "message"),
     [
         ({"roud": "identity"}, "'roud'; did you mean 'round'"),
-        ({"round": gp.get_rule("scale", factor=torch.tensor(2.0))}, "'factor' is no plain number"),
+        ({"round": gp.get_rule("scale", factor=2.0)}, "takes names and functions"),
     ],
 )
-def test_what_cannot_be_made_within_compiled_code_is_an_error_there_too(overrides, message, batch):
+def test_what_cannot_be_made_within_compiled_code_is_an_error_there_too(overrides, message, batch, gradient):
     def wrong(x):
         with gp.gradient_override(overrides):
             return torch.round(x)
@@ -257,9 +234,13 @@ def test_what_cannot_be_made_within_compiled_code_is_an_error_there_too(override
     with pytest.raises(Exception, match="raise PolicyError"):
         torch.compile(wrong, backend="eager", fullgraph=True)(batch)
     torch._dynamo.reset()
+    compiled = torch.compile(wrong, backend="eager")
     if "roud" in overrides:
         with pytest.raises(gp.PolicyError, match=message):
-            torch.compile(wrong, backend="eager")(batch)
+            compiled(batch)
+    else:
+        found, _ = gradient(compiled, batch)
+        assert torch.equal(found, torch.full_like(batch, 2.0))
 
 
 def test_a_call_that_cannot_be_seen_into_gives_a_warning_in_compiled_code_too(batch, as_module):

@@ -145,7 +145,6 @@ SPELLINGS = {
         lambda x: x.to(torch.int32).float(),
         lambda x: x.to("cpu", dtype=torch.int).float(),
         lambda x: x.type(torch.int32).float(),
-        lambda x: x.type("torch.IntTensor").float(),
         lambda x: x.type_as(torch.ones(1, dtype=torch.int32)).float(),
         lambda x: x.to(torch.ones(1, dtype=torch.int32)).float(),
     ],

@@ -56,9 +56,9 @@ def sampled(x):
         (
             "heaviside",
             lambda x: torch.where(x < 0, x, (x > 0) * x),
-            r"'heaviside' was never met; near it, 'gt', 'lt'.* 'where'",
+            r"'heaviside' was never met; what ran there: 'gt', 'lt'.* 'where'",
         ),
-        ("round", lambda x: x.long(), "near it, 'long'"),
+        ("round", lambda x: x.long(), "what ran there: 'long'"),
         ("bernoulli", sampled, "'bernoulli' ran only where no gradient is recorded"),
     ],
 )
@@ -138,7 +138,7 @@ def test_an_installation_says_so_once_it_is_removed_and_a_strict_one_raises_afte
         installed.remove()
         assert "forward" not in model.__dict__
 
-    message = "policy 'step': operation 'heaviside' was never met; near it, 'gt'"
+    message = "policy 'step': operation 'heaviside' was never met; what ran there: 'gt'"
     (text,) = warned(removed)
     assert text.startswith(message)
     removed(strict=True)
