@@ -4,7 +4,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +21,12 @@ class GradientNorms:
 
     Attributes:
         on: True if it measures.
-        counts_zeros: True if it counts zeros too.
-        zeros: The number of entries of passed gradients that are 0; None if they are not counted.
+        zeros: The number of entries of passed gradients that are 0; None if there were none.
         entries: The number of entries of these gradients.
     """
 
     def __init__(self) -> None:
-        self.on = self.counts_zeros = False
+        self.on = False
         self.clear()
 
     def clear(self) -> None:
@@ -45,7 +44,7 @@ class GradientNorms:
             passed = [tensor for tensor in after if tensor is not None]
             self._before = _add_squares(self._before, before if isinstance(before, tuple) else (before,))
             self._after = _add_squares(self._after, passed)
-            for tensor in passed if self.counts_zeros else ():
+            for tensor in passed:
                 zeros = tensor.numel() - tensor.count_nonzero()
                 self.zeros = zeros if self.zeros is None else self.zeros + zeros
                 self.entries += tensor.numel()
@@ -55,16 +54,6 @@ class GradientNorms:
         if self._before is None or self._after is None:
             return None
         return self._before.sqrt(), self._after.sqrt()
-
-
-class FlowObserver(Protocol):
-    """An observer of policies; see :meth:`gradpolicy.flow.install.Installed.observe`."""
-
-    def cut(self, policy: str, location: str, results: Any) -> None:
-        """Handle results that the policy detached from the graph."""
-
-    def passed(self, policy: str, gradients: Iterable[Tensor | None]) -> None:
-        """Handle gradients that the policy passed."""
 
 
 @dataclass(eq=False)
@@ -163,7 +152,8 @@ class RuleState:
             if isinstance(value, Tensor) and (value.requires_grad or value.dim() == 0)
         )
         self.norms = GradientNorms()
-        self.observer: FlowObserver | None = None
+        # Gets what is cut off and what is let through; see Installed.observe.
+        self.observer: Any = None
         self.seen = Seen()
         self._take_key()
 
