@@ -175,7 +175,7 @@ def gradcheck_rule(
             dtype = torch.float64
             shape = next(iter(outcomes(*exact)))[1].shape
             weights = torch.randn(cotangents, *shape, dtype=dtype, generator=generator)
-            losses = [loss] if loss else [lambda y, weight=one: (weight * y).sum() for one in weights]
+            losses = [loss] if loss else [_weighted_sum(weight) for weight in weights]
             asked.compare_expected(outcomes, losses)
     return asked.summary(TOLERANCES.get(dtype, COARSE) if tolerance is None else tolerance, dtype)
 
@@ -307,6 +307,10 @@ def _outputs(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     if isinstance(result, Tensor):
         return (result,)
     return tuple(tensor for tensor in result if tensor.is_floating_point())
+
+
+def _weighted_sum(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda output: (weight * output).sum()
 
 
 def _gradient(loss: Callable[[Tensor], Tensor], output: Tensor) -> Tensor:
