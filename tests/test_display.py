@@ -80,13 +80,6 @@ def test_a_plan_as_plain_values_names_what_each_policy_matched() -> None:
     assert (given["entries"], given["training_entries"]) == (30, 5)
 
 
-def test_a_plan_in_markdown_is_a_table_and_a_list() -> None:
-    lines = gp.plan(model(), {"a|b": gp.Guided()}, loss).to_markdown().splitlines()
-    assert lines[0] == "| policy | what | where | matches | entries that train |"
-    assert lines[2] == "| a\\|b | Guided | ops relu in whole model | 1 relu |  |"
-    assert lines[4].startswith("- 30 of 30 trainable entries")
-
-
 def test_a_notebook_is_shown_nothing_that_is_only_rendered(monkeypatch):
     """Within Jupyter rich writes to the cell unless it is told otherwise."""
     shown = []

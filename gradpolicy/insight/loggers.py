@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ class LogRun(Callback):
         for summary in hparams(hyperparameters(self.config), dict.fromkeys(self.metrics)):
             writer._get_file_writer().add_summary(summary)
         if self.plan is not None:
-            writer.add_text("plan", self.plan.to_markdown())
+            writer.add_text("plan", f"<pre>{escape(str(self.plan))}</pre>")
 
     def _log_mlflow(self, logger: MLFlowLogger) -> None:
         client, run = logger.experiment, logger.run_id

@@ -100,7 +100,6 @@ def plan(
     # Those that hold later leave the first step alone.
     first = {name: masks[name] for name, policy in freeze.items() if policy.when.active()}
     _check_cuts(flow, rows, gradients, first)
-    combined = _combine(parameters, masks)
     freeze_rows = {
         name: _freeze_row(name, freeze[name], matched[name], sources[name], masks[name], vain[name])
         for name in freeze
@@ -110,8 +109,6 @@ def plan(
         rows=planned,
         entries=sum(sizes.values()),
         training_entries=_training_entries(parameters, first, gradients),
-        combined=combined,
-        combined_entries={name: sizes[name] for name in combined},
         cuts=_cuts({name: flow[name] for name in flow if name in acting}, rows),
         without_gradient=tuple(name for name, gradient in gradients.items() if gradient is None),
         zero_gradient=tuple(
@@ -425,16 +422,6 @@ def mask_share(mask: Any) -> float:
     if isinstance(mask, Tensor):
         return 1.0 if mask.is_meta else mask.float().mean().item()
     return float(mask.density)
-
-
-def _combine(
-    parameters: Mapping[str, nn.Parameter], masks: Mapping[str, Mapping[str, Any]]
-) -> dict[str, tuple[tuple[str, ...], float]]:
-    """For each parameter under several policies, return their names and the share that trains."""
-    holders = {key: tuple(name for name in masks if key in masks[name]) for key in parameters}
-    return {
-        key: (names, _share(parameters[key], masks, key)) for key, names in holders.items() if len(names) > 1
-    }
 
 
 def _share(parameter: Tensor, masks: Mapping[str, Mapping[str, Any]], key: str) -> float:

@@ -7,7 +7,6 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
 from gradpolicy.display import Displayed
 from gradpolicy.errors import shortened
@@ -96,9 +95,6 @@ class Plan(Displayed):
         rows: One a policy.
         entries: Entries of all trainable parameters.
         training_entries: How many of them train: not frozen, and with a gradient that is not zero.
-        combined: For each parameter under several freeze policies, their names and the share that
-            trains in the end (the intersection).
-        combined_entries: How many entries each of these parameters has.
         cuts: Where the gradient is cut.
         without_gradient: Parameters that get no gradient at all.
         zero_gradient: Parameters whose gradient is zero in every entry.
@@ -109,8 +105,6 @@ class Plan(Displayed):
     rows: tuple[PlanRow, ...]
     entries: int
     training_entries: int
-    combined: Mapping[str, tuple[tuple[str, ...], float]] = field(default_factory=dict)
-    combined_entries: Mapping[str, int] = field(default_factory=dict)
     cuts: tuple[str, ...] = ()
     without_gradient: tuple[str, ...] = ()
     zero_gradient: tuple[str, ...] = ()
@@ -124,13 +118,6 @@ class Plan(Displayed):
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain values, as ``plan.json`` holds it."""
         return {**asdict(self), "rows": [row.to_dict() for row in self.rows]}
-
-    def to_markdown(self) -> str:
-        """Return the plan as a table in Markdown, with its remarks as a list below."""
-        lines = [" | ".join(HEADINGS), " | ".join("---" for _ in HEADINGS)]
-        lines += [" | ".join(text.replace("|", "\\|") for text in cells(row)) for row in self.rows]
-        said = (Text.from_markup(line).plain for line in remarks(self))
-        return "\n".join([*(f"| {line} |" for line in lines), "", *(f"- {line}" for line in said)])
 
 
 def table(rows: tuple[PlanRow, ...]) -> Table:
@@ -173,21 +160,8 @@ def remarks(plan: Plan) -> list[str]:
         f"({plan.training_entries / max(plan.entries, 1):.1%}) train in the first step."
     ]
     lines += [escape(remark) for row in plan.rows for remark in row.remarks]
-    lines += [
-        _intersection(plan, names) for names in dict.fromkeys(names for names, _ in plan.combined.values())
-    ]
     lines += [escape(f"The gradient is cut at: {cut}") for cut in plan.cuts]
     for names, what in ((plan.without_gradient, "no gradient at all"), (plan.zero_gradient, "only zeros")):
         if names:
             lines.append(f"[yellow]These get {what}[/yellow]: {escape(shortened(names, most=8))}")
     return lines
-
-
-def _intersection(plan: Plan, names: tuple[str, ...]) -> str:
-    shares = {key: share for key, (holders, share) in plan.combined.items() if holders == names}
-    entries = sum(plan.combined_entries[key] for key in shares)
-    training = sum(plan.combined_entries[key] * share for key, share in shares.items())
-    return (
-        f"{' and '.join(names)} share {', '.join(_counted(len(shares), 'parameter'))}:"
-        f" their intersection, {training / max(entries, 1):.1%} of {entries:,}, trains."
-    )
