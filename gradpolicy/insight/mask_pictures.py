@@ -178,9 +178,8 @@ class MaskPictures(Callback):
         # The parameters that may be drawn, and those that are, by name.
         self._candidates: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] = {}
-        # The mask of each weight after the last batch; masks from a checkpoint.
+        # The mask of each weight after the last batch.
         self._masks: dict[str, Any] = {}
-        self._restored: dict[str, Tensor] = {}
         # The changes of each weight's mask so far, and changes from picture to picture.
         self._changes: dict[str, int] = {}
         self._intervals: dict[str, int] = {}
@@ -202,7 +201,6 @@ class MaskPictures(Callback):
         ordered = sorted(whole, key=lambda name: matched[name].dim() < 2)
         self._candidates = {name: matched[name] for name in ordered}
         self._weights = {name: matched[name] for name in ordered if name in self._changes}
-        self._restored = {name: self._mask_and_ages(trainer, name)[0].clone() for name in self._weights}
         for name in self._candidates:
             for path in _frames(self._folder / name):
                 if _step_of(path) > trainer.global_step:
@@ -222,9 +220,6 @@ class MaskPictures(Callback):
             if mask is self._masks.get(name):
                 continue
             self._masks[name] = mask
-            restored = self._restored.pop(name, None)
-            if restored is not None and torch.equal(restored, self._mask_and_ages(trainer, name)[0]):
-                continue
             changes = self._changes.get(name, 0)
             self._changes[name] = changes + 1
             if changes % self._intervals.setdefault(name, self.every) == 0:
@@ -239,10 +234,6 @@ class MaskPictures(Callback):
                     strip = film_strip([Image.open(path) for path in paths], captions)
                     path = self._folder / name / f"{HISTORY}_{kind}.png"
                     self._save(trainer, strip, path, label=path.stem)
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Make the film strips of a run that ends early, too."""
-        self.on_train_end(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
         """Return how often masks have changed, and how often they are drawn."""

@@ -170,22 +170,6 @@ def test_a_resumed_run_has_the_pictures_of_one_that_was_left_alone(
     Image.open(late).load()
 
 
-def test_a_mask_that_a_resumed_run_begins_with_is_no_change(
-    two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer], tmp_path: Path
-) -> None:
-    def changes(epochs: int, checkpoint: Path | None = None) -> dict[str, int]:
-        drawing = MaskPictures(count=1)
-        rare = gp.GradientPolicies({"trunk": gp.Freeze(gp.masks.Random(0.5, every=3), params="trunk.*")})
-        trainer = make_trainer(callbacks=[drawing, rare], max_epochs=epochs)
-        trainer.fit(two_layers, loader, ckpt_path=checkpoint)
-        trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
-        assert trainer.global_step % 3
-        return drawing.state_dict()["changes"]
-
-    first = changes(1)
-    assert changes(2, tmp_path / "1.ckpt") == changes(2) != first
-
-
 def test_weights_that_train_and_freeze_as_a_whole_have_no_pictures(
     two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer], tmp_path: Path
 ) -> None:
