@@ -1,7 +1,5 @@
 """A callback that draws attributions of test images under the run's own policies."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from gradpolicy.insight.attribution import integrated_gradient, predict
 from gradpolicy.insight.attribution_checks import insertion_deletion, random_order
 from gradpolicy.insight.pictures import Sample, log_image, picture_grid
 from gradpolicy.lightning.callback import GradientPolicies
-from gradpolicy.policies import StraightThrough
 from gradpolicy.tasks.images import images_of
 
 PHASE = "test"
@@ -29,10 +26,10 @@ class AttributionPictures(Callback):
 
     The gradients are taken on the way from a blurred copy of each image, as in
     :func:`gradpolicy.insight.attribution.integrated`, under the flow policies of the run that hold in the
-    phase ``test``: with a guided policy they are guided. Straight-through policies hold as well, whatever
-    their phases: a quantised model has no gradient without them. The model is not updated, and no ``.grad``
-    is touched. The title has the areas below the insertion and deletion curves of the first 64 images or
-    more, beside those of pixels in random order.
+    phase ``test``: with a guided policy they are guided. A quantised model needs its straight-through policy
+    in that phase too, ``when.phases=[fit,test]``; without one a warning says so. The model is not updated,
+    and no ``.grad`` is touched. The title has the areas below the insertion and deletion curves of the first
+    64 images or more, beside those of pixels in random order.
 
     The images are the first entry of a batch; their labels, where there are any, the second. The logits are
     what the LightningModule's `predict_step` gives.
@@ -66,7 +63,6 @@ class AttributionPictures(Callback):
         self.columns = columns
         self.required = required
         self._draws = False
-        self._callback: GradientPolicies | None = None
         self.directory = Path(directory) if directory is not None else None
         self._batches: list[tuple[Tensor, Tensor | None]] = []
 
@@ -74,8 +70,8 @@ class AttributionPictures(Callback):
         """Check that the policy is there before anything is computed."""
         self._batches = []
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        self._callback = next((each for each in callbacks if isinstance(each, GradientPolicies)), None)
-        declared = self._callback.policies if self._callback is not None else {}
+        found = next((each for each in callbacks if isinstance(each, GradientPolicies)), None)
+        declared = found.policies if found is not None else {}
         policy = declared.get(self.policy)
         self._draws = policy is not None and policy.when.active(phase=PHASE)
         if self._draws or not self.required:
@@ -109,12 +105,11 @@ class AttributionPictures(Callback):
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attribute the images; the first rank saves the grid and logs it."""
-        if not self._batches or self._callback is None:
+        if not self._batches:
             return
         classes = getattr(getattr(trainer, "datamodule", None), "classes", None)
         # On every rank, each with its own images: a sharded model is gathered by all ranks together.
-        with straight_through(self._callback):
-            figure = self.draw(pl_module, classes)
+        figure = self.draw(pl_module, classes)
         if not trainer.is_global_zero:
             return
         directory = self.directory or Path(trainer.default_root_dir) / "pictures"
@@ -155,21 +150,3 @@ class AttributionPictures(Callback):
             for i in range(min(self.count, len(images)))
         ]
         return picture_grid(samples, f"{self.policy}, integrated from a blurred image: {areas}", self.columns)
-
-
-@contextmanager
-def straight_through(callback: GradientPolicies) -> Iterator[None]:
-    """Switch the straight-through policies of a run on for a while."""
-    installed = callback.installed
-    if installed is None:
-        raise RuntimeError("the flow policies of the run are not installed")
-    policies = callback.flow_policies.items()
-    through = [name for name, policy in policies if isinstance(policy, StraightThrough)]
-    switched = [name for name in through if not installed.is_active(name)]
-    for name in switched:
-        installed.set_active(name, True)
-    try:
-        yield
-    finally:
-        for name in switched:
-            installed.set_active(name, False)

@@ -28,7 +28,7 @@ from gradpolicy.tasks import Classifier, DigitsDataModule, QuantizedConvNet
 
 POLICIES = {
     "guided": gp.Guided(when=gp.When(phases=("test",))),
-    "quantizer": gp.StraightThrough(ops=["round"]),
+    "quantizer": gp.StraightThrough(ops=["round"], when=gp.When(phases=("fit", "test"))),
     "probe": gp.Stop(modules="model.probe"),
 }
 
