@@ -4,7 +4,7 @@ import copy
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Set
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -103,14 +103,20 @@ def _items(values: Any) -> dict[Any, Any]:
 def _rebuilt(values: Any, children: dict[Any, Any]) -> Any:
     if _is_dataclass(values):
         return _rebuilt_dataclass(values, children)
-    if type(values) is dict:
-        return children
     if isinstance(values, Mapping):
-        rebuilt: Any = copy.copy(values)
-        for key, value in children.items():
-            rebuilt[key] = value
-        return rebuilt
+        return children if type(values) is dict else _rebuilt_mapping(values, children)
     return rebuilt_sequence(values, list(children.values()))
+
+
+def _rebuilt_mapping(values: Mapping, items: dict) -> Any:
+    try:
+        rebuilt: Any = copy.copy(values)
+        for key, value in items.items():
+            rebuilt[key] = value
+    except TypeError:
+        # One that cannot be written to, such as a types.MappingProxyType.
+        return cast(Any, type(values))(items)
+    return rebuilt
 
 
 def _rebuilt_dataclass(original: Any, values: dict[str, Any]) -> Any:

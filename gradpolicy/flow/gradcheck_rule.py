@@ -36,25 +36,33 @@ class Departure:
         deviation: Largest difference of an entry.
         relative_deviation: Length of the difference over the length of the true gradient.
         cosine: Cosine of the angle between the two; NaN where one of them is 0.
+        sign_agreement: Share of the entries with a true gradient in which the signs agree; NaN without any.
         length_ratio: Length of the rule's gradient over that of the true one; infinite where that is 0.
         passes_where_zero: Share of all entries with a gradient by the rule and none in truth.
         stops_where_not: Share of all entries with a gradient in truth and none by the rule.
         where: Where the largest deviation is: number of the input, then the index within it.
+        rule_value: The rule's gradient there.
+        true_value: The true gradient there.
     """
 
     deviation: float
     relative_deviation: float
     cosine: float
+    sign_agreement: float
     length_ratio: float
     passes_where_zero: float
     stops_where_not: float
     where: tuple[int, ...]
+    rule_value: float
+    true_value: float
 
     def describe(self) -> str:
         """Return the departure in words, the direction first."""
-        words = [] if math.isinf(self.length_ratio) else [f"{self.length_ratio:.2g} times as long"]
+        words = [] if math.isinf(self.length_ratio) else [_length_in_words(self.length_ratio)]
         if not math.isnan(self.cosine):
             words.append(f"cosine {self.cosine:.2f}")
+        if self.length_ratio > 0 and self.sign_agreement < 1:
+            words.append(f"signs agree in {self.sign_agreement:.0%} of the entries")
         if self.passes_where_zero:
             words.append(
                 f"passes gradient where the true one is 0 ({self.passes_where_zero:.0%} of the entries)"
@@ -62,7 +70,10 @@ class Departure:
         if self.stops_where_not:
             words.append(f"stops gradient where the true one is not 0 ({self.stops_where_not:.0%})")
         number, *index = self.where
-        return "; ".join([*words, f"largest at input {number} {index}: {self.deviation:.4g}"])
+        words.append(
+            f"largest at input {number} {index}: {self.rule_value:.4g} instead of {self.true_value:.4g}"
+        )
+        return "; ".join(words)
 
 
 @dataclass(frozen=True)
@@ -153,7 +164,7 @@ def gradcheck_rule(
         True
         >>> double = lambda grad, inputs, output: 2 * grad
         >>> print(gradcheck_rule(double, torch.clone, x[:1], cotangents=1))  # doctest: +ELLIPSIS
-        rule '<lambda>' departs from the true gradient: 2 times as long; cosine 1.00; largest at input ...
+        rule '<lambda>' departs from the true gradient: 2 x longer; cosine 1.00; largest at input 0 [0]: ...
     """
     check_forward("gradcheck_rule", forward)
     args = inputs if isinstance(inputs, tuple) else (inputs,)
@@ -330,21 +341,37 @@ def _departure(
     )
     rule_length, true_length = float(rule_part.norm()), float(true_part.norm())
     passes, should_pass = rule_part != 0, true_part != 0
+    same_sign = torch.sign(rule_part[should_pass]) == torch.sign(true_part[should_pass])
     product = rule_length * true_length
     return Departure(
         deviation=float(difference[trial, entry]),
         relative_deviation=_ratio(float((rule_part - true_part).norm()), true_length, neither=0.0),
         cosine=float((rule_part * true_part).sum()) / product if product else math.nan,
+        sign_agreement=float(same_sign.double().mean()),
         length_ratio=_ratio(rule_length, true_length, neither=1.0),
         passes_where_zero=float((passes & ~should_pass).double().mean()),
         stops_where_not=float((should_pass & ~passes).double().mean()),
         where=index[entry],
+        rule_value=float(by_rule[trial, entry]),
+        true_value=float(true[trial, entry]),
     )
 
 
 def _ratio(part: float, whole: float, neither: float) -> float:
     """Return a ratio of lengths; infinite over nothing, ``neither`` for nothing over nothing."""
-    return part / whole if whole else math.inf if part else neither
+    if whole:
+        return part / whole
+    return math.inf if part else neither
+
+
+def _length_in_words(ratio: float) -> str:
+    if math.isnan(ratio):
+        return "not a number"
+    if ratio == 0:
+        return "no gradient at all"
+    if abs(ratio - 1) < 0.005:
+        return "of the same length"
+    return f"{ratio:.2g} x longer" if ratio > 1 else f"{ratio:.2g} x as long"
 
 
 def _in_double(tensors: tuple[Tensor, ...], evaluate: Callable[..., Any] | None) -> tuple[Tensor, ...]:

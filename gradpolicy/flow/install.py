@@ -19,7 +19,7 @@ from gradpolicy.flow.operations import name_of
 from gradpolicy.flow.parameters import ParameterRules
 from gradpolicy.flow.policy_checks import check_cuts, check_policies, is_cut
 from gradpolicy.flow.policy_report import Report, ReportRow, report_unmet, warn_or_raise
-from gradpolicy.flow.rule_state import CallScope, RuleState
+from gradpolicy.flow.rule_state import CallScope, FlowObserver, RuleState
 from gradpolicy.flow.wrapped_forward import InstallSession, WrappedForward
 from gradpolicy.where import BOUNDARIES, PLACES, STEP_OPERATIONS, plain_name
 
@@ -41,10 +41,10 @@ def install(
     Each policy is active from now on, whatever its ``when``, until :meth:`Installed.update` gives the time.
 
     The removal of the policies gives a warning for each that did not do what it says: an operation that it
-    names never ran, or only where no gradient is recorded (the warning names operations that did run); a
-    module never ran through its forward; no gradient crosses a place. Warnings of calls that it cannot see
-    into come as these run. There is no warning while an exception propagates, nor of a model that never ran
-    if its report was asked for.
+    names never ran, or only where no gradient is recorded (the warning names operations that did
+    run); a module never ran through its forward; no gradient crosses a place; a module has another name
+    under which the policy acts too. Warnings of calls that it cannot see into come as these run. There is no
+    warning while an exception propagates, nor of a model that never ran if its report was asked for.
 
     Args:
         model: The model.
@@ -173,15 +173,19 @@ class Installed(Displayed):
         for state in self._states:
             state.set_loss_scale(scale)
 
-    def measure_norms(self, on: bool) -> None:
-        """Measure gradient norms before and after each policy, and zeros, from now on. It is off at first.
+    def measure_norms(self, on: bool, *, zeros: bool = False) -> None:
+        """Measure the gradient's norm before and after each policy from now on. It is off at first.
 
         Switching it on forgets what was measured. Nothing is measured in compiled code.
+
+        Args:
+            on: Whether to measure.
+            zeros: Count zeros in what is let through too, for `zeros_passed`.
         """
         for state in self._states:
             if on:
                 state.norms.clear()
-            state.norms.on = on
+            state.norms.on, state.norms.counts_zeros = on, zeros
 
     @property
     def gradient_norms(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -189,11 +193,8 @@ class Installed(Displayed):
         measured = {state.name: state.norms.read() for state in self._states}
         return {name: norms for name, norms in measured.items() if norms is not None}
 
-    def observe(self, name: str, observer: Any) -> None:
+    def observe(self, name: str, observer: FlowObserver | None) -> None:
         """Call an observer for what a policy does from now on, but in compiled code; None ends that.
-
-        Its method ``cut(policy, location, results)`` gets what the policy detached from the graph, and
-        ``passed(policy, gradients)`` the gradients that it let through.
 
         Raises:
             PolicyError: If there is no such policy.
@@ -252,6 +253,7 @@ class Installed(Displayed):
                 if not policy.ops and at.module not in idle
             },
             idle=idle,
+            aliases=locations.aliases,
         )
 
     def _report_unmet(self) -> None:

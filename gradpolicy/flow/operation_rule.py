@@ -47,10 +47,9 @@ class OperationRule:
         self.functions = operation.functions
         self.decides = operation.decides
         self.bound_rule = BoundRule(state, f"operation {operation.name!r}", sums_broadcast=True)
+        self.filters = state.filters and not state.detaches
         # Where one argument is named, a policy that cuts the graph leaves the others as they are.
         self.changes_own = state.rule.own and (not state.detaches or state.argument is not None)
-        replaces = state.detaches or self.changes_own or self.name in _SCORES
-        self.filters = state.filters and not replaces
         self.hook = _filter_before(self.bound_rule)
 
     def __reduce__(self) -> tuple:

@@ -71,6 +71,23 @@ ALSO_CALLED = {
     "floordiv": "floor_divide",
 }
 
+SYMBOLS = {
+    "+": "add",
+    "-": "sub",
+    "*": "mul",
+    "/": "div",
+    "//": "floor_divide",
+    "@": "matmul",
+    "**": "pow",
+    "%": "remainder",
+    "==": "eq",
+    "!=": "ne",
+    "<": "lt",
+    "<=": "le",
+    ">": "gt",
+    ">=": "ge",
+}
+
 # What follows ``__i`` in the names of torch.Tensor's in-place operators.
 IN_PLACE_OPERATORS = (
     *("add__", "and__", "div__", "floordiv__", "lshift__", "matmul__", "mod__", "mul__", "or__"),

@@ -19,6 +19,7 @@ from gradpolicy.flow.operation_tables import (
     LISTED,
     NAMESPACES,
     SHARING,
+    SYMBOLS,
     SYNONYMS,
     Function,
 )
@@ -250,6 +251,8 @@ def _nearest_operation(specification: object) -> str:
 
 
 def _canonical(name: str) -> str:
+    if name in SYMBOLS:
+        return SYMBOLS[name]
     stem = name.replace("-", "_").rpartition(".")[2]
     if len(stem) > 1 and stem.endswith("_") and not stem.endswith("__"):
         stem = stem[:-1]

@@ -3,14 +3,18 @@
 import itertools
 from collections.abc import Collection, Mapping
 
+from torch import Tensor
+
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.locations import Locations, RulePlacement, describe_location
 from gradpolicy.flow.operations import resolve_operation
 from gradpolicy.when import When
 from gradpolicy.where import STEP_OPERATIONS
 
-# Rules that make no sense where input and output are one tensor.
-_OF_AN_OPERATION = ("identity", "bernoulli", "gumbel", "lsq", "reinmax", "rotation")
+# Rules that compare the input of an operation with its output.
+_OF_AN_OPERATION = ("bernoulli", "gumbel", "lsq", "reinmax", "rotation")
+# The factors with which a rule passes the gradient on as it is.
+_NEUTRAL_FACTORS = {"scale": 1.0, "reverse": -1.0}
 
 
 def check_policies(policies: Mapping[str, RulePlacement], locations: Mapping[str, Locations]) -> None:
@@ -29,7 +33,7 @@ def check_policies(policies: Mapping[str, RulePlacement], locations: Mapping[str
 
 
 def remarks(policies: Mapping[str, RulePlacement]) -> list[str]:
-    """Return a line for each policy whose rule may be meant for another operation or place."""
+    """Return a line for each policy whose rule changes nothing, or may be meant for another place."""
     lines = []
     for name, policy in policies.items():
         if policy.ops and policy.rule.own and policy.rule.each:
@@ -42,11 +46,14 @@ def remarks(policies: Mapping[str, RulePlacement]) -> list[str]:
             ]
         if policy.ops or policy.at == "through":
             continue
-        if not policy.params and "inputs" in (policy.rule.reads or ()):
-            where = describe_location(policy)
+        rule, where = policy.rule, describe_location(policy)
+        factor = rule.parameters.get("factor")
+        if not isinstance(factor, Tensor | None) and factor == _NEUTRAL_FACTORS.get(rule.name):
+            lines.append(f"{name}: a factor of {factor:g} changes nothing at {where}; give another one")
+        elif not policy.params and "inputs" in (rule.reads or ()):
             lines.append(
-                f"{name}: rule {policy.rule.name!r} reads inputs, and at {where} input and output are the "
-                "one tensor that passes; for an operation's own inputs name the operation (ops=[…])"
+                f"{name}: rule {rule.name!r} reads inputs, and at {where} input and output are the one "
+                "tensor that passes; for an operation's own inputs name the operation (ops=[…])"
             )
     return lines
 
@@ -77,16 +84,21 @@ def check_cuts(policies: Mapping[str, RulePlacement]) -> None:
 def _check_rule(name: str, policy: RulePlacement) -> None:
     """Refuse a rule of an operation at a boundary or on parameters, where one tensor passes."""
     rule = policy.rule.name
-    if policy.ops or policy.at == "through" or rule not in _OF_AN_OPERATION:
+    if policy.ops or policy.at == "through" or rule not in ("identity", *_OF_AN_OPERATION):
         return
     where = describe_location(policy)
     instead = (
         "name the operation that it is for (ops=[…]), go through the module (at='through'), or give it the "
         f"forward as well: gradpolicy.apply({rule!r}, forward, …)"
     )
+    if rule == "identity":
+        raise PolicyError(
+            f"policy {name!r}: rule 'identity' changes nothing at {where}: the gradient passes there as it "
+            f"is anyway; {instead}"
+        )
     raise PolicyError(
-        f"policy {name!r}: rule {rule!r} is of an operation's input and output, and at {where} both are the "
-        f"one tensor that passes; {instead}"
+        f"policy {name!r}: rule {rule!r} compares what goes into an operation with what comes out, and at "
+        f"{where} both are the one tensor that passes; {instead}"
     )
 
 

@@ -37,6 +37,7 @@ class ReportRow:
         places: Where the gradient was to meet its rule: sides of modules that ran, and parameters. True for
             those that were named one by one; of others, which a glob or class matched, one is enough.
         idle: The modules that it matched and whose forward never ran.
+        aliases: Other names of what it matched, which it does not name and where it acts too.
     """
 
     name: str
@@ -50,6 +51,7 @@ class ReportRow:
     any_of: bool = False
     places: Mapping[str, bool] = field(default_factory=dict)
     idle: tuple[str, ...] = ()
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def matched(self) -> Mapping[str, int]:
@@ -134,6 +136,11 @@ class ReportRow:
         if parameters:
             why = "it is frozen, not used, or no backward pass ran"
             yield f"no gradient came to {_listed(parameters)}: {why}"
+        for name, others in self.aliases.items():
+            yield (
+                f"{name} is also {_quoted(others)}, and the policy acts under each name: name all of them, "
+                "or give each its own"
+            )
 
     def _about_operations(self, unmet: list[str]) -> list[str]:
         seen = self.seen

@@ -4,7 +4,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,12 +21,13 @@ class GradientNorms:
 
     Attributes:
         on: True if it measures.
-        zeros: The number of entries of passed gradients that are 0; None if there were none.
+        counts_zeros: True if it counts zeros too.
+        zeros: The number of entries of passed gradients that are 0; None if they are not counted.
         entries: The number of entries of these gradients.
     """
 
     def __init__(self) -> None:
-        self.on = False
+        self.on = self.counts_zeros = False
         self.clear()
 
     def clear(self) -> None:
@@ -44,7 +45,7 @@ class GradientNorms:
             passed = [tensor for tensor in after if tensor is not None]
             self._before = _add_squares(self._before, before if isinstance(before, tuple) else (before,))
             self._after = _add_squares(self._after, passed)
-            for tensor in passed:
+            for tensor in passed if self.counts_zeros else ():
                 zeros = tensor.numel() - tensor.count_nonzero()
                 self.zeros = zeros if self.zeros is None else self.zeros + zeros
                 self.entries += tensor.numel()
@@ -54,6 +55,16 @@ class GradientNorms:
         if self._before is None or self._after is None:
             return None
         return self._before.sqrt(), self._after.sqrt()
+
+
+class FlowObserver(Protocol):
+    """An observer of policies; see :meth:`gradpolicy.flow.install.Installed.observe`."""
+
+    def cut(self, policy: str, location: str, results: Any) -> None:
+        """Handle results that the policy detached from the graph."""
+
+    def passed(self, policy: str, gradients: Iterable[Tensor | None]) -> None:
+        """Handle gradients that the policy passed."""
 
 
 @dataclass(eq=False)
@@ -152,8 +163,7 @@ class RuleState:
             if isinstance(value, Tensor) and (value.requires_grad or value.dim() == 0)
         )
         self.norms = GradientNorms()
-        # Gets what is cut off and what is let through; see Installed.observe.
-        self.observer: Any = None
+        self.observer: FlowObserver | None = None
         self.seen = Seen()
         self._take_key()
 

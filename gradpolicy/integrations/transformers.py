@@ -159,7 +159,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         if self.installed is not None:
             scaler = self._trainer.accelerator.scaler
             self.installed.set_loss_scale(float(scaler.get_scale()) if scaler is not None else 1.0)
-            self.installed.measure_norms(self._measures)
+            self.installed.measure_norms(self._measures, zeros=True)
         if self._measures:
             self._start_measuring().begin()
 

@@ -82,6 +82,21 @@ def test_under_func_and_with_a_second_derivative():
 
 
 @pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (lambda g, i, o: g, "one gradient"),
+        (lambda g, i, o: (g,), r"1 gradients \(\(3,\)\) for 2 inputs \(\(3,\), \(\)\)"),
+        (lambda g, i, o: (g, g), r"gradient 1 of shape \(3,\) for an input of shape \(\)"),
+    ],
+)
+def test_wrong_gradients_are_an_error(rule, message):
+    c, k = torch.randn(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+    y = gp.apply(gp.Rule("mine", rule), lambda c, k: c * k, c, k)
+    with pytest.raises(gp.PolicyError, match=f"'mine'.*{message}"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize(
     ("value", "kind"),
     [("no", "str"), (np.array(["no"]), "an array of <U2"), ((1.0, np.datetime64("2020")), "datetime64")],
 )

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import OrderedDict, deque, namedtuple
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
@@ -50,6 +50,7 @@ CONTAINERS = {
     "nested": (lambda x: {"x": [(x,)]}, lambda tree: tree["x"][0][0]),
     "named tuple": (lambda x: Pair(x, 3), lambda tree: tree.left),
     "ordered dict": (lambda x: OrderedDict(x=x), lambda tree: tree["x"]),
+    "read-only dict": (lambda x: MappingProxyType({"x": x}), lambda tree: tree["x"]),
     "dataclass": (Frozen, lambda tree: tree.left),
 }
 
@@ -66,6 +67,13 @@ def test_a_boundary_acts_on_tensors_in_any_container(kind, side, gradient):
         found, value = gradient(module, torch.ones(3))
     assert torch.equal(found, torch.full((3,), 3.0))
     assert torch.equal(value, torch.ones(3))
+
+
+def test_clipping_by_sample(gradient):
+    model, weights = PassOn(), torch.randn(4, 3)
+    with gp.install(model, [gp.Clip(norm=0.1, per_sample=True, modules=PassOn)]):
+        found, _ = gradient(model, torch.randn(4, 3), weights)
+    torch.testing.assert_close(found, weights * (0.1 / weights.norm(dim=1, keepdim=True)).clamp(max=1))
 
 
 def test_absolute_thresholds_follow_the_loss_scale(gradient):

@@ -50,6 +50,10 @@ CARRIED = {
         lambda m: torch.where(m[:, None], torch.arange(3), 1).float(),
         lambda s: 1 + s[:, None] * (torch.arange(3) - 1),
     ),
+    "one_hot of a bit": (
+        lambda m: F.one_hot(m.long(), 2) * W[:2],
+        lambda s: torch.stack([1 - s, s], -1) * W[:2],
+    ),
     "not": (lambda m: (~m).float(), lambda s: 1 - s),
     "logical_not": (lambda m: m.logical_not() * W, lambda s: (1 - s) * W),
     "signs": (lambda m: (m.long() * 2 - 1).float(), lambda s: 2 * s - 1),

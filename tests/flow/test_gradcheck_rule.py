@@ -48,9 +48,9 @@ def test_the_true_gradient_is_exact(function, inputs):
             get_rule("scale", factor=1.7),
             torch.clone,
             {"length_ratio": 1.7, "cosine": 1, "relative_deviation": 0.7},
-            "1.7 times as long; cosine 1.00",
+            "1.7 x longer; cosine 1.00",
         ),
-        ("reverse", torch.clone, {"cosine": -1}, "cosine -1.00"),
+        ("reverse", torch.clone, {"cosine": -1, "sign_agreement": 0}, "cosine -1.00"),
         (
             "identity",
             torch.round,
@@ -61,7 +61,7 @@ def test_the_true_gradient_is_exact(function, inputs):
             "stop",
             torch.exp,
             {"stops_where_not": 1, "length_ratio": 0},
-            "0 times as long; stops gradient where the true one is not 0",
+            "no gradient at all; stops gradient where the true one is not 0",
         ),
         ("guided_relu", torch.relu, {"passes_where_zero": 0}, "stops gradient where the true one is not 0"),
     ],
@@ -73,6 +73,22 @@ def test_a_departure_is_given_in_figures_and_words(rule, forward, figures, text)
     assert text in str(check)
 
 
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (
+            lambda grad, inputs, output: (grad, grad),
+            r"'<lambda>' at forward 'clone': returned 2 gradients \(.*\) for 1 inputs",
+        ),
+        (lambda grad, inputs, output: grad.sum(), r"gradient 0 of shape \(\) for an input of shape \(2, 2\)"),
+        (lambda grad, inputs, output: 2.0, r"returned float as gradient 0; it must be a tensor"),
+    ],
+)
+def test_a_wrong_gradient_names_the_rule(rule, message):
+    with pytest.raises(PolicyError, match=message):
+        gradcheck_rule(rule, torch.clone, X)
+
+
 def test_the_largest_deviation_is_located():
     def wrong_at_one_place(grad, inputs, output):
         wrong = grad.clone()
@@ -82,6 +98,7 @@ def test_the_largest_deviation_is_located():
     check = gradcheck_rule(wrong_at_one_place, torch.clone, X, cotangents=1)
     assert check.where == (0, 1, 0)
     assert check.deviation == pytest.approx(5)
+    assert check.rule_value - check.true_value == pytest.approx(5)
     assert "largest at input 0 [1, 0]" in str(check)
 
 
@@ -93,7 +110,7 @@ def test_each_input_has_figures_of_its_own():
     check = gradcheck_rule(second_is_doubled, torch.mul, (X, X + 1))
     assert check.by_input[0].deviation < 1e-8
     assert check.by_input[1].length_ratio == pytest.approx(2)
-    assert "input 1: 2 times as long" in str(check)
+    assert "input 1: 2 x longer" in str(check)
 
 
 def test_kinks_and_jumps_are_left_out_and_counted():

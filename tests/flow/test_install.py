@@ -6,6 +6,7 @@ import gc
 import io
 import pickle
 import time
+import tracemalloc
 
 import pytest
 import torch
@@ -219,6 +220,16 @@ def test_gradient_norms_before_and_after():
             assert installed.gradient_norms["half"] == (2.0, 1.0)
 
 
+@pytest.mark.parametrize("layer", [nn.ReLU(), nn.ReLU(inplace=True)])
+def test_gradient_norms_of_a_guided_relu(layer):
+    model, x = nn.Sequential(nn.Identity(), layer), torch.tensor([1.0, -1.0, 2.0], requires_grad=True)
+    with gp.install(model, {"guide": gp.Guided()}) as installed:
+        installed.measure_norms(True)
+        (model(x * 1) * torch.tensor([-3.0, 4.0, 4.0])).sum().backward()
+        before, after = installed.gradient_norms["guide"]
+    torch.testing.assert_close((before**2, after**2), (torch.tensor(41.0), torch.tensor(32.0)))
+
+
 @pytest.mark.parametrize(
     ("policies", "message"),
     [
@@ -309,6 +320,21 @@ def test_nothing_grows_over_steps(net, batch):
         _steps(net, batch, 40)
         assert _objects() - objects < 20
         assert len(net.head.bias._backward_hooks) == handles
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_over_steps(net, batch):
+    with gp.install(net, EVERY_KIND):
+        tracemalloc.start()
+        # Python's own free lists fill up first.
+        _steps(net, batch, 500)
+        gc.collect()
+        start = tracemalloc.get_traced_memory()[0]
+        _steps(net, batch, 2_000)
+        gc.collect()
+        grown = tracemalloc.get_traced_memory()[0] - start
+        tracemalloc.stop()
+    assert grown < 50_000
 
 
 def test_installing_and_removing_does_not_leak(net, batch, snapshot):

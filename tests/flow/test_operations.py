@@ -165,6 +165,9 @@ SPELLINGS = {
     twice: [twice],
     torch.cumsum: [lambda x: x.cumsum(0)],
     torch.Tensor.cumsum: [lambda x: torch.cumsum(x, 0)],
+    # An operator's sign is a name too.
+    "//": [lambda x: x // 2],
+    ">": [lambda x: (x > 0) * 1.0],
 }
 
 

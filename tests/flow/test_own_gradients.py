@@ -319,6 +319,8 @@ def test_it_holds_under_torch_func():
     x, y = (tensor.detach() for tensor in made((4, 3), (4, 3)))
     product = overridden("mul", DOUBLED, lambda a, b: torch.mul(a, b).sum())
     torch.testing.assert_close(torch.func.vmap(torch.func.grad(product))(x, y), 2 * y)
+    with pytest.raises(gp.PolicyError, match="has no forward-mode derivative"):
+        torch.func.jvp(product, (x, y), (x, y))
 
 
 @pytest.mark.parametrize("filters", [False, True])

@@ -37,6 +37,8 @@ def test_a_rule_of_an_operation_is_refused_elsewhere_with_what_to_write(model, r
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
+        (gp.Scale(1.0, modules="2"), "it: a factor of .*changes nothing"),
+        (gp.Reverse(-1.0, params="2.*"), "it: a factor of .*changes nothing"),
         (gp.UseRule("tanh", modules="2"), "it: rule 'tanh' reads inputs.*ops="),
         (gp.Scale(0.5, ops=[torch.round, "add"]), "it: the own gradient of 'round' is 0.*StraightThrough"),
         (gp.Stop(ops=["round"]), None),

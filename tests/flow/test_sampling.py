@@ -81,6 +81,14 @@ def test_a_rule_of_bits_gets_the_probabilities_that_the_bits_are_one():
         torch.testing.assert_close(found, (P * C).expand(2, 3), msg=name)
 
 
+def test_the_mean_of_a_biased_estimate_is_its_own_exact_expectation():
+    found, _ = gradients({"bernoulli": "bernoulli"}, BITS["distribution"], quadratic, P, 20000)
+    # E[∂loss/∂y] = c + (A + Aᵀ) p, where the true gradient leaves the diagonal as A_ii.
+    assert_mean_is(found, C + (A + A.T) @ P)
+    difference = found.mean(0) - expected_over_bits(quadratic, P)
+    torch.testing.assert_close(difference, A.diagonal() * (2 * P - 1), rtol=0.1, atol=0.05)
+
+
 @pytest.mark.parametrize("name", CATEGORIES)
 def test_categories_drawn_in_any_spelling_have_the_expected_gradient(name):
     logits = P.log().clone()

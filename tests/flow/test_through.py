@@ -173,6 +173,16 @@ def test_outputs_get_their_rules(function, policies, factors, as_module):
     assert [one.tolist() for one in found] == [[factor] * 3 for factor in factors]
 
 
+def test_outputs_belong_to_the_inputs_of_their_shapes(as_module):
+    tree = {"a": torch.randn(2, requires_grad=True), "b": torch.randn(3, requires_grad=True)}
+    layer = as_module(lambda tree: {key: torch.round(value) for key, value in tree.items()})
+    with gp.install(layer, [STE]):
+        result = layer(tree)
+        (2 * result["a"].sum() + 3 * result["b"].sum()).backward()
+    assert torch.equal(tree["a"].grad, torch.full((2,), 2.0))
+    assert torch.equal(tree["b"].grad, torch.full((3,), 3.0))
+
+
 def test_a_rule_gets_two_inputs_by_name_in_the_order_of_the_parameters():
     class Difference(nn.Module):
         def forward(self, left, right):
@@ -330,3 +340,10 @@ def test_a_rule_for_one_input_is_refused_where_several_need_a_gradient(model, ca
         with pytest.raises(gp.PolicyError, match=message):
             call(model, torch.randn(2, 3, requires_grad=True))
         installed.remove(quiet=True)
+
+
+def test_attention_over_one_tensor_passes_the_gradient_to_the_argument_that_is_named(gradient):
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    with gp.install(attention, [gp.StraightThrough(modules="", argument="value", output=0)]):
+        found, _ = gradient(lambda x: attention(x, x, x)[0], torch.randn(2, 3, 4))
+    assert torch.equal(found, torch.ones(2, 3, 4))
