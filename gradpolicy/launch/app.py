@@ -196,7 +196,7 @@ def run_job(prepared: Hydra, config: DictConfig, settings: Settings) -> None:
         except Exception as error:
             # Hydra raised it while it set the job up.
             RunDirectory(directory).clear_unless_begun()
-            if isinstance(error, wrong_input_errors()):
+            if isinstance(error, PolicyError):
                 raise
             reason = f"{type(error).__name__}: {brief(str(error), most=LINE)}"
             raise PolicyError(f"hydra: the job cannot be set up: {reason}") from error
@@ -262,10 +262,11 @@ class Job:
         """Run a job."""
         from gradpolicy.launch.run import run
 
-        self.began = True
         hydra_config = HydraConfig.get()
+        # It resolves what the command line refers to, so a reference to nothing fails before the job begins.
         overrides = list(hydra_config.overrides.task)
         directory = Path(hydra_config.runtime.output_dir)
+        self.began = True
         result = Result(overrides, status="stopped", error=STOPPED, directory=str(directory))
         try:
             with limited_to(self.trusted):
