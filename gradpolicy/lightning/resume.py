@@ -457,13 +457,13 @@ def _count_rows(logger: CSVLogger) -> int:
 
 
 def _cut_rows(path: Path, number: int) -> None:
-    """Leave the first lines of a log."""
+    """Leave the first lines of a log, and the names of the columns."""
     lines = _lines(path)
     if len(lines) < number:
         rank_zero_warn(f"{path} lacks rows of the steps before the checkpoint")
-    elif len(lines) > number:
+    elif len(lines) > max(number, 1):
         with written_whole(path, "wb") as file:
-            file.writelines(lines[:number])
+            file.writelines(lines[: max(number, 1)])
 
 
 def _lines(path: Path) -> list[bytes]:
