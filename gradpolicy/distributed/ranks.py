@@ -63,7 +63,7 @@ class Ranks:
         self.agreement_every = agreement_every
         self.reducer: ReducerUpdater | None = None
         if isinstance(model, DistributedDataParallel):
-            self.reducer = ReducerUpdater(model)
+            self.reducer = ReducerUpdater(model, communication)
             self._searches_always = model.find_unused_parameters
         if communication is not None:
             communication.register(model)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from torch import nn
 from torch._C._distributed_c10d import _register_comm_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.distributed.row_reducer import RowReducer
 from gradpolicy.freezing.row_gradients import has_row_gradient, rows_of, set_whole
 
@@ -26,6 +27,7 @@ class ReducerUpdater:
 
     Args:
         model: The wrapped model. Nothing may have been frozen or thawed since it was wrapped.
+        communication: The model's communication hook; gradients of rows are sent in its dtype.
 
     Attributes:
         rebuilds: How often the reducer was rebuilt.
@@ -39,9 +41,9 @@ class ReducerUpdater:
             updater.refresh()
     """
 
-    def __init__(self, model: DistributedDataParallel) -> None:
+    def __init__(self, model: DistributedDataParallel, communication: ActiveEntries | None = None) -> None:
         self.model = model
-        self.rows = RowReducer(model)
+        self.rows = RowReducer(model, communication)
         self.rebuilds = 0
         self._ignored = model.parameters_to_ignore
         self._known = trained_parameters(model.module.parameters())

@@ -233,6 +233,11 @@ def test_sending_active_entries_only_changes_nothing_but_the_bytes(pair: Process
     assert share <= 1.0
 
 
+@pytest.mark.parametrize("kind", ["entries", "rows"])
+def test_half_the_bytes_are_sent_in_a_dtype_of_half_the_size(pair: ProcessPool, kind: str) -> None:
+    assert pair(with_communication, kind, "bfloat16")[0][1] == pair(with_communication, kind, None)[0][1] / 2
+
+
 def with_communication_under_fsdp() -> str:
     with pytest.raises(gp.PolicyError) as refused:
         fit("fsdp2", "entries", callback={"communication": ActiveEntries()})
