@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from gradpolicy.masks import SOURCES
 from gradpolicy.optim.update_rules import RULES
 
 ROOT = Path(__file__).parents[1]
@@ -16,7 +17,16 @@ def update_rules() -> str:
     return ", ".join(f"`{name}`" for name in RULES)
 
 
-LISTS: dict[str, tuple[str, Callable[[], str]]] = {"update rules": ("docs/python.md", update_rules)}
+def mask_sources() -> str:
+    """Return the mask sources in the form of the reference."""
+    classes = "\n\n".join(f".. autoclass:: gradpolicy.masks.{name}" for name in SOURCES)
+    return f"```{{eval-rst}}\n{classes}\n```"
+
+
+LISTS: dict[str, tuple[str, Callable[[], str]]] = {
+    "update rules": ("docs/python.md", update_rules),
+    "mask sources": ("docs/api/masks.md", mask_sources),
+}
 """By the comment that begins a list: the page, and the function that makes it."""
 
 

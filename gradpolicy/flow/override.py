@@ -40,7 +40,8 @@ def gradient_override(
 
     If an operation never ran in the block, or only where no gradient is recorded, the end of the block gives
     a warning that names operations that did run. There is no warning if gradients were off
-    around the block, or for operations that ran in compiled code.
+    around the block. Compiled code cannot say in which block it runs: once a rule has acted in compiled
+    code, later blocks of the process do not warn of the same operation with the same rule.
 
     Args:
         overrides: For each operation (a name or a torch function, see

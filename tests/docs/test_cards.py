@@ -96,7 +96,8 @@ def test_every_source_has_a_card_and_a_line_in_the_overview(source: str) -> None
 def test_every_card_is_of_a_source_and_every_config_of_the_overview_makes_it() -> None:
     overview = (DOCS / "masks" / "README.md").read_text()
     configs = dict(re.findall(r"^\| \[(\w+)\]\(\w+\.md\) \| `(\w+)` \|", overview, flags=re.MULTILINE))
-    assert {card.stem for card in CARDS["masks"]} == {file_name(source) for source in SOURCES}
+    without_source = {card.stem for card in CARDS["masks"]} - {file_name(source) for source in SOURCES}
+    assert not without_source, f"docs/masks: remove {without_source}, or add the source to masks/__init__.py"
     assert len(configs) > 9
     for source, name in configs.items():
         text = (ROOT / "conf" / "policy" / f"{name}.yaml").read_text()

@@ -249,10 +249,12 @@ class RulesInAnyOrder(InAnyOrder):
 
 
 class OthersInAnyOrder(InAnyOrder):
-    kinds = {
-        "accumulating": lambda weights: without_rule(Accumulating(weights, lr=0.1)),
-        "adadelta": lambda weights: without_rule(torch.optim.Adadelta(weights, lr=1.0)),
-    }
+    kinds = without_rule(
+        {
+            "accumulating": lambda weights: Accumulating(weights, lr=0.1),
+            "adadelta": lambda weights: torch.optim.Adadelta(weights, lr=1.0),
+        }
+    )
     reference_kind = PutBack
     ages_are_entries = False
 

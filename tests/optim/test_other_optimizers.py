@@ -15,7 +15,7 @@ from gradpolicy.optim.other_optimizers import AS_PARAMETER, initial_value
 from tests.optim.alone import without_rule
 
 HALF = torch.tensor([[True, False], [False, True]])
-KINDS = {
+EXAMPLES = {
     "Adadelta": torch.optim.Adadelta,
     "Adafactor": lambda weights: torch.optim.Adafactor(weights, lr=0.1),
     "Muon": lambda weights: torch.optim.Muon(weights, lr=0.1),
@@ -24,6 +24,7 @@ KINDS = {
     "Prodigy": lambda weights: pytorch_optimizer.Prodigy(weights),
     "MARS": lambda weights: pytorch_optimizer.MARS(weights, lr=1e-4),
 }
+KINDS = without_rule(EXAMPLES)
 
 
 class Blockwise8bit(torch.optim.SGD):
@@ -62,7 +63,7 @@ def warned(make, mask, state="keep"):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_first_mask_on_some_entries_says_what_it_means(name):
-    (line,) = warned(lambda weights: without_rule(KINDS[name](weights)), HALF)
+    (line,) = warned(KINDS[name], HALF)
     assert line.startswith(f"{name} steps whole tensors, and frozen entries are put back afterwards: ")
     assert "and their state from earlier steps" in line
     (line,) = warned(KINDS[name], HALF, "zero")

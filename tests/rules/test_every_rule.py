@@ -81,7 +81,7 @@ def test_the_examples_run(family):
 def test_the_docstring_has_formula_source_and_example(name):
     text = inspect.getdoc(get_rule(name).function)
     for part in ("forward", "backward", "Source:", "Example:"):
-        assert part in text
+        assert part in text, f"the docstring of {name!r} lacks {part!r}: see those of the rules beside it"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -6,7 +6,7 @@ from pytorch_optimizer import Lion
 
 import gradpolicy as gp
 from gradpolicy.optim.update_rules import rule_for
-from tests.optim.alone import WITH_RULE, run_alone, without_rule
+from tests.optim.alone import WITH_RULE, run_alone
 
 VARIANTS = {
     "adamw betas": (torch.optim.AdamW, {"betas": (0.6, 0.8)}),
@@ -145,7 +145,6 @@ def test_a_step_that_is_overridden_has_no_rule():
     assert rule_for(Slower(weights)) is None
     assert rule_for(Renamed(weights)) is not None
     assert rule_for(Lion(weights, cautious=True)) is None
-    without_rule(torch.optim.Adadelta(weights))
 
 
 @pytest.mark.parametrize(
