@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -18,6 +19,9 @@ import gradpolicy.launch.run  # noqa: F401
 from gradpolicy.errors import PolicyError
 from gradpolicy.launch.app import main as train
 from gradpolicy.launch.messages import TERMINATED
+
+# A fork of a process in which OpenMP has threads of its own hangs at its first parallel loop.
+torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parents[2]
 
