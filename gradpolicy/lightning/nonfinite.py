@@ -67,7 +67,7 @@ class StopOnNonFinite(Callback):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Check the loss."""
         if not torch.isfinite(loss.detach()).all():
-            finding = first_nonfinite_value(pl_module, self._run, _policies(trainer))
+            finding = first_nonfinite(pl_module, self._run, _policies(trainer))
             raise FailedRunError(f"{_moment(trainer)}: the loss is {loss.item()}; {finding}")
 
     def on_before_optimizer_step(
@@ -78,7 +78,7 @@ class StopOnNonFinite(Callback):
             return
         gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
         if not all_finite([local_shard(gradient) for gradient in gradients]):
-            finding = first_nonfinite_gradient(pl_module, self._run, _policies(trainer))
+            finding = first_nonfinite(pl_module, self._run, _policies(trainer), backward=True)
             if trainer.world_size > 1 and not any(map(is_sharded, gradients)):
                 # Ranks share gradients, not batches.
                 finding = next((each for each in of_every_rank(finding) if each.module), finding)
@@ -96,78 +96,72 @@ class StopOnNonFinite(Callback):
         return result["loss"] if isinstance(result, Mapping) else result
 
 
-def first_nonfinite_value(
-    model: nn.Module, run: Callable[[nn.Module], Tensor], policies: Mapping[str, Policy] | None = None
+def first_nonfinite(
+    model: nn.Module,
+    run: Callable[[nn.Module], Tensor],
+    policies: Mapping[str, Policy] | None = None,
+    *,
+    backward: bool = False,
 ) -> Finding:
-    """Run a model forward and find the first module whose output is not finite.
+    """Run a model again and find the first module whose output or gradient is not finite.
 
     Args:
-        model: The model.
+        model: The model; the gradients of its parameters are left alone.
         run: Does the forward pass with the model it is given and returns the loss.
         policies: The policies by name, to say which act there.
+        backward: Also run the backward pass, and look for gradients.
 
     Example:
         >>> class Root(nn.Module):
         ...     def forward(self, x):
         ...         return x.sqrt()
         >>> model = nn.Sequential(nn.Identity(), Root())
-        >>> first_nonfinite_value(model, lambda m: m(-torch.ones(2)).sum()).module
+        >>> first_nonfinite(model, lambda m: m(-torch.ones(2)).sum()).module
         '1'
     """
-    found: list[tuple[str, bool]] = []
-
-    def check(name: str, inputs: Any, output: Any) -> None:
-        if not found and not _finite(output):
-            found.append((name, _finite(inputs)))
-
-    with _hooks(model, check), torch.no_grad():
-        run(model)
-    if not found:
-        return Finding("", "in a second pass over the batch every module's output is finite")
-    name, had_finite_inputs = found[0]
-    module = model.get_submodule(name)
-    nonfinite = [key for key, value in module.named_parameters() if not _finite(value)]
-    described = f"first in the output of module {name!r} ({type(module).__name__})"
-    if nonfinite:
-        described += f", whose {', '.join(nonfinite)} an earlier update made non-finite"
-    elif not had_finite_inputs:
-        described = f"the input of module {name!r} ({type(module).__name__}) is not finite already"
-    return Finding(name, described, _acting(model, name, policies or {}))
-
-
-def first_nonfinite_gradient(
-    model: nn.Module, run: Callable[[nn.Module], Tensor], policies: Mapping[str, Policy] | None = None
-) -> Finding:
-    """Run a model forward and backward and find the module whose backward first gave what is not finite.
-
-    The parameters' gradients are left alone. Arguments as for :func:`first_nonfinite_value`.
-    """
-    found: list[str] = []
+    found: list[tuple[str, str]] = []
 
     def watch(name: str, inputs: Any, output: Any) -> None:
-        def record(gradient: Tensor) -> None:
+        place = f"module {name!r} ({type(model.get_submodule(name)).__name__})"
+
+        def check(gradient: Tensor) -> None:
             if not _finite(gradient):
-                found.append(name)
+                found.append((name, f"first in what the backward of {place} gave"))
 
-        for tensor in tensors_in(inputs):
+        if not _finite(output):
+            found.append((name, _described(model.get_submodule(name), place, inputs)))
+        for tensor in tensors_in(inputs) if backward else ():
             if tensor.requires_grad:
-                tensor.register_hook(record)
+                tensor.register_hook(check)
 
-    with _hooks(model, watch), torch.enable_grad():
-        parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
-        gradients = torch.autograd.grad(run(model), list(parameters.values()), allow_unused=True)
-    if found:
-        name = found[0]
-        kind = type(model.get_submodule(name)).__name__
-        what = f"first in what the backward of module {name!r} ({kind}) gave"
-        return Finding(name, what, _acting(model, name, policies or {}))
-    for key, gradient in zip(parameters, gradients, strict=True):
-        if gradient is not None and not _finite(gradient):
-            what = f"first in the gradient of {plain_name(key)!r}"
-            return Finding(
-                key.rpartition(".")[0], what, _acting(model, key.rpartition(".")[0], policies or {})
-            )
-    return Finding("", "in a second pass over the batch every gradient is finite")
+    with _hooks(model, watch), torch.set_grad_enabled(backward):
+        loss = run(model)
+        if backward:
+            parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
+            gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+            found += [
+                (name.rpartition(".")[0], f"first in the gradient of {plain_name(name)!r}")
+                for name, gradient in zip(parameters, gradients, strict=True)
+                if gradient is not None and not _finite(gradient)
+            ]
+    if not found:
+        checked = "gradient" if backward else "module's output"
+        return Finding("", f"in a second pass over the batch every {checked} is finite")
+    name, what = found[0]
+    return Finding(name, what, _acting(model, name, policies or {}))
+
+
+def _described(module: nn.Module, place: str, inputs: Any) -> str:
+    """Say where the output of a module, the first that is not finite, came from."""
+    spoilt = [name for name, value in module.named_parameters() if not _finite(value)]
+    if spoilt:
+        cause = f"whose {', '.join(spoilt)} an earlier update made non-finite"
+        return f"first in the output of {place}, {cause}"
+    return (
+        f"first in the output of {place}"
+        if _finite(inputs)
+        else f"the input of {place} is not finite already"
+    )
 
 
 @contextmanager

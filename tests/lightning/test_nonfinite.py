@@ -16,8 +16,7 @@ import gradpolicy as gp
 from gradpolicy.lightning.nonfinite import (
     StopOnNonFinite,
     all_finite,
-    first_nonfinite_gradient,
-    first_nonfinite_value,
+    first_nonfinite,
 )
 
 
@@ -29,7 +28,7 @@ class Root(nn.Module):
 def test_the_first_module_whose_output_is_not_finite_is_named() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Root(), nn.Linear(2, 2)), nn.ReLU())
     nn.init.constant_(model[0].weight, -1.0)
-    found = first_nonfinite_value(
+    found = first_nonfinite(
         model,
         lambda m: m(torch.ones(3, 2)).sum(),
         {"elsewhere": gp.Stop(modules="2"), "here": gp.Guided(modules="1.*"), "all": gp.Guided()},
@@ -46,14 +45,14 @@ def test_the_first_module_whose_output_is_not_finite_is_named() -> None:
     ],
 )
 def test_an_input_that_is_not_finite_is_told_from_an_output(value: float, what: str) -> None:
-    found = first_nonfinite_value(nn.Sequential(Root()), lambda m: m(torch.full((2,), value)).sum())
+    found = first_nonfinite(nn.Sequential(Root()), lambda m: m(torch.full((2,), value)).sum())
     assert (found.module, found.what) == ("0", what)
 
 
 def test_weights_that_an_update_spoilt_are_named_with_the_policy_that_trains_them() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight.data[0, 0] = torch.nan
-    found = first_nonfinite_value(
+    found = first_nonfinite(
         model,
         lambda m: m(torch.ones(3, 2)).sum(),
         {
@@ -80,7 +79,7 @@ class RootOfWeight(nn.Module):
 def test_a_gradient_of_a_weight_alone_is_named_with_the_policy_that_trains_it() -> None:
     model = nn.Sequential(nn.Linear(2, 2), RootOfWeight())
     policies = {name: gp.Freeze(gp.masks.Fixed(), params=f"{name}.*") for name in "01"}
-    found = first_nonfinite_gradient(model, lambda m: m(torch.ones(3, 2)).sum(), policies)
+    found = first_nonfinite(model, lambda m: m(torch.ones(3, 2)).sum(), policies, backward=True)
     assert (found.module, found.policies) == ("1", ("1",))
     assert found.what == "first in the gradient of '1.weight'"
 
@@ -89,7 +88,7 @@ def test_a_backward_that_is_not_finite_is_named() -> None:
     model = nn.Sequential(nn.Linear(2, 2), Root(), nn.Linear(2, 1))
     nn.init.zeros_(model[0].weight)
     nn.init.zeros_(model[0].bias)
-    found = first_nonfinite_gradient(model, lambda m: m(torch.ones(3, 2)).sum())
+    found = first_nonfinite(model, lambda m: m(torch.ones(3, 2)).sum(), backward=True)
     assert found.module == "1", "the root of zero has an infinite derivative"
 
 
@@ -187,7 +186,7 @@ def test_the_first_of_several_backwards_that_are_not_finite_is_named() -> None:
     model = nn.Sequential(nn.Linear(2, 2), Root(), nn.Tanh(), Root(), nn.Linear(2, 1))
     nn.init.zeros_(model[0].weight)
     nn.init.zeros_(model[0].bias)
-    assert first_nonfinite_gradient(model, lambda m: m(torch.ones(3, 2)).sum()).module == "3"
+    assert first_nonfinite(model, lambda m: m(torch.ones(3, 2)).sum(), backward=True).module == "3"
 
 
 class Gathered(nn.Module):
@@ -212,7 +211,7 @@ class Gathered(nn.Module):
 )
 def test_outputs_of_any_form_are_looked_at(form: Callable[[Tensor], object], is_finite: bool) -> None:
     model = nn.Sequential(Gathered(form))
-    found = first_nonfinite_value(model, lambda m: m(-torch.ones(2)))  # type: ignore[return-value]
+    found = first_nonfinite(model, lambda m: m(-torch.ones(2)))  # type: ignore[return-value]
     assert found.module == ("" if is_finite else "0")
 
 
@@ -220,15 +219,15 @@ def test_weights_that_a_module_takes_from_within_another_are_named() -> None:
     """Attention never calls the layer that holds the weights of its output."""
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(2, 1)})
     model["attention"].out_proj.weight.data[0, 0] = torch.nan
-    found = first_nonfinite_value(model, lambda m: m["attention"](*[torch.ones(3, 1, 2)] * 3)[0].sum())
+    found = first_nonfinite(model, lambda m: m["attention"](*[torch.ones(3, 1, 2)] * 3)[0].sum())
     assert found.module == "attention"
     assert "whose out_proj.weight an earlier update made non-finite" in found.what
 
 
 def test_where_everything_is_finite_it_says_so() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    value = first_nonfinite_value(model, lambda m: m(torch.ones(3, 2)).sum())
-    gradient = first_nonfinite_gradient(model, lambda m: m(torch.ones(3, 2)).sum())
+    value = first_nonfinite(model, lambda m: m(torch.ones(3, 2)).sum())
+    gradient = first_nonfinite(model, lambda m: m(torch.ones(3, 2)).sum(), backward=True)
     assert str(value) == (
         "in a second pass over the batch every module's output is finite (no policy acts there)"
     )
@@ -242,7 +241,7 @@ def test_parameters_that_rest_or_go_unused_are_no_obstacle() -> None:
     model = nn.Sequential(nn.Linear(2, 2), RootOfWeight())
     model[0].requires_grad_(False)
     model.register_parameter("unused", nn.Parameter(torch.zeros(1)))
-    assert first_nonfinite_gradient(model, lambda m: m(torch.ones(3, 2)).sum()).module == "1"
+    assert first_nonfinite(model, lambda m: m(torch.ones(3, 2)).sum(), backward=True).module == "1"
 
 
 def test_policies_act_where_their_patterns_say() -> None:
@@ -258,7 +257,7 @@ def test_policies_act_where_their_patterns_say() -> None:
         "of all parameters, of which it has none": gp.Freeze(gp.masks.Fixed()),
         "of everything": gp.Guided(),
     }
-    found = first_nonfinite_value(model, lambda m: m(torch.ones(3, 2)).sum(), policies)
+    found = first_nonfinite(model, lambda m: m(torch.ones(3, 2)).sum(), policies)
     assert found.module == "0.1"
     assert found.policies == ("of a class", "of what contains it", "of all but another", "of everything")
 
