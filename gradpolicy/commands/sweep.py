@@ -30,7 +30,7 @@ from gradpolicy.insight.run_files import REPORT, RESULT, Result
 from gradpolicy.insight.run_log import replace_unencodable
 from gradpolicy.insight.sweep_summary import SweepSummary
 from gradpolicy.launch.app import main as train
-from gradpolicy.launch.compose import Source, check_job, compose_job, hydra_at
+from gradpolicy.launch.config import Source, check_job, compose_job, hydra_at
 from gradpolicy.launch.messages import INTERRUPTED, TERMINATED, WRONG_INPUT, report_error, wrong_input_errors
 from gradpolicy.launch.permissions import trusted_packages
 from gradpolicy.launch.processes import quoted, termination_exits

@@ -26,8 +26,9 @@ from gradpolicy.insight.report import write_report
 from gradpolicy.insight.run_files import REPORT, STOPPED, Result
 from gradpolicy.insight.run_log import quieter, replace_unencodable
 from gradpolicy.insight.sweep_summary import RESULTS, SUMMARY, SweepSummary, collect
-from gradpolicy.launch.compose import (
+from gradpolicy.launch.config import (
     VERSION_BASE,
+    Settings,
     Source,
     check_job,
     compose_job,
@@ -35,7 +36,6 @@ from gradpolicy.launch.compose import (
     hydra_at,
     jobs_of,
 )
-from gradpolicy.launch.config import Settings
 from gradpolicy.launch.messages import (
     FAILED,
     INTERRUPTED,

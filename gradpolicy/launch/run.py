@@ -24,8 +24,12 @@ from gradpolicy.insight.report import write_report
 from gradpolicy.insight.required_metric import RequiredMetric
 from gradpolicy.insight.run_files import REPORT, RESULT, STOPPED, Result
 from gradpolicy.insight.run_log import logged_run, print_config, print_results, quieter
-from gradpolicy.launch.compose import default_config
-from gradpolicy.launch.config import Settings, check_config, resolved
+from gradpolicy.launch.config import (
+    Settings,
+    check_config,
+    default_config,
+    resolved,
+)
 from gradpolicy.launch.messages import LINE, explain, full_disk
 from gradpolicy.launch.processes import (
     is_first_rank,

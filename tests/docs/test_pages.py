@@ -13,15 +13,15 @@ from hydra.utils import instantiate
 from omegaconf import open_dict, read_write
 
 import gradpolicy as gp
-from gradpolicy.launch.compose import (
+from gradpolicy.launch.config import (
     Source,
     check_job,
     compose_job,
     fixed_overrides,
     hydra_at,
     jobs_of,
+    resolved,
 )
-from gradpolicy.launch.config import resolved
 from gradpolicy.launch.run import build_subject, make_run_plan
 from gradpolicy.policies import Policy
 from tests.docs.markdown import DOCS, ROOT, blocks, pictures, write_modules

@@ -11,8 +11,14 @@ import yaml
 from omegaconf import open_dict, read_write
 
 from gradpolicy.imports import limited_to
-from gradpolicy.launch.compose import Source, check_job, compose_job, fixed_overrides, hydra_at
-from gradpolicy.launch.config import resolved
+from gradpolicy.launch.config import (
+    Source,
+    check_job,
+    compose_job,
+    fixed_overrides,
+    hydra_at,
+    resolved,
+)
 from gradpolicy.launch.permissions import trusted_packages
 from gradpolicy.launch.run import build_subject, make_run_plan
 from gradpolicy.tasks import tiny_shakespeare

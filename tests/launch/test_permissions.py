@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.imports import limited_to
-from gradpolicy.launch.compose import Source, check_job, compose_job, hydra_at
+from gradpolicy.launch.config import Source, check_job, compose_job, hydra_at
 from gradpolicy.launch.permissions import (
     VARIABLE,
     check_hydra,

@@ -12,7 +12,7 @@ import compare
 from compare import COMPARISONS, CONF, Comparison, Run, band, markdown, runs_of, table_of
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight.run_files import RESULT, Result
-from gradpolicy.launch.compose import VERSION_BASE
+from gradpolicy.launch.config import VERSION_BASE
 
 TWO_WAYS = Comparison(
     title="Two ways",
