@@ -5,11 +5,11 @@
 
 The study lies in an sqlite file: run the same command again to go on where it was stopped, run it twice at
 the same time to search with two processes, open it with `optuna-dashboard sqlite:///outputs/study.db`.
-Ctrl-C and SIGTERM stop the search: the trial that ran is put back, and is the first that the next call runs.
+Ctrl-C and SIGTERM stop the search: the trial that ran counts as failed, and the next call begins
+with its values.
 """
 
 import argparse
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,10 +34,8 @@ from gradpolicy.launch.config import Source, check_job, compose_job, hydra_at
 from gradpolicy.launch.messages import INTERRUPTED, TERMINATED, WRONG_INPUT, report_error, wrong_input_errors
 from gradpolicy.launch.permissions import trusted_packages
 from gradpolicy.launch.processes import quoted, termination_exits
-from gradpolicy.lightning.runs import find_checkpoint
 
 DIRECTORY = "directory"
-PUT_BACK = "put_back"
 # The names of the states of a trial in the table and the report.
 STATUSES = {TrialState.COMPLETE: "completed", TrialState.FAIL: "failed"}
 
@@ -67,6 +65,10 @@ class PruneTrial(PyTorchLightningPruningCallback):
 
 class WrongTrialError(Exception):
     """The overrides are wrong, so that every other trial would fail, too."""
+
+
+class StoppedError(Exception):
+    """Ctrl-C or SIGTERM ended a trial with the exit code given."""
 
 
 class TrialFailedError(Exception):
@@ -199,29 +201,10 @@ def run_trials(search: Search, wanted: int) -> int:
     missing = wanted - len(search.study.get_trials(states=good))
     try:
         if missing > 0:
-            search.study.optimize(
-                lambda trial: run_or_put_back(trial, search), missing, catch=(TrialFailedError,)
-            )
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except SystemExit as leaving:
-        return int(leaving.code or 0)
+            search.study.optimize(lambda trial: run_trial(trial, search), missing, catch=(TrialFailedError,))
+    except StoppedError as stopped:
+        return int(stopped.args[0])
     return 0
-
-
-def run_or_put_back(trial: Trial, search: Search) -> float:
-    """Run a trial. If the program is interrupted or terminated, the trial waits for the next call.
-
-    Raises:
-        SystemExit: If so. Optuna lets this one pass; it would take an interrupt for a failed trial.
-    """
-    try:
-        return run_trial(trial, search)
-    except (KeyboardInterrupt, SystemExit) as leaving:
-        trial.set_user_attr(PUT_BACK, True)
-        search.study._storage.set_trial_state_values(trial._trial_id, TrialState.WAITING)
-        print(f"trial {trial.number} is put back: the same command goes on with it", file=sys.stderr)
-        raise SystemExit(leaving.code if isinstance(leaving, SystemExit) else INTERRUPTED) from None
 
 
 def run_trial(trial: Trial, search: Search) -> float:
@@ -241,7 +224,6 @@ def run_trial(trial: Trial, search: Search) -> float:
         f"optimized_metric={quoted(search.metric)}",
         f"+callbacks.study={as_override(report)}",
         f"hydra.run.dir={quoted(str(directory))}",
-        *(saved_of(directory) if trial.user_attrs.get(PUT_BACK) else []),
     ]
     try:
         code = train(search.config_dir, words)
@@ -249,7 +231,8 @@ def run_trial(trial: Trial, search: Search) -> float:
         replace(Result.load(directory / RESULT), status="pruned", error="").save(directory / RESULT)
         raise
     if code in (INTERRUPTED, TERMINATED):
-        raise SystemExit(code)
+        search.study.enqueue_trial(trial.params)
+        raise StoppedError(code)
     if code == WRONG_INPUT:
         raise WrongTrialError
     if code:
@@ -264,14 +247,6 @@ def run_trial(trial: Trial, search: Search) -> float:
     if result.optimized is None:
         raise unknown("metric", search.metric, result.metrics, key="metric.name")
     return result.optimized
-
-
-def saved_of(directory: Path) -> list[str]:
-    """Return the override by which a trial that was put back resumes; none if it has no checkpoint."""
-    try:
-        return [f"ckpt_path={quoted(str(find_checkpoint(str(directory), directory)))}"]
-    except PolicyError:
-        return []
 
 
 def as_override(node: Mapping[str, Any]) -> str:

@@ -188,7 +188,7 @@ def program(folder: Path, script: str, *arguments: str, **environment: str) -> s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_search_that_is_told_to_stop_stops_and_puts_its_trial_back(
+def test_a_search_that_is_stopped_goes_on_with_the_values_of_its_trial(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     place = ("sweep=learning_rate", "--directory", str(tmp_path), "--trials", "2")
@@ -196,16 +196,10 @@ def test_a_search_that_is_told_to_stop_stops_and_puts_its_trial_back(
     _, err = stop_when(process, lambda: any(tmp_path.rglob("last.ckpt")), number)
     assert process.returncode == code, err
     assert "Traceback" not in err
-    assert "trial 0 is put back: the same command goes on with it" in err
-
-    def trials() -> list[optuna.trial.FrozenTrial]:
-        return optuna.load_study(study_name="learning_rate", storage=f"sqlite:///{tmp_path}/study.db").trials
-
-    (waiting,) = trials()
-    assert waiting.state.name == "WAITING"
-    assert search(tmp_path, "--trials", "2", "trainer.max_epochs=1").returncode == 0
-    assert [trial.state.name for trial in trials()] == ["COMPLETE"] * 2
-    assert trials()[0].params == waiting.params
+    assert search(tmp_path, "--trials", "1", "trainer.max_epochs=1").returncode == 0
+    study = optuna.load_study(study_name="learning_rate", storage=f"sqlite:///{tmp_path}/study.db")
+    assert [trial.state.name for trial in study.trials] == ["FAIL", "COMPLETE"]
+    assert study.trials[0].params == study.trials[1].params
 
 
 @pytest.mark.slow
