@@ -12,8 +12,8 @@ from PIL import Image
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "pictures"
 BROWSERS = ("chromium", "google-chrome")
-SIZE = (1700, 1100)
-# Two columns, and of the report only the parts that a picture has room for.
+SIZE = (1700, 1160)
+# Two columns, without the parts of the report for which the picture has no room.
 STYLE = """<style>
 main { max-width: none; padding: 12px; } section.run { columns: 2; column-gap: 16px; }
 section.run > * { break-inside: avoid; } .run-head { column-span: all; }
@@ -23,20 +23,20 @@ nav, tr.remark, [id^=asked], [id^=masks], [id^=memory], [id^=audit], [id^=warnin
 
 
 def overview() -> Image.Image:
-    """Run the default job and take a picture of its report."""
+    """Run the default job and return a screenshot of its report."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
-        raise RuntimeError(f"the picture is taken by a browser: install {' or '.join(BROWSERS)}")
+        raise RuntimeError(f"the screenshot needs a browser: install {' or '.join(BROWSERS)}")
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        settings = ["seed=0", "logger=csv", f"hydra.run.dir={place / 'run'}"]
+        settings = ["seed=0", "logger=csv", f"hydra.run.dir={place / 'default_job'}"]
         job = [sys.executable, str(ROOT / "train.py"), *settings]
         subprocess.run(job, check=True, cwd=place, env={**os.environ, "PYTHONPATH": str(ROOT)})
-        return taken(place / "run" / "report.html", browser)
+        return taken(place / "default_job" / "report.html", browser)
 
 
 def taken(report: Path, browser: str) -> Image.Image:
-    """Take a picture of a report."""
+    """Return a screenshot of a report in two columns."""
     page, picture = report.with_name("overview.html"), report.with_name("overview.png")
     page.write_text(report.read_text("utf-8").replace("</head>", f"{STYLE}</head>", 1), "utf-8")
     options = [

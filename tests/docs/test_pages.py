@@ -38,26 +38,12 @@ def own_modules(tmp_path, monkeypatch):
     write_modules([DOCS / "write-a-rule.md", DOCS / "write-a-mask-source.md"], tmp_path, monkeypatch)
 
 
-def loop_of_ones_own():
-    """What a person has who reads how to train it under policies."""
-    trunk = torch.nn.ModuleDict({"trunk": torch.nn.Linear(4, 8)})
-    model = torch.nn.ModuleDict({"model": trunk, "head": torch.nn.Linear(8, 2)})
-    model.forward = lambda x: model["head"](model["model"]["trunk"](x).relu())
-    return {
-        "model": model,
-        "optimizer": torch.optim.AdamW(model.parameters()),
-        "data": [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(3)],
-        "criterion": torch.nn.CrossEntropyLoss(),
-    }
-
-
 @pytest.mark.filterwarnings("error::UserWarning")
 @each_page
 def test_the_python_of_a_page_runs(page, own_modules, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     x = torch.randn(100, requires_grad=True)
     names = {"torch": torch, "gp": gp, "np": np, "x": x, "a": x, "b": x, "__name__": "page"}
-    names |= loop_of_ones_own() if page.stem == "README" else {}
     python = blocks(page, "python")
     if page.stem == "write-a-rule":
         # The first block is the module my_rules, which is imported.
