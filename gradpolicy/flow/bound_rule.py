@@ -1,7 +1,7 @@
 """A rule at one location: gives autograd nodes its gradients, checked."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -10,6 +10,10 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.flow.rule_state import RuleState
 from gradpolicy.rules.registry import Call
 from gradpolicy.rules.routing import broadcasts, first_index
+
+# Local names: the attribute look-up takes time at every call.
+_without_modes = torch._C.DisableTorchFunction
+_is_traced = torch.compiler.is_dynamo_compiling
 
 
 class BoundRule:
@@ -33,6 +37,7 @@ class BoundRule:
         self.state = state
         self.rule = state.rule
         self.location = location
+        self.filter = state.rule.gradient_filter
         self.sums_broadcast = sums_broadcast
         self.parameters = state.rule.parameters if parameters is None else parameters
         self.takes_call = self.rule.takes_call and not state.filters
@@ -81,11 +86,9 @@ class BoundRule:
             PolicyError: If the rule fails, or returns the wrong number, shape or kind of gradients.
         """
         gradients: Sequence
-        if self.state.filters and self.rule.gradient_filter is not None:
-            gradients = [self._call(self.rule.gradient_filter, grad)]
-            if gradients[0] is None:
-                raise self._error("returned None; a gradient filter returns a tensor")
-        elif self.rule.own and self.rule.each:
+        if self.state.filters:
+            return [self.filtered(grad, inputs[0])]
+        if self.rule.own and self.rule.each:
             gradients = [
                 None if one is None else self._returned(one, (tensor,), tensor, (True,))[0]
                 for one, tensor in zip(grad, inputs, strict=True)
@@ -96,9 +99,20 @@ class BoundRule:
             self._checked(number, gradient, tensor, output) if needed else None
             for number, (gradient, tensor, needed) in enumerate(zip(gradients, inputs, wanted, strict=True))
         ]
-        self.state.norms.measure(grad, checked)
-        if not torch.compiler.is_compiling() and self.state.observer is not None:
-            self.state.observer.passed(self.state.name, checked)
+        self.state.measure(grad, checked)
+        return checked
+
+    def filtered(self, grad: Tensor, tensor: Tensor) -> Tensor | None:
+        """Return the gradient of one tensor as the rule's filter changes it, checked.
+
+        Raises:
+            PolicyError: If the filter fails, or returns something else than a gradient of this shape.
+        """
+        gradient = self._call(cast(Callable, self.filter), grad)
+        if gradient is None:
+            raise self._error("returned None; a gradient filter returns a tensor")
+        checked = self._checked(0, gradient, tensor, grad)
+        self.state.measure(grad, (checked,))
         return checked
 
     def _call(self, function: Callable, *arguments: Any) -> Any:
@@ -107,8 +121,8 @@ class BoundRule:
         Raises:
             PolicyError: In place of what the function raises, with the location and the shapes.
         """
-        with torch._C.DisableTorchFunction():
-            if torch.compiler.is_compiling():
+        with _without_modes():
+            if _is_traced():
                 return function(*arguments, **self.parameters)
             try:
                 return function(*arguments, **self.parameters)
@@ -154,6 +168,8 @@ class BoundRule:
     def _checked(self, number: int, gradient: Any, tensor: Tensor, output: Any) -> Tensor | None:
         if gradient is None:
             return None
+        if isinstance(gradient, Tensor) and gradient.dtype == tensor.dtype and gradient.shape == tensor.shape:
+            return gradient
         wrong = ""
         if not isinstance(gradient, Tensor):
             wrong = f"{_kind(gradient)} as gradient {number}; it must be a tensor"

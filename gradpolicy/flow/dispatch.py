@@ -19,10 +19,11 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.flow.carrying import carry, has_paths, paths_in
 from gradpolicy.flow.operation_rule import OpaqueCall, TableRule
 from gradpolicy.flow.operation_tables import Function
-from gradpolicy.flow.tracing import active_modes, as_in_tables, show_to_compiler, skip_alone
+from gradpolicy.flow.tracing import active_modes, as_in_tables, is_compiling, show_to_compiler, skip_alone
 
-# A local name: the attribute look-up takes time at every layer.
+# Local names: the attribute look-up takes time at every layer.
 _is_traced = torch.compiler.is_dynamo_compiling
+_hooks_on_saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks
 _CHECKPOINT: CodeType = inspect.unwrap(checkpoint).__code__
 
 
@@ -117,16 +118,14 @@ def checkpoints_above(entered_by: CodeType | None = None) -> int:
 
 def may_be_recomputed() -> bool:
     """Return True if a checkpoint may be running: gradients are off, or saved tensors have hooks."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return False
-    if not torch.is_grad_enabled():
-        return True
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return not torch.is_grad_enabled() or _hooks_on_saved_tensors(True) is not None
 
 
 def has_graph() -> bool:
     """Return True if a backward pass may follow: gradients are on, or off only because a checkpoint runs."""
-    return torch.is_grad_enabled() or (not torch.compiler.is_compiling() and checkpoints_above() > 0)
+    return torch.is_grad_enabled() or (not is_compiling() and checkpoints_above() > 0)
 
 
 def refusal(operation: str) -> PolicyError:

@@ -292,7 +292,7 @@ class Installed(Displayed):
         for wrap in self._wraps:
             if wrap.module is self.model:
                 wrap.parameter_rules = tuple(self._parameter_rules)
-                wrap.acts_at_module |= bool(self._parameter_rules)
+                wrap.adds_nothing &= not self._parameter_rules
 
     def _put_on_module(self, name: str, module: nn.Module, entry_points: EntryPoints) -> None:
         table = self._table(module)

@@ -50,6 +50,7 @@ class OperationRule:
         self.filters = state.filters and not state.detaches
         # Where one argument is named, a policy that cuts the graph leaves the others as they are.
         self.changes_own = state.rule.own and (not state.detaches or state.argument is not None)
+        self.keeps_nothing = self.filters or (self.changes_own and not self.bound_rule.reads)
         self.hook = _filter_before(self.bound_rule)
 
     def __reduce__(self) -> tuple:
@@ -58,14 +59,14 @@ class OperationRule:
 
     def covers(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
         """Return True if the rule is active, and the call is one of those of its operation that it is for."""
-        if not self.state.active or not (self.decides is None or self.decides(function, args, kwargs)):
+        state = self.state
+        if not state.active or (self.decides is not None and not self.decides(function, args, kwargs)):
             return False
-        return not self.state.calls or self.state.is_meant(f"operation {self.name!r}")
+        return not state.calls or state.is_meant(f"operation {self.name!r}")
 
     def allows_plain_recomputation(self) -> bool:
         """Return True if a checkpoint may rerun the operation without the rule."""
-        keeps_nothing = self.filters or (self.changes_own and not self.bound_rule.reads)
-        return keeps_nothing and torch.is_grad_enabled()
+        return self.keeps_nothing and torch.is_grad_enabled()
 
     def call(self, function: Function, args: tuple, kwargs: Mapping[str, Any], module: str | None) -> Any:
         """Make the call. Its gradient is the rule's.
@@ -137,18 +138,13 @@ class OperationRule:
             self.state.note("without_gradient", self.name)
             return result
         self.state.note("matched", self.name)
-        if (
-            not isinstance(result, Tensor)
-            or in_transform()
-            or result.grad_fn is None
-            or result._is_view()
-            # The operation returned an input as it was, and the node is another operation's.
-            or any(result is tensor for tensor in inputs)
-        ):
+        node = None if not isinstance(result, Tensor) or in_transform() else result.grad_fn
+        # An operation may return an input as it was, and the node is another operation's.
+        if node is None or result._is_view() or [one for one in inputs if one is result]:
             return insert_rule(self.bound_rule, result)
         # With its numbers as they are now.
         hook = _filter_before(self.bound_rule.with_current_numbers()) if self.state.changing else self.hook
-        result.grad_fn.register_prehook(hook)
+        node.register_prehook(hook)
         return result
 
     def _named_inputs(
@@ -349,11 +345,10 @@ def as_floating_point(values: Any, inputs: Sequence[Tensor]) -> Any:
 
 def _filter_before(bound_rule: BoundRule) -> Callable:
     """Return a rule's gradient filter as a hook before an autograd node."""
+    filtered = bound_rule.filtered
 
     def hook(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        return tuple(
-            None if grad is None else bound_rule.gradients(grad, (grad,), grad, (True,))[0] for grad in grads
-        )
+        return tuple([None if grad is None else filtered(grad, grad) for grad in grads])
 
     return hook
 

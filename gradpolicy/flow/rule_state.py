@@ -38,9 +38,7 @@ class GradientNorms:
         self.entries = 0
 
     def measure(self, before: Any, after: Iterable[Tensor | None]) -> None:
-        """Add a gradient, or a tuple of them, before and after the rule; nothing in compiled code."""
-        if not self.on or is_compiling():
-            return
+        """Add a gradient, or a tuple of them, before and after the rule."""
         with torch.no_grad():
             passed = [tensor for tensor in after if tensor is not None]
             self._before = _add_squares(self._before, before if isinstance(before, tuple) else (before,))
@@ -191,6 +189,13 @@ class RuleState:
     def note_opaque(self, call: str, reason: str) -> None:
         """Note, and warn once, that the rule cannot act on operations inside a call."""
         self.note("opaque", (call, reason), f"policy {self.name!r} cannot see into {call}: {reason}")
+
+    def measure(self, before: Any, after: Iterable[Tensor | None]) -> None:
+        """Measure gradients before and after the rule, and show them to the observer, if not compiled."""
+        if self.norms.on and not is_compiling():
+            self.norms.measure(before, after)
+        if self.observer is not None and not is_compiling():
+            self.observer.passed(self.name, after)
 
     def note_cut(self, location: str, results: Any) -> None:
         """Report to the observer that results were detached from the graph."""

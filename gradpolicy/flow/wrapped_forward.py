@@ -6,7 +6,9 @@ from types import CodeType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import _pop_mode, _push_mode
 
 from gradpolicy.errors import PolicyError, warn_user
 from gradpolicy.flow.arguments import Signature
@@ -24,7 +26,7 @@ from gradpolicy.flow.dispatch import (
 from gradpolicy.flow.operation_rule import TableRule
 from gradpolicy.flow.parameters import ParameterRules, run_with_rules
 from gradpolicy.flow.rule_state import CallScope, RuleState
-from gradpolicy.flow.tracing import active_modes, in_transform, mode_at, mode_count, skip_alone
+from gradpolicy.flow.tracing import active_modes, in_transform, is_compiling, mode_at, mode_count, skip_alone
 
 # Whether each rule is active, and the versions of its changing numbers.
 Snapshot = tuple[tuple[bool, tuple[int, ...]], ...]
@@ -127,6 +129,7 @@ def _changed(how: str) -> PolicyError:
 # By these names, since a look-up of torch._C._… takes time at every layer.
 _is_traced = torch.compiler.is_dynamo_compiling
 _is_exporting = torch.compiler.is_exporting
+_RELU = nn.ReLU.forward
 
 
 class InstallMode(DispatchMode):
@@ -200,7 +203,10 @@ class WrappedForward:
         self.inner: Callable | None = module.__dict__.get(method)
         # The class of a traced module has no forward of its own.
         self.is_script = isinstance(module, torch.jit.ScriptModule)
-        self.acts_at_module = bool(parameter_rules or entering or leaving or through or scope)
+        forward = getattr(type(module), method, None)
+        self.is_relu = forward is _RELU and self.inner is None and scope is None
+        acts_at_module = parameter_rules or entering or leaving or through or scope
+        self.adds_nothing = table is not None and not acts_at_module
 
     @property
     def __wrapped__(self) -> Callable:
@@ -218,26 +224,17 @@ class WrappedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward."""
-        mode = None if self.is_script else self._mode_with_same_rules()
-        # The compiler follows each call, and gives up where calls are nested too deeply. So this makes none.
-        # An exported program has no place for rules: it gets the plain forward, with the plain gradient.
-        if not self.is_script and (_is_exporting() or (_is_traced() and mode is not None)):
-            if self.inner is not None:
-                return self.inner(*args, **kwargs)
-            return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
-        if mode is not None:
-            return self._run_in_mode(mode, args, kwargs)
+        # The compiler follows each call, and gives up where calls are nested too deeply. So this makes few.
+        mode = mode_at(mode_count() - 1) if self.adds_nothing and mode_count() else None
+        if mode is not None and getattr(mode, "table", None) is self.table and not may_be_recomputed():
+            # What runs around this forward has the same rules.
+            return self._forward(args, kwargs) if _is_traced() else self._run_in_mode(mode, args, kwargs)
+        if _is_exporting() and not self.is_script:
+            # An exported program has no place for rules: it gets the plain forward, with the plain gradient.
+            return self._forward(args, kwargs)
         if self.parameter_rules:
             return run_with_rules(self.parameter_rules, self._run_in_session, args, kwargs)
         return self._run_in_session(args, kwargs)
-
-    def _mode_with_same_rules(self) -> InstallMode | None:
-        """Return the innermost mode if the forward runs under its rules as they are, and adds none."""
-        count = mode_count()
-        if self.acts_at_module or not count or not torch.is_grad_enabled() or may_be_recomputed():
-            return None
-        mode = mode_at(count - 1)
-        return mode if isinstance(mode, InstallMode) and mode.table is self.table else None
 
     def _mode(self) -> InstallMode | None:
         """Return the mode of this installation on this thread."""
@@ -264,6 +261,7 @@ class WrappedForward:
             outer = outer.inner
         # Another tool wrapped this wrapper and keeps it. It can only stop having an effect.
         self.table = self.entering = self.leaving = self.through = None
+        self.adds_nothing = False
         warn_user(
             f"{type(self.module).__name__}.{self.method} was replaced while policies were installed; "
             "they are off, but what replaced it still runs through them"
@@ -342,17 +340,31 @@ class WrappedForward:
         finally:
             mode.table = outer_table
 
-    def _run_in_mode(self, mode: InstallMode, args: tuple, kwargs: dict) -> Any:
-        run = self._forward if self.scope is None else functools.partial(self.scope.run, self._forward)
+    def _run_in_mode(self, mode: DispatchMode, args: tuple, kwargs: dict) -> Any:
         # Compiled code is not to depend on the name, so that it serves all modules of a class.
-        if torch.compiler.is_compiling():
-            return run(args, kwargs)
+        if is_compiling():
+            return self._run_in_scope(args, kwargs)
         self.session.entered.add(self.name)
         outer_module, mode.module = mode.module, self.name
         try:
-            return run(args, kwargs)
+            if self.is_relu and mode is mode_at(mode_count() - 1):
+                return self._call_relu(mode, args, kwargs)
+            return self._run_in_scope(args, kwargs)
         finally:
             mode.module = outer_module
+
+    def _run_in_scope(self, args: tuple, kwargs: dict) -> Any:
+        return (
+            self._forward(args, kwargs) if self.scope is None else self.scope.run(self._forward, args, kwargs)
+        )
+
+    def _call_relu(self, mode: DispatchMode, args: tuple, kwargs: dict) -> Any:
+        """Hand the call of a ReLU to the mode: the way through torch takes longer than a small ReLU."""
+        _pop_mode()
+        try:
+            return mode.__torch_function__(F.relu, (), args, {**kwargs, "inplace": self.module.inplace})
+        finally:
+            _push_mode(mode)
 
     def _forward(self, args: tuple, kwargs: dict) -> Any:
         if self.inner is not None or self.is_script:

@@ -148,9 +148,11 @@ def test_a_module_goes_on_under_its_own_policies_after_it_caught_an_error_of_a_p
 
 
 def test_a_block_inside_a_module_wins_over_its_policy(gradient, as_module):
-    model = as_module(gp.gradient_override({"round": "reverse"})(lambda x: torch.round(x)))
-    with gp.install(model, [gp.StraightThrough()]):
-        found, _ = gradient(model, torch.randn(3))
+    minus = gp.gradient_override({"round": "reverse", "relu": "reverse"})
+    model = as_module(minus(lambda x: model.relu(torch.round(x))))
+    model.relu = nn.ReLU()
+    with gp.install(model, [gp.StraightThrough(), gp.Guided()]):
+        found, _ = gradient(model, torch.ones(3), torch.full((3,), -1.0))
     assert torch.equal(found, torch.full((3,), -1.0))
 
 
