@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gradpolicy.flow.override import gradient_override
     from gradpolicy.insight import curvature
     from gradpolicy.lightning.callback import GradientPolicies
-    from gradpolicy.optim import MaskedOptimizer, UpdateRule, update_rule
+    from gradpolicy.optim import MaskedOptimizer, Optimizers, UpdateRule, update_rule
     from gradpolicy.planning.plan import plan
     from gradpolicy.policies import (
         Clip,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         StraightThrough,
         UseRule,
     )
+    from gradpolicy.rates import LayerDecay, Rates
     from gradpolicy.rules import Rule, get_rule, rule, rule_names
     from gradpolicy.rules.derivative import gradient_of
     from gradpolicy.rules.registry import Call
@@ -51,7 +52,8 @@ _HOMES = {
     "apply": "gradpolicy.flow",
     "gradient_override": "gradpolicy.flow",
     "install": "gradpolicy.flow",
-    **dict.fromkeys(("MaskedOptimizer", "UpdateRule", "update_rule"), "gradpolicy.optim"),
+    **dict.fromkeys(("MaskedOptimizer", "Optimizers", "UpdateRule", "update_rule"), "gradpolicy.optim"),
+    **dict.fromkeys(("LayerDecay", "Rates"), "gradpolicy.rates"),
     "gradcheck_rule": "gradpolicy.flow",
     "plan": "gradpolicy.planning.plan",
     "Call": "gradpolicy.rules.registry",
@@ -75,8 +77,11 @@ __all__ = [
     "Freeze",
     "GradientPolicies",
     "Guided",
+    "LayerDecay",
     "MaskedOptimizer",
+    "Optimizers",
     "PolicyError",
+    "Rates",
     "Reverse",
     "Rule",
     "Scale",

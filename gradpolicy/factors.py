@@ -72,5 +72,5 @@ def _factor(policy: Policy) -> str | None:
     shown = "the scheduled factor" if callable(factor) else f"the factor{'' if learnt else f' {factor:g}'}"
     return (
         f"{shown} on the gradients of parameters out again; give these parameters a learning rate of their "
-        "own (a param group of the optimizer), or train with SGD"
+        "own (gradpolicy.Rates), or train with SGD"
     )

@@ -30,8 +30,10 @@ from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.measurements import Measured, Measurements
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import wrapper_of
+from gradpolicy.optim.optimizers import plain_optimizers
 from gradpolicy.optim.zero_redundancy import as_masked
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
+from gradpolicy.rates import Rates
 from gradpolicy.where import named_parameters, once_each, pick_each
 
 Kind = TypeVar("Kind")
@@ -103,6 +105,16 @@ class TrainingPolicies:
         """The policies that choose which entries train."""
         return {name: policy for name, policy in self.policies.items() if isinstance(policy, Freeze)}
 
+    @property
+    def rates(self) -> dict[str, Rates]:
+        """The policies that set learning rates of single parameters."""
+        return {name: policy for name, policy in self.policies.items() if isinstance(policy, Rates)}
+
+    @property
+    def optimizer_policies(self) -> dict[str, Freeze | Rates]:
+        """The policies that act in the optimizer."""
+        return {**self.freeze_policies, **self.rates}
+
     # ---- installing and removing
 
     def _install_flow(
@@ -118,15 +130,15 @@ class TrainingPolicies:
         *,
         toggle_requires_grad: bool = True,
     ) -> list[torch.optim.Optimizer]:
-        """Wrap the optimizers that hold what a freeze policy matches, and return all to train with."""
-        policies = self.freeze_policies
-        if not policies:
+        """Wrap the optimizers that hold what a freeze policy or rates match, and return all to train with."""
+        if not self.optimizer_policies:
             return list(optimizers)
         wrapped = self._wrap(model, optimizers)
         self.freezer = Freezer(
             model,
             self.masked_optimizers,
-            policies,
+            self.freeze_policies,
+            rates=self.rates,
             seed=self.seed,
             toggle_requires_grad=toggle_requires_grad,
         )
@@ -136,7 +148,7 @@ class TrainingPolicies:
     def _wrap(
         self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
     ) -> list[torch.optim.Optimizer]:
-        params = {name: policy.params for name, policy in self.freeze_policies.items()}
+        params = {name: policy.params for name, policy in self.optimizer_policies.items()}
         matched = pick_each(named_parameters(model), params)
         wanted = {id(p) for parameters in matched.values() for p in parameters.values()}
         wrapped = [_masked_if_needed(optimizer, wanted) for optimizer in optimizers]
@@ -187,16 +199,17 @@ class TrainingPolicies:
 
     def _held_parameters(self) -> Mapping[str, Tensor]:
         """Return the parameters that only the wrapped optimizers may update."""
-        return self.freezer.parameters if self.freezer is not None else {}
+        return self.freezer.held if self.freezer is not None else {}
 
     def _check_installed(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         flow = {row.name for row in self.installed.report().rows} if self.installed else set()
-        freeze = set(self.freezer.policies) if self.freezer else set()
-        missing = set(self.policies) - flow - freeze
+        others = {*self.freezer.policies, *self.freezer.rates} if self.freezer else set()
+        missing = set(self.policies) - flow - others
         if missing:
             raise PolicyError(f"declared but not installed: policy {', '.join(sorted(missing))}")
         self._warn_of(remarks(self.flow_policies))
-        self._warn_of(divided_factors(self.policies, named_parameters(model), optimizers))
+        plain = plain_optimizers(optimizers)
+        self._warn_of(divided_factors(self.policies, named_parameters(model), plain))
         self._buffers = None if self.freezer is None else (model, copy_buffers(model))
 
     def _join_ranks(
@@ -214,7 +227,6 @@ class TrainingPolicies:
 
     def _finish_step(self, *_: Any) -> None:
         if self.freezer is not None:
-            self.freezer.finish_step()
             self._warn_of_changed_buffers(self.freezer)
 
     def _warn_of_changed_buffers(self, freezer: Freezer) -> None:

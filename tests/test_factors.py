@@ -33,7 +33,7 @@ def warnings_of(model, policies, **arguments):
 @pytest.mark.parametrize(
     ("policy", "text"),
     [
-        (gp.Scale(0.1, params="*"), "the factor 0.1 .* param group"),
+        (gp.Scale(0.1, params="*"), r"the factor 0.1 .*gradpolicy\.Rates"),
         (gp.Scale(lambda step: 0.5**step, params="*"), "the scheduled factor"),
         (gp.Reverse(0.1, params="*"), "the factor 0.1"),
         (gp.Freeze(gp.masks.Random(0.5, rescale=True)), "the factor of rescale=True .* leave rescale out"),

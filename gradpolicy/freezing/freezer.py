@@ -1,4 +1,4 @@
-"""The engine of freeze policies: masks of sources, intersected and set at each step."""
+"""The engine of policies in the optimizer: masks and rates, set at each step."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +11,10 @@ from gradpolicy.errors import PolicyError, nearest, shortened, shown, under, war
 from gradpolicy.freezing.diagnostics import MissingGradients
 from gradpolicy.freezing.requires_grad import RequiresGrad
 from gradpolicy.freezing.row_gradients import set_rows, set_whole
-from gradpolicy.freezing.scaled_updates import ScaledUpdates, check_proportional
 from gradpolicy.masks.base import MaskSource, StaticSource
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.policies import Freeze
+from gradpolicy.rates import Rates, Settings, at, combined
 from gradpolicy.tensors.mask import (
     Mask,
     active_entries,
@@ -41,12 +41,12 @@ class MaskObserver(Protocol):
 
 
 class Freezer:
-    """Runs freeze policies on a model and its optimizers.
+    """Runs the policies that act in the optimizer: freeze policies, and rates.
 
-    A training loop calls, for each effective step, :meth:`begin_step` before the first forward pass,
-    :meth:`observe` between backward pass and clipping, and :meth:`finish_step` after the update. Masks change
-    in :meth:`begin_step` only, and only when the count of effective steps has increased: never within a
-    window of accumulated batches, never after a skipped step.
+    A training loop calls, for each effective step, :meth:`begin_step` before the first forward pass, and
+    :meth:`observe` between backward pass and clipping. Masks and settings change in :meth:`begin_step` only,
+    and only when the count of effective steps has increased: never within a window of accumulated batches,
+    never after a skipped step.
 
     A warning names a tensor that policies let train and that gets no gradient, or only zeros, until it
     freezes again or training ends, or for 100 updates.
@@ -55,6 +55,7 @@ class Freezer:
         model: The model.
         optimizers: The optimizers of its parameters.
         policies: The freeze policies by name.
+        rates: The policies that set learning rates of single parameters, by name.
         seed: Seeds the mask sources that have no seed of their own.
         toggle_requires_grad: Turn ``requires_grad`` off for tensors that are frozen as a whole, unless a
             source needs their gradients: the backward pass then skips them. In compiled modules it stays as
@@ -77,6 +78,7 @@ class Freezer:
         optimizers: Sequence[MaskedOptimizer],
         policies: Mapping[str, Freeze],
         *,
+        rates: Mapping[str, Rates] | None = None,
         seed: int = 0,
         toggle_requires_grad: bool = True,
     ) -> None:
@@ -96,6 +98,7 @@ class Freezer:
         self._find_parameters()
         _check_sources(policies)
         self._policies = {name: self._bind(name, policy) for name, policy in policies.items()}
+        self.rates = dict(rates or {})
         self._index()
 
     # ---- policies and parameters
@@ -124,10 +127,6 @@ class Freezer:
             if not parameters:
                 raise PolicyError(f"no optimizer holds what it matches: {shortened(list(matched), most=5)}")
             policy.mask.setup(parameters, seed=self._seed)
-            if policy.mask.learning_rate_scale(0, 0):
-                check_proportional(
-                    policy.mask, {each for p in parameters.values() for each in self._holders(p)}
-                )
         return BoundPolicy(name, policy, parameters)
 
     def _index(self) -> None:
@@ -153,7 +152,17 @@ class Freezer:
         self._requires_grad.restore()
         self._requires_grad = RequiresGrad(self._model, self._held.values(), changing=changing)
         self._wanted: set[str] = set()
-        self._updates = ScaledUpdates(self.parameters)
+        # The scales of sources, and the counts at which rates were asked: of these are the settings in force.
+        self._settings_at: tuple[dict[str, float], dict[str, int]] | None = None
+        self._settings_of = {name: self._bind_rates(name, policy) for name, policy in self.rates.items()}
+
+    def _bind_rates(self, name: str, policy: Rates) -> dict[str, Settings]:
+        """Return the settings of each parameter that a policy matches."""
+        with under(f"policy.{name}.params"):
+            matched = policy.settings_of(self._named)
+            if not any(self._holders(self._named[key]) for key in matched):
+                raise PolicyError(f"no optimizer holds what it matches: {shortened(list(matched), most=5)}")
+        return matched
 
     def take_optimizers(self, optimizers: Sequence[MaskedOptimizer]) -> None:
         """Replace the optimizers; all masks are set anew at the next step.
@@ -225,6 +234,7 @@ class Freezer:
             self._warn_of_missing(self._missing.follow(training))
         self._apply([each for each in bound if each in resetting or (each.in_effect and changes[each.name])])
         self._toggle(bool(changed))
+        self._set_settings(phase)
         if concerned:
             for observer in self.observers:
                 observer.after_masks(concerned)
@@ -245,16 +255,10 @@ class Freezer:
         for name, scale in self.gradient_scales().items() if self.scales_gradients else ():
             if name in own and (gradient := own[name].grad) is not None:
                 gradient.mul_(scale)
-        self._updates.begin(own, self._scales("learning_rate_scale"))
 
     def note_gradient(self, name: str, gradient: Tensor) -> None:
         """Note that a parameter got a gradient, where gradients are masked before :meth:`observe`."""
         self._missing.note(name, gradient)
-
-    @torch.no_grad()
-    def finish_step(self) -> None:
-        """Scale the update where a source sets learning rates."""
-        self._updates.finish(self.parameters)
 
     def gradient_scales(self) -> dict[str, float]:
         """Return the factors on the gradients of parameters in this step."""
@@ -275,18 +279,27 @@ class Freezer:
         self._compute_whole()
 
     def restore(self) -> None:
-        """Give every parameter the ``requires_grad`` it was found with. Masks stay with the optimizer."""
+        """Give every parameter the ``requires_grad`` and the settings it was found with; masks stay."""
         self._requires_grad.restore()
         self._compute_whole()
         self._step = None
+        if self._settings_at is not None:
+            self._settings_at = None
+            self._give_settings({})
         self._warn_of_missing(self._missing.finish())
 
     # ---- for reports and other callers
 
     @property
     def policies(self) -> list[str]:
-        """The names of the policies."""
+        """The names of the freeze policies."""
         return list(self._policies)
+
+    @property
+    def held(self) -> dict[str, Tensor]:
+        """The parameters by name that freeze policies or rates match."""
+        rated = {name: self._named[name] for own in self._settings_of.values() for name in own}
+        return {**rated, **self.parameters}
 
     def frozen_tensors(self) -> dict[str, set[str]]:
         """Return the parameters that each policy freezes as a whole, now or later."""
@@ -347,6 +360,28 @@ class Freezer:
             own = {p: None if mask is True else mask for p, mask in masks.items() if p in held}
             if own:
                 optimizer.set_masks(own, **options)
+
+    def _set_settings(self, phase: str) -> None:
+        """Set the settings of parameters in this step, where they are new."""
+        step, epoch = self._now
+        scales = self._scales("learning_rate_scale")
+        active = {
+            name: policy.when.count(step, epoch) if policy.varies else 0
+            for name, policy in self.rates.items()
+            if policy.when.active(phase=phase, step=step, epoch=epoch)
+        }
+        if self._settings_at == (scales, active):
+            return
+        settings: dict[str, Settings] = {name: {"lr": scale} for name, scale in scales.items()}
+        for name, count in active.items():
+            for key, own in self._settings_of[name].items():
+                settings[key] = combined(settings.get(key, {}), at(own, count))
+        self._settings_at = scales, active
+        self._give_settings(settings)
+
+    def _give_settings(self, settings: Mapping[str, Settings]) -> None:
+        for optimizer in self.optimizers:
+            optimizer.set_settings({self._named[name]: own for name, own in settings.items()})
 
     def _update_masks(self, names: Collection[str]) -> None:
         """Set the intersections of the masks in effect, where they are new; all of one kind in one call."""

@@ -102,7 +102,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         assert model is not None
         self._install_flow(model)
         optimizer = _innermost(trainer.optimizer)
-        if self.freeze_policies:
+        if self.optimizer_policies:
             # Compiled code would be made anew each time that requires_grad changes, and what is recomputed
             # reentrantly gets no gradient where its input needs none.
             toggles = not (is_compiled_module(wrapped) or _recomputes_reentrantly(model))

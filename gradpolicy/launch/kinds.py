@@ -35,6 +35,7 @@ ARGUMENT_KINDS: tuple[str, ...] = (
     "gradpolicy.masks.MaskSource",
     "gradpolicy.masks.RandomMask",
     "gradpolicy.policies.Policy",
+    "gradpolicy.rates.LayerDecay",
     "gradpolicy.schedules.Schedule",
     "lightning.fabric.plugins.CheckpointIO",
     "lightning.fabric.plugins.ClusterEnvironment",

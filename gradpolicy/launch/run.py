@@ -216,7 +216,7 @@ def check_optimizer(model: LightningModule) -> None:
     """
     if isinstance(model, Task):
         try:
-            model.make_optimizer(model.parameters())
+            model.build_optimizer()
         except (TypeError, ValueError) as error:
             raise PolicyError(f"optimizer: {error}") from error
 

@@ -108,7 +108,7 @@ class GradientPolicies(TrainingPolicies, Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install all policies: the model is on its device and wrapped, and the optimizers exist."""
         self._install_flow(pl_module, STEP_POINTS)
-        if self.freeze_policies:
+        if self.optimizer_policies:
             if isinstance(trainer.strategy, DeepSpeedStrategy):
                 raise deepspeed_refused(type(trainer.strategy).__name__)
             trainer.strategy.optimizers = self._install_freeze(pl_module, trainer.strategy.optimizers)

@@ -36,8 +36,8 @@ class Progressive(LayerSource):
             :class:`~gradpolicy.masks.MaskSource`. ``total`` is counted from ``start``.
 
     Raises:
-        PolicyError: For an unknown curve or a share that is 0; with ``anneal``, under an optimizer whose
-            updates are not proportional to the learning rate (ASGD, Adafactor, LBFGS, Rprop).
+        PolicyError: For an unknown curve or a share that is 0; with ``anneal``, when training begins, under
+            LBFGS and Rprop, which give no parameter a rate of its own.
 
     Source: Brock, Lim, Ritchie, Weston 2017, "FreezeOut", arXiv:1706.04983.
 

@@ -1,7 +1,8 @@
 """Optimizers that update only active entries."""
 
 from gradpolicy.optim.masked_optimizer import MaskedOptimizer
+from gradpolicy.optim.optimizers import Optimizers
 from gradpolicy.optim.update_rules import UpdateRule, update_rule
 from gradpolicy.optim.zero_redundancy import MaskedZero
 
-__all__ = ["MaskedOptimizer", "MaskedZero", "UpdateRule", "update_rule"]
+__all__ = ["MaskedOptimizer", "MaskedZero", "Optimizers", "UpdateRule", "update_rule"]

@@ -19,6 +19,7 @@ from gradpolicy.optim.kernels import select
 from gradpolicy.optim.layout import fitting_mask
 from gradpolicy.optim.masked_parameter import MaskedParameter, Mode, Options
 from gradpolicy.optim.other_optimizers import is_torchs_own
+from gradpolicy.optim.own_settings import applied, as_settings, check_settings, places_of, with_settings
 from gradpolicy.optim.update_rules import Group, UpdateRule
 from gradpolicy.optim.update_rules.sgd import begin_momenta
 from gradpolicy.optim.wrapped import Wrapped
@@ -188,7 +189,26 @@ class MaskedOptimizer(torch.optim.Optimizer):
         """Clear all gradients, as the wrapped optimizer does."""
         self.inner.zero_grad(set_to_none=set_to_none)
 
-    # --- masks
+    # --- masks and settings
+
+    def set_settings(self, settings: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Set what parameters have of their own from the next step on, in place of any such settings before.
+
+        Args:
+            settings: By parameter: a factor on "lr", and other settings of its param group as they are. Those
+                of parameters of other optimizers do no harm.
+
+        Raises:
+            PolicyError: If there is no such setting, or the optimizer is LBFGS, which has one param group, or
+                Rprop, which takes its rate at the first step alone.
+        """
+        own = {p: as_settings(settings[p]) for p in self._wrapped.parameters() if p in settings}
+        if own and isinstance(self.inner, torch.optim.LBFGS | torch.optim.Rprop):
+            kind = type(self.inner).__name__
+            raise PolicyError(f"{kind} cannot give parameters rates of their own; use another, such as AdamW")
+        for group in self.param_groups:
+            check_settings(group, places_of(group["params"], own))
+        self._wrapped.settings = own
 
     def set_mask(
         self,
@@ -427,8 +447,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
                         members.append((masked, gradient))
                     elif mode is Mode.ON_OTHERS:
                         work.on_others.append(masked)
-            if members:
-                work.by_rule.append((group, members))
+            for own, places in places_of([m.parameter for m, _ in members], self._wrapped.settings).items():
+                work.by_rule.append((with_settings(group, own), [members[place] for place in places]))
         return work
 
     def _update_by_rule(self, rule: UpdateRule, groups: list[tuple[Group, list[Member]]]) -> None:
@@ -520,7 +540,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
         saved = [(masked, masked.save_frozen()) for masked in frozen]
         if isinstance(self.inner, torch.optim.SGD):
             begin_momenta(self.inner, self._scale)
-        result = self.inner.step(closure) if closure is not None else self.inner.step()
+        with applied(self.inner, self._wrapped.settings):
+            result = self.inner.step(closure) if closure is not None else self.inner.step()
         for masked, names in saved:
             masked.restore_frozen(names)
         return result

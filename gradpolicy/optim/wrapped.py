@@ -13,6 +13,7 @@ from gradpolicy.optim.ages import Ages
 from gradpolicy.optim.kernels import select
 from gradpolicy.optim.layout import Layout
 from gradpolicy.optim.other_optimizers import reset_state
+from gradpolicy.optim.own_settings import Settings, with_settings
 from gradpolicy.optim.update_rules import Group, rule_for
 from gradpolicy.tensors.sharding import local_shard
 
@@ -26,11 +27,13 @@ class Wrapped:
     Attributes:
         optimizer: As given.
         rule: How it moves one entry; None where no update rule describes it.
+        settings: What parameters have of their own; their param groups have the rest.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.rule = rule_for(optimizer)
+        self.settings: dict[Tensor, Settings] = {}
         self._places: dict[int, tuple[int, int]] = {}
 
     @property
@@ -49,12 +52,14 @@ class Wrapped:
         return self.optimizer.state.get(parameter, {})
 
     def group_of(self, parameter: Tensor) -> Group:
-        """Return the param group of a parameter.
+        """Return the param group of a parameter, with settings of its own.
 
         Raises:
             PolicyError: If it is not the optimizer's.
         """
-        return self.optimizer.param_groups[self._place_of(parameter)[0]]
+        group = self.optimizer.param_groups[self._place_of(parameter)[0]]
+        own = self.settings.get(parameter)
+        return with_settings(group, own) if own else group
 
     def name_of(self, parameter: Tensor) -> str:
         """Return the name of a parameter for messages.

@@ -79,6 +79,10 @@ class MaskedZero(MaskedOptimizer):
         super().set_masks(masks, **options)
         self.local.set_masks({key: mask for key, mask in masks.items() if self.owns(key)}, **options)
 
+    def set_settings(self, settings: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Set what parameters have of their own; every rank must set the same."""
+        self.local.set_settings(settings)
+
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Brings all state to one rank, as must be done on every rank before ``state_dict`` there."""
         self.inner.consolidate_state_dict(to)

@@ -22,10 +22,12 @@ from gradpolicy.freezing.diagnostics import buffer_warnings, changed_buffers, co
 from gradpolicy.freezing.freezer import check_same_options
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.masks.base import MaskSource
+from gradpolicy.optim.optimizers import plain_optimizers
 from gradpolicy.optim.other_optimizers import put_back_remarks
 from gradpolicy.planning.plan_table import Plan, PlanModule, PlanRow
 from gradpolicy.planning.plan_warnings import gets_gradient, trained_in_vain, vain_warnings
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
+from gradpolicy.rates import Rates
 from gradpolicy.tensors.mask import intersect
 from gradpolicy.when import When, Window
 from gradpolicy.where import named_parameters, pick_each, plain_name
@@ -87,7 +89,7 @@ def plan(
     with torch.random.fork_rng(devices=_cuda_devices(model)):
         duplicate = _duplicate(model, flow)
         optimized = named_parameters(duplicate if optimizers is None else model)
-        trained_by = _optimizers(duplicate, optimizers)
+        trained_by = plain_optimizers(_optimizers(duplicate, optimizers))
         divided = tuple(divided_factors(policies, optimized, trained_by))
         buffers = copy_buffers(duplicate)
         rows, gradients, partly, acting = _flow_rows(duplicate, flow, step)
@@ -104,7 +106,12 @@ def plan(
         name: _freeze_row(name, freeze[name], matched[name], sources[name], masks[name], vain[name])
         for name in freeze
     }
-    planned = tuple({**rows, **freeze_rows}[name] for name in policies)
+    rates = {
+        name: _rates_row(name, policy, matched[name])
+        for name, policy in policies.items()
+        if isinstance(policy, Rates)
+    }
+    planned = tuple({**rows, **freeze_rows, **rates}[name] for name in policies)
     return Plan(
         rows=planned,
         entries=sum(sizes.values()),
@@ -384,6 +391,21 @@ def _freeze_row(
         phases=policy.when.phases,
         when=_moments(policy.when),
         course=f"{_described(policy.mask)} {_timetable(policy.mask)}; {FATES[policy.frozen_state]}",
+    )
+
+
+def _rates_row(name: str, policy: Rates, parameters: Mapping[str, nn.Parameter]) -> PlanRow:
+    with under(f"policy.{name}.params"):
+        course = policy.course(parameters)
+    return PlanRow(
+        name=name,
+        policy=type(policy).__name__,
+        what=type(policy).__name__,
+        where=f"params {', '.join(policy.params)}",
+        parameters=tuple(parameters),
+        phases=policy.when.phases,
+        when=_moments(policy.when),
+        course=course,
     )
 
 

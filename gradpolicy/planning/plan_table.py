@@ -32,7 +32,8 @@ class PlanRow:
         groups: For a freeze policy that goes by layers: the names of its groups.
         phases: The phases in which it holds.
         when: When it holds, as a person writes it; empty where it holds throughout training.
-        course: For a freeze policy: its mask source, when masks may change, what becomes of frozen state.
+        course: For a freeze policy: its mask source, when masks may change, what becomes of frozen state; for
+            rates: what parameters have of their own at first.
     """
 
     name: str

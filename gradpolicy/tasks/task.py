@@ -82,6 +82,12 @@ class Task(LightningModule):
             values, on_epoch=True, sync_dist=True, batch_size=len(batch[0]), prog_bar=stage == "val"
         )
 
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        """Return a new optimizer of the parameters; one that chooses by names gets these too."""
+        kind = getattr(self.make_optimizer, "func", self.make_optimizer)
+        needs_names = getattr(kind, "needs_names", False)
+        return self.make_optimizer(self.named_parameters() if needs_names else self.parameters())  # type: ignore[arg-type]
+
     def configure_optimizers(self) -> Any:
         """Return the optimizer and, if there is one, its scheduler.
 
@@ -90,7 +96,7 @@ class Task(LightningModule):
         """
         if self.make_optimizer is None:
             raise PolicyError("model.optimizer: is missing; name one, such as optimizer=adamw")
-        optimizer = self.make_optimizer(self.parameters())
+        optimizer = self.build_optimizer()
         if self.make_scheduler is None:
             return optimizer
         schedule = {"scheduler": self.make_scheduler(optimizer), "interval": self.scheduler_interval}

@@ -46,7 +46,6 @@ def by_policy(model: nn.Sequential, batch: torch.Tensor, mask: Any) -> Callable[
         model(batch).square().mean().backward()
         freezer.observe(optimizer)
         optimizer.step()
-        freezer.finish_step()
         optimizer.zero_grad()
 
     return step

@@ -263,7 +263,6 @@ def _freezer_step(freezer: Freezer, optimizer: MaskedOptimizer, steps: Iterator[
     freezer.begin_step(next(steps))
     freezer.observe(optimizer)
     optimizer.step()
-    freezer.finish_step()
 
 
 def freezer_step() -> Iterator[Row]:

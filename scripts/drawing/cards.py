@@ -105,6 +105,23 @@ def scale() -> Figure:
 
 
 @picture
+def rates() -> Figure:
+    """Draw the factors of layer decay, and a schedule while a policy holds."""
+    canvas, (left, right) = figure(2)
+    panel(left, "LayerDecay", "layer", "factor on lr")
+    layers = [f"h.{place}.weight" for place in range(12)]
+    for decay, colour in ((0.9, OTHER), (0.75, FORWARD), (0.5, BACKWARD)):
+        factors = gp.LayerDecay(decay).factors(layers)
+        left.plot(range(12), list(factors.values()), ".-", color=colour, label=f"decay {decay}")
+    key(left, "upper left")
+    panel(right, "a schedule, and when: {stop: 80}", "step", "factor on lr")
+    ramp, policy = gp.schedules.Linear(0.0, 0.5, steps=50), gp.When(stop=80)
+    held = [ramp(step) if policy.active(step=step) else 1.0 for step in range(100)]
+    right.step(range(100), held, color=BACKWARD)
+    return canvas
+
+
+@picture
 def reverse() -> Figure:
     """Draw the outgoing gradient over the incoming one, and the ramp of its factor."""
     canvas, (left, middle, right) = figure(3)

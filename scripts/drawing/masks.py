@@ -75,7 +75,6 @@ def train(source: gp.masks.MaskSource, steps: int = 60, epoch_of: int = 10, para
         nn.functional.cross_entropy(model(tokens), tokens.sum(1) % 16).backward()
         freezer.observe(optimizer)
         optimizer.step()
-        freezer.finish_step()
     return course
 
 

@@ -51,7 +51,6 @@ def run(kind: str, sharded: bool, resumed_at: int | None = None) -> dict[str, Te
         model(x).square().mean().backward()
         freezer.observe(freezer.optimizers[0])
         optimizer.step()
-        freezer.finish_step()
     return {name: full_tensor(parameter.detach()).clone() for name, parameter in model.named_parameters()}
 
 

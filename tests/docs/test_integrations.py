@@ -54,7 +54,6 @@ def by_hand(steps: int, batches: Callable[[int], list[slice]], every: int) -> nn
             parameter.grad *= masks[name]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        freezer.finish_step()
         optimizer.zero_grad()
         for name, parameter in frozen.items():
             assert torch.equal(parameter[~masks[name]], before[name][~masks[name]])

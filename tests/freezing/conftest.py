@@ -21,6 +21,10 @@ class FakeOptimizer:
     def active_rows(self, parameter) -> None:
         """No gradient is computed of rows alone."""
 
+    def set_settings(self, settings) -> None:
+        """No policy here sets any."""
+        assert not settings
+
 
 def masked(model: nn.Module, **settings) -> gp.MaskedOptimizer:
     return gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05), **settings)

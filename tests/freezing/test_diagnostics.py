@@ -37,7 +37,6 @@ def told(model, policies, steps, each_step=lambda model, step: None, ends=True):
             model(torch.ones(1, 2)).backward()
             freezer.observe(freezer.optimizers[0])
             optimizer.step()
-            freezer.finish_step()
             optimizer.zero_grad()
         if ends:
             freezer.restore()
@@ -121,7 +120,6 @@ def test_a_gradient_of_zeros_alone_is_named_with_its_reason():
         model(torch.ones(1, 2)).backward()
         freezer.observe(freezer.optimizers[0])
         optimizer.step()
-        freezer.finish_step()
         optimizer.zero_grad()
     with pytest.warns(
         UserWarning, match=r"policy\.half: lets a\.weight, a\.bias train, but only zeros"

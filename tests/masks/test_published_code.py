@@ -125,7 +125,6 @@ def steps_with(
         freezer.observe(masked)
         masked.mask_gradients()
         masked.step()
-        freezer.finish_step()
         yield parameters, freezer
         masked.zero_grad()
 
@@ -228,7 +227,6 @@ def test_fish_chooses_the_same_entries(ratio: str) -> None:
         nn.functional.cross_entropy(logits, everything["targets"][step][None]).backward()
         freezer.observe(freezer.optimizers[0])
         optimizer.step()
-        freezer.finish_step()
         optimizer.zero_grad()
     freezer.begin_step(10)
     assert all(

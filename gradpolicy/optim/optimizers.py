@@ -1,0 +1,206 @@
+"""Several optimizers as one, each for some parameters of a model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradpolicy.errors import PolicyError, shortened, shown, under
+from gradpolicy.optim.masked_optimizer import MaskedOptimizer
+from gradpolicy.optim.masked_parameter import MaskedParameter
+from gradpolicy.where import named_parameters, pick
+
+
+class Optimizers(torch.optim.Optimizer):
+    """Several optimizers as one: one ``step``, one ``state_dict``, one learning-rate scheduler.
+
+    Each entry makes an optimizer of the parameters that its globs match, that have its number of dimensions,
+    and that no entry before it has. Param groups and state are those of the optimizers, one after the other.
+
+    Args:
+        model: The model, or its named parameters.
+        entries: Dicts of ``params`` (globs on parameter names), ``optimizer`` (a class, or a function that
+            makes an optimizer of parameters), perhaps ``ndim``, and arguments of the optimizer.
+
+    Attributes:
+        optimizers: The optimizers, in the order of the entries.
+
+    Raises:
+        PolicyError: If a parameter is in no entry, an entry gets none, its optimizer refuses what it is
+            given, or needs a closure.
+
+    Example:
+        >>> import torch, gradpolicy as gp
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+        >>> optimizer = gp.Optimizers(model, [
+        ...     {"params": "*.weight", "ndim": 2, "optimizer": torch.optim.Muon, "lr": 0.02},
+        ...     {"params": "*", "optimizer": torch.optim.AdamW, "lr": 1e-3},
+        ... ])
+        >>> [(group["lr"], len(group["params"])) for group in optimizer.param_groups]
+        [(0.02, 1), (0.001, 3)]
+    """
+
+    # A caller that makes optimizers of parameters alone is to give their names too.
+    needs_names = True
+
+    def __init__(
+        self,
+        model: nn.Module | Iterable[tuple[str, nn.Parameter]],
+        entries: Iterable[Mapping[str, Any]],
+    ) -> None:
+        named = named_parameters(model) if isinstance(model, nn.Module) else _by_name(model)
+        left = dict.fromkeys(named.values())
+        self.optimizers: list[torch.optim.Optimizer] = []
+        for place, entry in enumerate(entries):
+            with under(f"Optimizers[{place}]"):
+                self.optimizers.append(_made(named, left, **entry))
+        if left:
+            names = [name for name, parameter in named.items() if parameter in left]
+            raise PolicyError(f"Optimizers: no entry has {shortened(names)}; end with one for '*'")
+        self._counts = [len(each.param_groups) for each in self.optimizers]
+        groups = [group for each in self.optimizers for group in each.param_groups]
+        first, *others = (each.defaults for each in self.optimizers)
+        super().__init__(groups, {key: first[key] for key in first if all(key in each for each in others)})
+        self.join_state()
+
+    def join_state(self) -> None:
+        """Have all optimizers keep their state in one dict."""
+        for each in self.optimizers:
+            self.state.update(each.state)
+            each.state = self.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take a group of one of the optimizers.
+
+        Raises:
+            PolicyError: After the beginning, when it is of none.
+        """
+        if len(self.param_groups) >= sum(self._counts):
+            raise PolicyError("Optimizers: takes no further param group; name all parameters in an entry")
+        super().add_param_group(param_group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make a step of each optimizer.
+
+        Args:
+            closure: Reevaluates the model and returns the loss; it runs once, before all steps.
+
+        Returns:
+            The closure's result.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for each in self.optimizers:
+            each.step()
+        return loss
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "optimizers": self.optimizers, "_counts": self._counts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take groups and state that were loaded, or unpickled, and hand each optimizer its own."""
+        super().__setstate__(state)
+        groups = iter(self.param_groups)
+        for each, count in zip(self.optimizers, self._counts, strict=True):
+            own = [group for _, group in zip(range(count), groups, strict=False)]
+            # Fills in what newer versions of torch have added.
+            plain: Any = getattr(each, "inner", each)
+            plain.__setstate__({"state": self.state, "param_groups": own})
+
+
+class MaskedOptimizers(MaskedOptimizer):
+    """A :class:`~gradpolicy.MaskedOptimizer` for :class:`Optimizers`, each of which masks its parameters.
+
+    Args:
+        inner: The optimizers.
+        frozen_state: As MaskedOptimizer's.
+        bias_correction: As MaskedOptimizer's.
+    """
+
+    inner: Optimizers
+
+    @classmethod
+    def wraps(cls, optimizer: Any) -> bool:
+        """Return True for Optimizers."""
+        return isinstance(optimizer, Optimizers)
+
+    def _set_up(self) -> None:
+        super()._set_up()
+        self._calls_closure_itself = False
+        self._owners: dict[Tensor, MaskedOptimizer] = {}
+        for place, each in enumerate(self.inner.optimizers):
+            own = each if isinstance(each, MaskedOptimizer) else MaskedOptimizer(each, *self._options)
+            # What asks about all masks, as checkpoints do, asks here.
+            own._masked, self.inner.optimizers[place] = self._masked, own
+            self._owners |= {parameter: own for group in own.param_groups for parameter in group["params"]}
+
+    def _known(self, parameter: Tensor) -> MaskedParameter:
+        self._wrapped.name_of(parameter)
+        return self._owners[parameter]._known(parameter)
+
+    def set_settings(self, settings: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Set what parameters have of their own, each at its optimizer."""
+        for each in set(self._owners.values()):
+            each.set_settings(settings)
+
+    @torch.no_grad()
+    def _update(self, closure: Callable[[], Any] | None) -> Any:
+        is_probed = self.is_probed
+        for each in self.inner.optimizers if is_probed else ():
+            # It finds out by itself that it is asked, if there is no state yet.
+            each.state = defaultdict(dict)
+        with self._scaling():
+            self.inner.step()
+        if is_probed:
+            self.inner.join_state()
+        else:
+            self.effective_steps += 1
+        return None
+
+
+def _by_name(model: Iterable[Any]) -> dict[str, nn.Parameter]:
+    named = list(model)
+    if not all(isinstance(each, tuple) for each in named):
+        raise PolicyError("Optimizers: needs the model, or model.named_parameters(), not parameters alone")
+    return dict(named)
+
+
+def _made(
+    named: Mapping[str, nn.Parameter],
+    left: dict[nn.Parameter, None],
+    *,
+    params: str | Iterable[str] | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    ndim: int | None = None,
+    **settings: Any,
+) -> torch.optim.Optimizer:
+    """Return the optimizer of an entry, and take its parameters from those that are left."""
+    if params is None or not callable(optimizer):
+        raise PolicyError("needs params, globs, and optimizer, such as torch.optim.AdamW")
+    matched = pick(named, params).values()
+    own = [each for each in matched if each in left and ndim in (None, each.ndim)]
+    if not own:
+        dimensions = "" if ndim is None else f" with {ndim} dimensions"
+        raise PolicyError(f"no parameter{dimensions} that {shown(params)} matches is left for it")
+    for each in own:
+        del left[each]
+    try:
+        made = optimizer(own, **settings)
+    except (TypeError, ValueError) as error:
+        raise PolicyError(str(error)) from error
+    if not isinstance(made, torch.optim.Optimizer) or isinstance(made, torch.optim.LBFGS):
+        raise PolicyError(f"optimizer: needs one whose step takes no closure, got {type(made).__name__}")
+    return made
+
+
+def plain_optimizers(optimizers: Iterable[Any]) -> list[torch.optim.Optimizer]:
+    """Return optimizers without what wraps them, and the parts of :class:`Optimizers` in their place."""
+    own = [getattr(each, "inner", each) for each in optimizers]
+    parts = [plain_optimizers(each.optimizers) if isinstance(each, Optimizers) else [each] for each in own]
+    return [each for some in parts for each in some]

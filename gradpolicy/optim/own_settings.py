@@ -1,0 +1,127 @@
+"""Settings of single parameters, such as a learning rate, for the time of a step.
+
+The param groups stay as a person made them: learning-rate schedulers, checkpoints and logs see no others.
+While the optimizer steps, a group is split into one for each choice of settings among its parameters, so that
+it does what it does with param groups made by hand.
+
+Many groups would slow a fused optimizer of torch down. Where only rates and weight decay differ it steps by
+the groups as they are, and torch's fused function is called for each choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.optim.other_optimizers import is_torchs_own
+from gradpolicy.optim.update_rules import Group
+
+Settings = tuple[tuple[str, Any], ...]
+"""What a parameter has of its own: a factor on "lr", which comes first, and other settings as they are."""
+_OF_FUSED = {"lr", "weight_decay"}
+"""The settings that a fused function takes by these names, and by which no state begins otherwise."""
+
+
+def as_settings(own: Mapping[str, Any]) -> Settings:
+    """Return settings as a value that can be compared."""
+    return tuple(sorted(own.items(), key=lambda item: (item[0] != "lr", item[0])))
+
+
+def check_settings(group: Group, settings: Iterable[Settings]) -> None:
+    """Make sure that a param group has all settings.
+
+    Raises:
+        PolicyError: If it has not.
+    """
+    known = group.keys() - {"params", "param_names"}
+    for name in {name for each in settings for name, _ in each} - known:
+        raise unknown("setting of the optimizer", name, known)
+
+
+def with_settings(group: Group, settings: Settings) -> Group:
+    """Return a param group as it is for parameters with settings of their own."""
+    if not settings:
+        return group
+    own = {**group, **dict(settings)}
+    if settings[0][0] == "lr":
+        own["lr"] = group["lr"] * settings[0][1]
+    return own
+
+
+def places_of(parameters: Sequence[Tensor], of: Mapping[Tensor, Settings]) -> dict[Settings, list[int]]:
+    """Return the places of the parameters that have each choice of settings; those without have ()."""
+    places: dict[Settings, list[int]] = {}
+    for place, parameter in enumerate(parameters):
+        places.setdefault(of.get(parameter, ()), []).append(place)
+    return places
+
+
+@contextmanager
+def applied(optimizer: torch.optim.Optimizer, of: Mapping[Tensor, Settings]) -> Iterator[None]:
+    """Give parameters settings of their own within, where the optimizer steps.
+
+    Args:
+        optimizer: The optimizer.
+        of: The settings by parameter; those of other optimizers do no harm.
+
+    Raises:
+        PolicyError: After a step by which the optimizer writes to its param groups, as schedule-free ones do.
+    """
+    groups = optimizer.param_groups
+    before, stepped, parts, is_fused = list(groups), [], [], False
+    for group in before:
+        places = places_of(group["params"], of)
+        names = {name for settings in places for name, _ in settings}
+        if not names or (group.get("fused") and names <= _OF_FUSED and is_torchs_own(optimizer)):
+            is_fused |= bool(names)
+            stepped.append(group)
+            continue
+        for settings, own in places.items():
+            part = {**with_settings(group, settings)}
+            for key in {"params", "param_names"} & part.keys():
+                part[key] = [group[key][place] for place in own]
+            stepped.append(part)
+            parts.append((part, dict(part)))
+    # The list itself changes: other optimizers may hold the same one, as the base optimizer of SAM does.
+    groups[:] = stepped
+    try:
+        with _FusedCalls(of) if is_fused else nullcontext():
+            yield
+    finally:
+        groups[:] = before
+    if any(after != given for after, given in parts):
+        raise PolicyError(
+            f"{type(optimizer).__name__} keeps values of its own in its param groups, which would be lost "
+            "where parameters have settings of their own; give it param groups made by hand"
+        )
+
+
+class _FusedCalls(TorchDispatchMode):
+    """Calls a fused function of torch once for each choice of settings among its tensors."""
+
+    def __init__(self, of: Mapping[Tensor, Settings]) -> None:
+        super().__init__()
+        self._of = of
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if not name.startswith("_fused_"):
+            return func(*args, **kwargs)
+        # Python prepares everything first, while it is in the processor's caches. Torch's own name of the
+        # function is quicker to call.
+        call, calls = getattr(torch, name), []
+        for settings, places in places_of(args[0], self._of).items():
+            own = [list(map(each.__getitem__, places)) if each else each for each in args]
+            calls.append((own, with_settings(kwargs, settings)))
+        for own, named in calls:
+            call(*own, **named)
+        return None

@@ -1,0 +1,167 @@
+"""The policy that gives parameters learning rates and other settings of their own."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from gradpolicy.errors import KnowsItsArguments, PolicyError, shown, under
+from gradpolicy.masks.layers import Groups, find_layers, layers_of, read_groups
+from gradpolicy.policies import Policy, WhenLike
+from gradpolicy.where import Named, pick
+
+Settings = Mapping[str, Any]
+"""A factor on "lr", and other settings as they are; a function of the step (or epoch) count may give each."""
+
+
+class LayerDecay(KnowsItsArguments):
+    """A factor on the learning rate that falls from the output to the input: ``decay ** layers_after``.
+
+    The last layer of those that the pattern matches has the factor 1, the one before it ``decay``.
+
+    Args:
+        decay: The factor from one layer to the one before it, above 0.
+        groups: Groups of parameters from the input to the output, each as globs; None: the layers that
+            :func:`~gradpolicy.masks.layers.find_layers` finds in the parameters.
+
+    Raises:
+        PolicyError: If the decay is no number above 0.
+
+    Source: Clark et al. 2020, "ELECTRA", arXiv:2003.10555; Bao et al. 2021, "BEiT", arXiv:2106.08254.
+
+    Example:
+        >>> names = ["embed.weight", "h.0.weight", "h.0.bias", "h.1.weight", "head.weight"]
+        >>> LayerDecay(0.5).factors(names)
+        {'embed.weight': 0.125, 'h.0.weight': 0.25, 'h.0.bias': 0.25, 'h.1.weight': 0.5, 'head.weight': 1.0}
+    """
+
+    def __init__(self, decay: float, *, groups: Groups = None) -> None:
+        self.decay = _number("LayerDecay.decay", decay)
+        if self.decay == 0.0:
+            raise PolicyError("LayerDecay.decay: must be above 0; freeze what shall not train")
+        self.groups = read_groups("LayerDecay.groups", groups)
+
+    def __repr__(self) -> str:
+        groups = "" if self.groups is None else f", groups={self.groups!r}"
+        return f"LayerDecay({self.decay}{groups})"
+
+    def factors(self, names: Iterable[str]) -> dict[str, float]:
+        """Return the factor of each parameter.
+
+        Raises:
+            PolicyError: If a group matches none of them.
+        """
+        names = list(names)
+        layers = find_layers(names) if self.groups is None else layers_of(self.groups, names)
+        depth = {name: place for place, layer in enumerate(layers) for name in layer.parameters}
+        return {name: self.decay ** (len(layers) - 1 - depth[name]) for name in names if name in depth}
+
+
+class Rates(Policy):
+    """Gives parameters learning rates, and other settings of their optimizer, of their own.
+
+    The first pattern that matches a parameter counts. Of several policies on one parameter the factors are
+    multiplied; another setting is the last one's. The optimizer's param groups, which learning-rate
+    schedulers, checkpoints and logs see, stay as they are: a factor is on the rate that a scheduler has set.
+
+    Args:
+        params: By glob on parameter names: a factor on the learning rate, or a dict of settings: the factor
+            as ``lr``, others (``weight_decay``, ``betas``, ``momentum`` …) as they are. A factor is a number,
+            a :class:`LayerDecay`, or a function of the step (or epoch) count that gives a number, as a
+            schedule of :mod:`gradpolicy.schedules` is; so may each other setting be.
+        when: When the policy holds; at other times its parameters have the settings of their param group.
+
+    Raises:
+        PolicyError: For a factor that is no number of at least 0, a pattern with ``!``, or no pattern at all;
+            when training begins, if a pattern matches nothing, or only what one before it does, or the
+            optimizer has no such setting.
+
+    Example:
+        >>> import torch, gradpolicy as gp
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> rates = gp.Rates({"bias": 2.0, "*": gp.schedules.Linear(0.0, 1.0, steps=10)})
+        >>> with gp.training(model, optimizer, [rates]) as optimizer:
+        ...     before = model.bias.item()
+        ...     model(torch.ones(1, 2)).sum().backward()
+        ...     optimizer.step()
+        >>> round(before - model.bias.item(), 6)
+        0.2
+    """
+
+    def __init__(self, params: Mapping[str, Any], *, when: WhenLike = None) -> None:
+        super().__init__(when)
+        if not isinstance(params, Mapping) or not params:
+            raise PolicyError(
+                f"Rates.params: must be a dict from globs to factors or settings, got {shown(params)}"
+            )
+        self.params = {str(pattern): _checked(str(pattern), own) for pattern, own in params.items()}
+        # Whether a setting is a function of the count.
+        self.varies = any(callable(value) for own in self.params.values() for value in own.values())
+
+    def describe(self) -> list[str]:
+        """Return the arguments that tell this policy from others of its class, as a person writes them."""
+        return [repr(self.params)]
+
+    def settings_of(self, named: Mapping[str, Named]) -> dict[str, Settings]:
+        """Return the settings of each parameter that a pattern matches, functions of the count among them.
+
+        Raises:
+            PolicyError: If a pattern matches nothing, or only what one before it does.
+        """
+        found: dict[str, Settings] = {}
+        for pattern, own in self.params.items():
+            with under(pattern):
+                matched = [name for name in pick(named, pattern) if name not in found]
+                if not matched:
+                    raise PolicyError("a pattern before it has all that it matches")
+                factor = own.get("lr")
+                factors = factor.factors(matched) if isinstance(factor, LayerDecay) else None
+            for name in matched:
+                found[name] = own if factors is None else {**own, "lr": factors.get(name, 1.0)}
+        return found
+
+    def course(self, named: Mapping[str, Named]) -> str:
+        """Return what the settings are at first, as in ``lr × 0.25 to 1, weight_decay 0.0``."""
+        values: dict[str, dict[Any, None]] = {}
+        for own in self.settings_of(named).values():
+            for name, value in at(own, self.when.start).items():
+                values.setdefault(name, {})[value] = None
+        return ", ".join(f"{'lr ×' if name == 'lr' else name} {_span(each)}" for name, each in values.items())
+
+
+def at(settings: Settings, count: int) -> dict[str, Any]:
+    """Return settings as they are at a count of steps or epochs."""
+    return {name: value(count) if callable(value) else value for name, value in settings.items()}
+
+
+def combined(first: Settings, second: Settings) -> Settings:
+    """Return the settings of two policies on one parameter: the product of factors, the second's others."""
+    both = {**first, **second}
+    return {**both, "lr": first["lr"] * second["lr"]} if "lr" in first and "lr" in second else both
+
+
+def _checked(pattern: str, own: Any) -> Settings:
+    key = f"Rates.params: {shown(pattern)}"
+    if pattern.startswith("!"):
+        raise PolicyError(
+            f"{key}: the first pattern that matches counts; put one for the exception, with the factor 1, "
+            "before the pattern of the others"
+        )
+    own = dict(own) if isinstance(own, Mapping) else {"lr": own}
+    if "lr" in own and not (callable(own["lr"]) or isinstance(own["lr"], LayerDecay)):
+        own["lr"] = _number(f"{key}: lr", own["lr"])
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
+
+
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise PolicyError(f"{key}: must be a number of at least 0, got {shown(value)}")
+    return float(value)
+
+
+def _span(values: Iterable[Any]) -> str:
+    """Return one value, or the least and the greatest of several numbers."""
+    first, *others = values
+    if others and all(isinstance(value, int | float) for value in (first, *others)):
+        return f"{min(first, *others):g} to {max(first, *others):g}"
+    return " or ".join(map(str, (first, *others)))
