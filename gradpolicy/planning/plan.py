@@ -83,9 +83,7 @@ def plan(
     policies = _checked(policies)
     flow = {name: policy for name, policy in policies.items() if isinstance(policy, FlowPolicy)}
     freeze = {name: policy for name, policy in policies.items() if isinstance(policy, Freeze)}
-    # Only the policies on parameters have patterns of them.
-    params = {name: getattr(policy, "params", ()) for name, policy in policies.items()}
-    matched = pick_each(named_parameters(model), {name: globs for name, globs in params.items() if globs})
+    matched = _matched(model, policies)
     with torch.random.fork_rng(devices=_cuda_devices(model)):
         duplicate = _duplicate(model, flow)
         optimized = named_parameters(duplicate if optimizers is None else model)
@@ -102,27 +100,20 @@ def plan(
     # Those that hold later leave the first step alone.
     first = {name: masks[name] for name, policy in freeze.items() if policy.when.active()}
     _check_cuts(flow, rows, gradients, first)
-    freeze_rows = {
-        name: _freeze_row(name, freeze[name], matched[name], sources[name], masks[name], vain[name])
-        for name in freeze
-    }
-    rates = {
-        name: _rates_row(name, policy, matched[name])
-        for name, policy in policies.items()
-        if isinstance(policy, Rates)
-    }
-    planned = tuple({**rows, **freeze_rows, **rates}[name] for name in policies)
+    for name, policy in policies.items():
+        if isinstance(policy, Freeze):
+            rows[name] = _freeze_row(name, policy, matched[name], sources[name], masks[name], vain[name])
+        elif isinstance(policy, Rates):
+            rows[name] = _rates_row(name, policy, matched[name])
+    planned = tuple(rows[name] for name in policies)
+    without, zero = _without_gradient(gradients)
     return Plan(
         rows=planned,
         entries=sum(sizes.values()),
         training_entries=_training_entries(parameters, first, gradients),
         cuts=_cuts({name: flow[name] for name in flow if name in acting}, rows),
-        without_gradient=tuple(name for name, gradient in gradients.items() if gradient is None),
-        zero_gradient=tuple(
-            name
-            for name, gradient in gradients.items()
-            if gradient is not None and not gets_gradient(gradient)
-        ),
+        without_gradient=without,
+        zero_gradient=zero,
         warnings=(
             *vain_warnings(vain, matched, gradients),
             *partly,
@@ -172,6 +163,19 @@ def _checked(policies: Iterable[Policy] | Mapping[str, Policy]) -> dict[str, Pol
         if not isinstance(policy, Policy):
             raise PolicyError(f"policy {shown(name)}: must be a gradient policy, got {shown(policy)}")
     return named
+
+
+def _matched(model: nn.Module, policies: Mapping[str, Policy]) -> dict[str, dict[str, nn.Parameter]]:
+    """Return the parameters that each policy matches, of those that name parameters."""
+    params = {name: getattr(policy, "params", ()) for name, policy in policies.items()}
+    return pick_each(named_parameters(model), {name: globs for name, globs in params.items() if globs})
+
+
+def _without_gradient(gradients: Mapping[str, Tensor | None]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the parameters that get no gradient, and those whose gradient is 0."""
+    none = tuple(name for name, gradient in gradients.items() if gradient is None)
+    given = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+    return none, tuple(name for name, gradient in given.items() if not gets_gradient(gradient))
 
 
 def _modules(model: nn.Module, rows: Iterable[PlanRow]) -> tuple[PlanModule, ...]:

@@ -294,8 +294,9 @@ def test_means_spreads_and_the_test_are_those_of_scipy() -> None:
     # Welch 1947: the statistic and its degrees of freedom, from means and standard deviations alone.
     expected = stats.ttest_ind_from_stats(mean[0], deviation[0], 3, mean[1], deviation[1], 4, equal_var=False)
     assert welch(first, second) == pytest.approx(expected.pvalue)
-    assert math.isnan(welch([0.9], second))
-    assert (welch([1.0, 1.0], [1.0, 1.0]), welch([1.0, 1.0], [2.0, 2.0])) == (1, 0)
+    for single, other in (([0.9], second), ([1.0, 1.0], [1.0, 1.0]), ([1.0, 1.0], [2.0, 2.0])):
+        assert math.isnan(welch(single, other))
+    assert 0 < welch([1.0, 1.0], second) < 0.05
     assert holm([0.04, 0.01, math.nan, 0.03]) == pytest.approx([0.06, 0.03, math.nan, 0.06], nan_ok=True)
     assert holm([0.9, 0.8]) == [1, 1]
 
@@ -328,7 +329,7 @@ def test_a_report_of_many_runs_compares_them(runs: list[Path], tmp_path: Path) -
     assert "policy.freeze.mask.density" not in page
     single = page_of([runs[0], runs[3]], tmp_path / "single.html")
     assert "Differences that exceed" not in single
-    assert "the spread of one run is not known" in single
+    assert "the spread is not known" in single
 
 
 @pytest.mark.slow

@@ -120,13 +120,13 @@ def compare(groups: Sequence[Group], metrics: Sequence[str]) -> pd.DataFrame:
     """Compare each pair of groups in each metric.
 
     The criterion is Welch's two-sided t-test (Welch 1947), which does not take the spreads to be equal, with
-    Holm's correction (Holm 1979) over all the comparisons made here. A group of a single run has no spread,
-    so nothing is said of it.
+    Holm's correction (Holm 1979) over all the comparisons made here. Nothing is said of a group of a single
+    run, nor of two groups without any spread.
 
     Returns:
         A row for each comparison: the ``metric``, the labels of the ``first`` and the ``second`` group, the
-        ``difference`` (mean of the second minus mean of the first) and the corrected ``p``, NaN where a group
-        has a single run.
+        ``difference`` (mean of the second minus mean of the first) and the corrected ``p``, NaN where
+        nothing is said.
     """
     rows = [
         {
@@ -145,14 +145,12 @@ def compare(groups: Sequence[Group], metrics: Sequence[str]) -> pd.DataFrame:
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return the p-value of Welch's two-sided t-test; NaN if one has fewer than two values.
+    """Return the p-value of Welch's two-sided t-test.
 
-    Without any spread on both sides, means that differ have p = 0 and equal ones p = 1.
+    It is NaN if a group has fewer than two values, or if neither group has any spread to compare with.
     """
-    if min(len(first), len(second)) < 2:
+    if min(len(first), len(second)) < 2 or spread(first)[1] == spread(second)[1] == 0:
         return math.nan
-    if spread(first)[1] == spread(second)[1] == 0:
-        return float(first[0] == second[0])
     return float(stats.ttest_ind(first, second, equal_var=False).pvalue)
 
 
