@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from gradpolicy.distributed.compression import ActiveEntries, Traffic
-from gradpolicy.tensors.row_gradient import RowGradient
+from gradpolicy.tensors.row_gradient import ActiveRows, RowGradient
 
 
 class RowReducer:
@@ -30,12 +30,12 @@ class RowReducer:
         self.model = model
         self.traffic = Traffic() if communication is None else communication.traffic
         self._dtype = None if communication is None else communication.dtype
-        self._rows: Mapping[nn.Parameter, tuple[Tensor, int]] = {}
+        self._rows: Mapping[nn.Parameter, ActiveRows] = {}
         self._is_queued = False
         self._hook = model.register_forward_hook(self._after_forward)
 
-    def follow(self, rows: Mapping[nn.Parameter, tuple[Tensor, int]]) -> None:
-        """Set the parameters to reduce, each with the positions and the dimension of its rows."""
+    def follow(self, rows: Mapping[nn.Parameter, ActiveRows]) -> None:
+        """Set the parameters to reduce, each with its rows."""
         self._rows = rows
 
     def remove(self) -> None:
@@ -80,10 +80,9 @@ class RowReducer:
 
     def _values(self, parameter: nn.Parameter) -> Tensor:
         """Return the gradient of a parameter's rows, to be written to; zeros where it has none."""
-        gradient = parameter.grad
-        if isinstance(gradient, RowGradient):
-            return gradient.held
-        index, dim = self._rows[parameter]
-        shape = list(parameter.shape)
-        shape[dim] = len(index)
-        return parameter.new_zeros(shape)
+        gradient, rows = parameter.grad, self._rows[parameter]
+        if gradient is None:
+            return parameter.new_zeros(rows.shape(parameter.shape))
+        if not isinstance(gradient, RowGradient):  # where a rule replaces the whole operation, for one
+            parameter.grad = gradient = RowGradient(rows.select(gradient), *rows, parameter.shape)
+        return gradient.held

@@ -436,8 +436,7 @@ class Freezer:
             if rows is None:
                 set_whole(parameter)
             else:
-                dim, index = rows
-                set_rows(parameter, index, dim)
+                set_rows(parameter, rows)
 
     def _compute_whole(self) -> None:
         for parameter in self.parameters.values():

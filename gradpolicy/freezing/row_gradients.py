@@ -5,58 +5,62 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradpolicy.tensors.row_gradient import RowGradient
+from gradpolicy.tensors.row_gradient import ActiveRows, RowGradient
 
 
-class ActiveRows:
-    """The rows of a parameter that train, and the leaf of the graph that takes their gradient.
+class RowLeaf(NamedTuple):
+    """The rows of a parameter that train, and the leaf of the graph that takes their gradient."""
 
-    Args:
-        parameter: The parameter.
-        index: The positions of the rows (int64, 1-D, ascending).
-        dim: The dimension that they are rows of.
-    """
+    rows: ActiveRows
+    tensor: Tensor
 
-    def __init__(self, parameter: Tensor, index: Tensor, dim: int) -> None:
-        self.index, self.dim = index, dim
-        shape = list(parameter.shape)
-        shape[dim] = len(index)
+    @classmethod
+    def of(cls, parameter: Tensor, rows: ActiveRows) -> RowLeaf:
+        """Return a leaf for a parameter, to which it hands its gradient on."""
         # The leaf's values are never read, so they take no memory.
-        self.leaf = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(shape)
-        self.leaf.requires_grad_()
-        self.leaf.register_post_accumulate_grad_hook(_Handover(weakref.ref(parameter), index, dim))
+        tensor = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        tensor = tensor.expand(rows.shape(parameter.shape)).requires_grad_()
+        tensor.register_post_accumulate_grad_hook(_Handover(weakref.ref(parameter), rows))
+        return cls(rows, tensor)
 
     def fits(self, parameter: Tensor) -> bool:
         """Return True if the parameter still is of the type and on the device that the leaf was made for."""
-        leaf = self.leaf
+        leaf = self.tensor
         return parameter.requires_grad and (leaf.dtype, leaf.device) == (parameter.dtype, parameter.device)
 
-    def select(self, gradient: Tensor) -> Tensor:
-        """Return the rows of a whole gradient."""
-        return gradient.index_select(self.dim, self.index)
+    def part(self, dim: int, start: int, size: int) -> RowLeaf:
+        """Return what it is for a part of the parameter."""
+        positions, dim_of_rows = self.rows
+        if dim == dim_of_rows:
+            bounds = positions.new_tensor([start, start + size])
+            start, stop = torch.searchsorted(positions, bounds).tolist()
+            positions, size = positions[start:stop] - bounds[0], stop - start
+        return RowLeaf(ActiveRows(positions, dim_of_rows), self.tensor.narrow(dim, start, size))
 
 
 class _Handover:
     """Hands the gradient of the leaf on to the parameter, as autograd would."""
 
-    def __init__(self, parameter: weakref.ref[Tensor], index: Tensor, dim: int) -> None:
-        self.parameter, self.index, self.dim = parameter, index, dim
+    def __init__(self, parameter: weakref.ref[Tensor], rows: ActiveRows) -> None:
+        self.parameter, self.rows = parameter, rows
 
     @torch.no_grad()
     def __call__(self, leaf: Tensor) -> None:
         parameter, values, leaf.grad = self.parameter(), leaf.grad, None
         if parameter is None or values is None:
             return
-        gradient: Tensor = RowGradient(values, self.index, self.dim, parameter.shape)
+        gradient: Tensor = RowGradient(values, *self.rows, parameter.shape)
         before, after = _hooks_of(parameter)
         for hook in before:
             changed = hook(gradient)
@@ -91,11 +95,11 @@ class RowParameter(nn.Parameter):
 
     A plain parameter becomes one in place, by its class, and plain again. Where a function with gradients
     uses it, its product with the gradient of the output is computed for the active rows alone: for
-    `linear`, convolutions, `embedding` and `addmm`. Any other function has a whole gradient, of which the
-    rows are kept.
+    `linear`, convolutions, `embedding`, `addmm` and the projections of attention. Any other function has a
+    whole gradient, of which the rows are kept; so has every function where they are single entries.
     """
 
-    active_rows: Any = None
+    row_leaf: Any = None
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -107,17 +111,22 @@ class RowParameter(nn.Parameter):
         used = [each for each in _parameters_in(args, kwargs) if each._takes_rows()]
         if not used:
             return plain(function, types, args, kwargs)
-        call = _CALLS[function](*args, **kwargs) if function in _CALLS else None
-        if call is not None and len(used) == 1 and call.weight is used[0]:
-            with torch._C.DisableTorchFunctionSubclass():
-                return _OfRows.apply(call.rows.leaf, call, call.inputs, call.bias)
+        if any(each.row_leaf.rows.dim is not None for each in used):
+            if function is F.multi_head_attention_forward:
+                return _seen_inside(function)(*args, **kwargs)
+            parts = _parts(function, *args, **kwargs) if function in _SPLITS else None
+            if parts is not None:
+                return parts
+            call = _CALLS[function](*args, **kwargs) if function in _CALLS else None
+            if call is not None and len(used) == 1 and call.weight is used[0]:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return _OfRows.apply(call.weight.row_leaf.tensor, call, call.inputs, call.bias)
         return plain(function, types, *_substituted(args, kwargs, used))
 
     def _takes_rows(self) -> bool:
         """Return True if its gradient is to be of rows."""
-        hooks = itertools.chain(*_hooks_of(self))
-        rows = self.active_rows
-        return rows is not None and rows.fits(self) and all(hasattr(hook, "takes_rows") for hook in hooks)
+        hooks, leaf = itertools.chain(*_hooks_of(self)), self.row_leaf
+        return leaf is not None and leaf.fits(self) and all(hasattr(hook, "takes_rows") for hook in hooks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a plain parameter."""
@@ -132,18 +141,18 @@ class RowParameter(nn.Parameter):
         return nn.Parameter(self.detach(), self.requires_grad)
 
 
-def set_rows(parameter: Tensor, index: Tensor, dim: int) -> None:
+def set_rows(parameter: Tensor, rows: ActiveRows) -> None:
     """Compute the gradient of these rows alone from now on."""
-    rows = getattr(parameter, "active_rows", None)
-    if rows is None or rows.dim != dim or not torch.equal(rows.index, index):
+    leaf = getattr(parameter, "row_leaf", None)
+    if leaf is None or leaf.rows.dim != rows.dim or not torch.equal(leaf.rows.positions, rows.positions):
         parameter.__class__ = RowParameter
-        parameter.active_rows = ActiveRows(parameter, index, dim)  # type: ignore[attr-defined]
+        parameter.row_leaf = RowLeaf.of(parameter, rows)  # type: ignore[attr-defined]
 
 
 def set_whole(parameter: Tensor) -> None:
     """Compute the whole gradient again."""
     if isinstance(parameter, RowParameter):
-        parameter.__dict__.pop("active_rows", None)
+        parameter.__dict__.pop("row_leaf", None)
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
@@ -152,10 +161,9 @@ def has_row_gradient(parameter: Tensor) -> bool:
     return isinstance(parameter, RowParameter) and parameter._takes_rows()
 
 
-def rows_of(parameter: Tensor) -> tuple[Tensor, int]:
-    """Return the positions and the dimension of the rows whose gradient alone is computed."""
-    rows: ActiveRows = parameter.active_rows  # type: ignore[attr-defined]
-    return rows.index, rows.dim
+def rows_of(parameter: Tensor) -> ActiveRows:
+    """Return the rows whose gradient alone is computed."""
+    return parameter.row_leaf.rows  # type: ignore[attr-defined]
 
 
 # ---- which functions use a parameter
@@ -168,6 +176,7 @@ _ARITHMETIC = {
 } | {"__getitem__", "__neg__", "__abs__"}
 _VIEWS = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 _OF_THE_LEAF = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward", "detach"}
+_QUESTIONS = {"dim", "size", "stride", "numel", "element_size", "data_ptr", "untyped_storage"}
 
 
 def _is_differentiable(function: Any) -> bool:
@@ -175,7 +184,7 @@ def _is_differentiable(function: Any) -> bool:
     name = getattr(function, "__name__", "")
     if name.startswith("__"):
         return name in _ARITHMETIC or function in _VIEWS
-    return not name.endswith("_") and name not in _OF_THE_LEAF
+    return not (name.endswith("_") or name.startswith("is_") or name in _OF_THE_LEAF | _QUESTIONS)
 
 
 def _parameters_in(args: Any, kwargs: Any) -> list[RowParameter]:
@@ -199,7 +208,7 @@ def _substituted(args: Any, kwargs: Any, used: list[RowParameter]) -> tuple[Any,
 
 
 def _whole(parameter: RowParameter) -> Tensor:
-    return _Whole.apply(parameter.active_rows.leaf, parameter.detach(), parameter.active_rows)
+    return _Whole.apply(parameter.row_leaf.tensor, parameter.detach(), parameter.row_leaf.rows)
 
 
 class _Whole(torch.autograd.Function):
@@ -215,6 +224,35 @@ class _Whole(torch.autograd.Function):
         return ctx.rows.select(gradient), None, None
 
 
+# ---- functions that use it inside
+
+
+_SPLITS = {torch.chunk, torch.split, Tensor.chunk, Tensor.split}
+
+
+def _parts(function: Any, parameter: Any, sizes: Any, dim: int = 0) -> tuple[RowParameter, ...] | None:
+    """Return consecutive parts of a parameter, each with those of the rows that it has."""
+    if not isinstance(parameter, RowParameter):
+        return None
+    leaf, start, parts = parameter.row_leaf, 0, []
+    for piece in function(parameter.detach(), sizes, dim):
+        parts.append(torch.Tensor._make_subclass(RowParameter, piece, True))
+        parts[-1].row_leaf = leaf.part(dim % parameter.dim(), start, piece.shape[dim])
+        start += piece.shape[dim]
+    return tuple(parts)
+
+
+def _seen_inside(function: Any) -> Any:
+    """Return a function of torch, written in Python, that lets parameters see the functions that it calls.
+
+    As torch has it, it hands over to the parameter's class as a whole.
+    """
+    own = {**function.__globals__, "has_torch_function": lambda _: False}
+    made = FunctionType(function.__code__, own, function.__name__, function.__defaults__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
 # ---- functions of which the gradient of rows costs less
 
 
@@ -226,7 +264,7 @@ class _OfRows(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(inputs)
         # A view would forbid functions in place; `data` is none.
-        return call.run().data
+        return call.run(call.weight.detach()).data
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -234,77 +272,71 @@ class _OfRows(torch.autograd.Function):
         of_leaf, _, of_inputs, of_bias = ctx.needs_input_grad
         # A second derivative goes through the parameter too.
         weight = _whole(call.weight) if torch.is_grad_enabled() else call.weight.detach()
-        return (
-            call.row_gradient(gradient, inputs).to(weight.dtype) if of_leaf else None,
-            None,
-            call.input_gradient(gradient, inputs, weight.to(gradient.dtype)) if of_inputs else None,
-            call.bias_gradient(gradient) if of_bias else None,
-        )
+        dtype, own = gradient.dtype, inputs.to(gradient.dtype) if inputs.is_floating_point() else inputs
+        rows = call.row_gradient(gradient, own, call.weight.row_leaf).to(weight.dtype) if of_leaf else None
+        if of_inputs:
+            own = call.input_gradient(gradient, own, weight.to(dtype)).to(inputs.dtype)
+        bias = call.bias_gradient(gradient).to(call.bias.dtype) if of_bias else None
+        return rows, None, own if of_inputs else None, bias
 
 
 @dataclass
-class _Call:
+class _Call(ABC):
     """A call of a function with a parameter of which some rows are active."""
 
     inputs: Tensor
     weight: Any
     bias: Any = None
 
-    def run(self) -> Tensor:
+    @abstractmethod
+    def run(self, weight: Tensor) -> Tensor:
         """Return the output."""
-        raise RuntimeError("each function has its own")
 
-    @property
-    def rows(self) -> ActiveRows:
-        """The active rows of the parameter."""
-        return self.weight.active_rows
+    @abstractmethod
+    def row_gradient(self, gradient: Tensor, inputs: Tensor, leaf: RowLeaf) -> Tensor:
+        """Return the gradient of the active rows, from that of the output."""
+
+    def input_gradient(self, gradient: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
+        """Return the gradient of the inputs."""
+        raise NotImplementedError
+
+    def bias_gradient(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of the bias."""
+        raise NotImplementedError
 
 
 @dataclass
 class _Linear(_Call):
-    """``inputs @ weight.T + bias``."""
+    """``inputs @ weight.T + bias``; without the ``.T`` if transposed."""
 
-    def run(self) -> Tensor:
-        return F.linear(self.inputs, self.weight.detach(), self.bias)
+    transposed: bool = False
 
-    def row_gradient(self, gradient: Tensor, inputs: Tensor) -> Tensor:
-        return _product(_matrix(gradient), _matrix(inputs).to(gradient.dtype), self.rows)
+    def run(self, weight: Tensor) -> Tensor:
+        if self.transposed:
+            return torch.addmm(self.bias, self.inputs, weight)
+        return F.linear(self.inputs, weight, self.bias)
 
-    def input_gradient(self, gradient: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
-        return (gradient @ weight).to(inputs.dtype)
-
-    def bias_gradient(self, gradient: Tensor) -> Tensor:
-        return _matrix(gradient).sum(0).to(self.bias.dtype)
-
-
-class _AddMM(_Call):
-    """``bias + inputs @ weight``."""
-
-    def __init__(self, bias: Tensor, inputs: Tensor, weight: Any, **named: Any) -> None:
-        super().__init__(inputs, None if named else weight, bias)
-
-    def run(self) -> Tensor:
-        return torch.addmm(self.bias, self.inputs, self.weight.detach())
-
-    def row_gradient(self, gradient: Tensor, inputs: Tensor) -> Tensor:
-        return _product(inputs.to(gradient.dtype), gradient, self.rows)
+    def row_gradient(self, gradient: Tensor, inputs: Tensor, leaf: RowLeaf) -> Tensor:
+        left, right = _matrix(gradient), _matrix(inputs)
+        left, right = (right, left) if self.transposed else (left, right)
+        positions, dim = leaf.rows
+        if dim == 0:
+            return left.index_select(1, positions).t() @ right
+        return left.t() @ right.index_select(1, positions)
 
     def input_gradient(self, gradient: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
-        return (gradient @ weight.t()).to(inputs.dtype)
+        return gradient @ (weight.t() if self.transposed else weight)
 
     def bias_gradient(self, gradient: Tensor) -> Tensor:
-        return gradient.sum_to_size(self.bias.shape).to(self.bias.dtype)
+        return gradient.sum_to_size(self.bias.shape)
+
+
+def _addmm(bias: Tensor, inputs: Tensor, weight: Any, **scales: Any) -> _Linear | None:
+    return None if scales else _Linear(inputs, weight, bias, transposed=True)
 
 
 def _matrix(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
-
-
-def _product(left: Tensor, right: Tensor, rows: ActiveRows) -> Tensor:
-    """Return the active rows of ``left.T @ right``."""
-    if rows.dim == 0:
-        return left.index_select(1, rows.index).t() @ right
-    return left.t() @ right.index_select(1, rows.index)
 
 
 @dataclass
@@ -314,21 +346,21 @@ class _Embedding(_Call):
     bias: None = None
     padding: int | None = None
 
-    def run(self) -> Tensor:
-        return F.embedding(self.inputs, self.weight.detach())
+    def run(self, weight: Tensor) -> Tensor:
+        return F.embedding(self.inputs, weight)
 
-    def row_gradient(self, gradient: Tensor, inputs: Tensor) -> Tensor:
-        rows, tokens, values = self.rows, inputs.flatten(), _matrix(gradient)
-        if rows.dim == 0:
+    def row_gradient(self, gradient: Tensor, inputs: Tensor, leaf: RowLeaf) -> Tensor:
+        (positions, dim), tokens, values = leaf.rows, inputs.flatten(), _matrix(gradient)
+        if dim == 0:
             places = tokens.new_full((len(self.weight),), -1)
-            places[rows.index] = torch.arange(len(rows.index), device=places.device, dtype=places.dtype)
+            places[positions] = torch.arange(len(positions), device=places.device, dtype=places.dtype)
             places = places[tokens]
         else:
-            places, values = tokens, values.index_select(1, rows.index)
+            places, values = tokens, values.index_select(1, positions)
         counted = places >= 0
         if self.padding is not None:
             counted &= tokens != self.padding % len(self.weight)
-        return values.new_zeros(rows.leaf.shape).index_add_(0, places[counted], values[counted])
+        return values.new_zeros(leaf.tensor.shape).index_add_(0, places[counted], values[counted])
 
 
 def _embedding(
@@ -359,25 +391,24 @@ class _Convolution(_Call):
             for value in (self.stride, self.padding, self.dilation)
         ]
 
-    def run(self) -> Tensor:
-        weight = self.weight.detach()
+    def run(self, weight: Tensor) -> Tensor:
         return torch.ops.aten.convolution(
             self.inputs, weight, self.bias, *self.settings(), False, (0,) * (weight.dim() - 2), 1
         )
 
-    def row_gradient(self, gradient: Tensor, inputs: Tensor) -> Tensor:
-        if self.rows.dim == 0:
-            gradient = gradient.index_select(1, self.rows.index)
+    def row_gradient(self, gradient: Tensor, inputs: Tensor, leaf: RowLeaf) -> Tensor:
+        positions, dim = leaf.rows
+        if dim == 0:
+            gradient = gradient.index_select(1, positions)
         else:
-            inputs = inputs.index_select(1, self.rows.index)
-        weight = gradient.new_empty(self.rows.leaf.shape)
-        return self._backward(gradient, inputs.to(gradient.dtype), weight, 1)
+            inputs = inputs.index_select(1, positions)
+        return self._backward(gradient, inputs, gradient.new_empty(leaf.tensor.shape), 1)
 
     def input_gradient(self, gradient: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
-        return self._backward(gradient, inputs.to(gradient.dtype), weight, 0).to(inputs.dtype)
+        return self._backward(gradient, inputs, weight, 0)
 
     def bias_gradient(self, gradient: Tensor) -> Tensor:
-        return gradient.transpose(0, 1).flatten(1).sum(1).to(self.bias.dtype)
+        return gradient.transpose(0, 1).flatten(1).sum(1)
 
     def _backward(self, gradient: Tensor, inputs: Tensor, weight: Tensor, which: int) -> Tensor:
         mask = [which == 0, which == 1, False]
@@ -402,7 +433,7 @@ def _convolution(
 
 _CALLS: dict[Any, Any] = {
     F.linear: _Linear,
-    torch.addmm: _AddMM,
+    torch.addmm: _addmm,
     F.embedding: _embedding,
     F.conv1d: _convolution,
     F.conv2d: _convolution,

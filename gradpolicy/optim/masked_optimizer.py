@@ -23,6 +23,7 @@ from gradpolicy.optim.own_settings import applied, as_settings, check_settings, 
 from gradpolicy.optim.update_rules import Group, UpdateRule
 from gradpolicy.optim.update_rules.sgd import begin_momenta
 from gradpolicy.optim.wrapped import Wrapped
+from gradpolicy.tensors.row_gradient import ActiveRows
 from gradpolicy.tensors.sharding import is_sharded, local_shard
 
 Member = tuple[MaskedParameter, Tensor]
@@ -306,10 +307,10 @@ class MaskedOptimizer(torch.optim.Optimizer):
         """Return each parameter that has, or once had, a mask, with its mask, ages and state."""
         return self._masked
 
-    def active_rows(self, parameter: Tensor) -> tuple[int, Tensor] | None:
-        """Return the dimension and positions (int64) of the rows, or columns, that alone train.
+    def active_rows(self, parameter: Tensor) -> ActiveRows | None:
+        """Return the rows, columns or entries that alone train; None for other masks.
 
-        None for other masks, and where a gradient of rows would not do for the update.
+        None too where a gradient of these alone would not do for the update.
         """
         masked = self._masked.get(parameter)
         return None if masked is None else masked.active_rows()

@@ -24,7 +24,7 @@ from gradpolicy.optim.other_optimizers import (
 )
 from gradpolicy.optim.update_rules import Group
 from gradpolicy.optim.wrapped import ParameterState, Wrapped
-from gradpolicy.tensors.row_gradient import RowGradient, whole_gradient
+from gradpolicy.tensors.row_gradient import ActiveRows, RowGradient, whole_gradient
 from gradpolicy.tensors.sharding import full_tensor, is_sharded, local_shard
 
 
@@ -87,6 +87,7 @@ class MaskedParameter:
         empty_mask: This process's part of the mask where it holds no entry; else None.
         frozen_everywhere: True if no entry of the whole tensor is active, on any process.
         copies: Of what was frozen before a step that may change it; memory that the next step uses again.
+        rows: What `active_rows` has found for the mask.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class MaskedParameter:
         self.mask_shape: tuple[int, ...] | None = None
         self.empty_mask: Tensor | None = None
         self.copies: dict[str, Tensor] = {}
+        self.rows: ActiveRows | None = None
         self._begin(updates)
 
     def _begin(self, updates: int | None) -> None:
@@ -175,7 +177,7 @@ class MaskedParameter:
                 "its masks and ages are no longer known: make a new optimizer for the model and wrap that"
             )
         if self.ages.signed.device != self.parameter.device:
-            self.ages, self.copies = self.ages.to(self.parameter.device), {}
+            self.ages, self.copies, self.rows = self.ages.to(self.parameter.device), {}, None
         values = self.state.values
         if values or self.rule is None or not self.layout.size:
             return values
@@ -259,7 +261,7 @@ class MaskedParameter:
 
     def _finish_change(self) -> None:
         """Complete state and count where the wrapped optimizer itself makes the next updates."""
-        mode = self.mode
+        mode, self.rows = self.mode, None
         if mode is not Mode.PUT_BACK:
             self.copies = {}
         if self.rule is None or mode is not Mode.PLAIN:
@@ -362,11 +364,10 @@ class MaskedParameter:
                 state[name] = flat = memory(value)
                 if flat is not value:
                     unwritten.append((flat, value))
-        packed = isinstance(gradient, RowGradient) and self._has_active_rows(gradient)
-        given = gradient.held if packed else whole_gradient(gradient)  # type: ignore[attr-defined]
+        packed = isinstance(gradient, RowGradient) and self._takes_packed(gradient)
         return EntryUpdate(
             parameter,
-            memory(given),
+            gradient.held.contiguous() if packed else memory(whole_gradient(gradient)),  # type: ignore[attr-defined]
             state,
             ages.signed,
             ages.block,
@@ -377,27 +378,34 @@ class MaskedParameter:
             packed,
         )
 
-    def active_rows(self) -> tuple[int, Tensor] | None:
-        """Return the dimension and positions (int64) of the rows, or columns, that alone are active.
+    def active_rows(self) -> ActiveRows | None:
+        """Return the rows, columns or entries that alone are active.
 
-        None for other masks, and where no gradient of rows would do: the update rule must move the entries,
-        and the parameter lie whole on this process.
+        None for other masks, and where no gradient of these alone would do: the update rule must move the
+        entries, and the parameter lie whole on this process. Entries only where their state is packed and
+        their gradient with its index takes at most half of the memory of a whole one.
         """
+        self.follow()
+        if self.rows is None and self.mode is Mode.BY_RULE and not self.is_full:
+            self.rows = self._find_rows()
+        return self.rows
+
+    def _find_rows(self) -> ActiveRows | None:
         shape, parameter = self.mask_shape, self.parameter
-        if self.mode is not Mode.BY_RULE or self.is_full or is_sharded(parameter) or shape is None:
+        if is_sharded(parameter) or shape is None or parameter.dim() < 2:
             return None
         dims = [dim for dim, size in enumerate(shape) if size > 1]
-        if len(dims) != 1 or dims[0] > 1 or parameter.dim() < 2:
+        if len(dims) == 1 and dims[0] < 2:
+            return ActiveRows(self.mask().flatten().nonzero().flatten(), dims[0])
+        if self.ages.index is None or not self.layout.plain or 4 * self.ages.active > self.ages.entries:
             return None
-        return dims[0], self.mask().flatten().nonzero().flatten()
+        positions = self.mask().expand(parameter.shape).flatten().nonzero().flatten()
+        return ActiveRows(positions.int() if parameter.numel() < 1 << 31 else positions, None)
 
-    def _has_active_rows(self, gradient: RowGradient) -> bool:
-        """Return True if a gradient holds exactly the active rows, and these are blocks of memory."""
-        row = prod(self.layout.whole_shape[1:])
-        if not self.layout.plain or self.ages.block != row or row == 1:
-            return False
-        rows = self.active_rows()
-        return rows is not None and rows[0] == 0 and gradient.holds(rows[1], 0)
+    def _takes_packed(self, gradient: RowGradient) -> bool:
+        """Return True if a gradient holds the active rows, in the order of the active blocks in memory."""
+        counts_blocks = self.ages.index is not None or self.ages.block > 1
+        return self.layout.plain and counts_blocks and gradient.holds(self.active_rows())
 
     def count_update(self) -> None:
         """Count an update of the active entries."""
@@ -412,8 +420,7 @@ class MaskedParameter:
         """Zeroes the gradient of frozen entries in place, NaN and infinity too."""
         self.follow()
         if isinstance(gradient, RowGradient):
-            rows = self.active_rows()
-            if rows is not None and gradient.holds(rows[1], rows[0]):
+            if gradient.holds(self.active_rows()):
                 return
             self.parameter.grad = gradient = gradient.dense()
         gradient = own_gradient(self.parameter, gradient)

@@ -1,8 +1,8 @@
-"""A gradient that holds some rows or columns of a parameter alone."""
+"""A gradient that holds some rows, columns or entries of a parameter alone."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +29,31 @@ _ENTRYWISE = {
 }
 
 
+class ActiveRows(NamedTuple):
+    """Which rows of a tensor are meant.
+
+    Attributes:
+        positions: Those of the rows (int64, 1-D, ascending).
+        dim: The dimension that they are rows of: 0, or 1 for columns; None: they are entries, at these
+            positions in the flat tensor (int32 will do).
+    """
+
+    positions: Tensor
+    dim: int | None
+
+    def select(self, whole: Tensor) -> Tensor:
+        """Return these rows of a tensor, or its entries, 1-D."""
+        rows, dim = (whole.reshape(-1), 0) if self.dim is None else (whole, self.dim)
+        return rows.index_select(dim, self.positions)
+
+    def shape(self, whole: torch.Size) -> list[int]:
+        """Return the shape of what `select` gives."""
+        size = len(self.positions)
+        return [size] if self.dim is None else [*whole[: self.dim], size, *whole[self.dim + 1 :]]
+
+
 class RowGradient(Tensor):
-    """A parameter's gradient of which only some rows are held; the others are 0.
+    """A parameter's gradient of which only some rows, or entries, are held; the others are 0.
 
     It stands in ``p.grad`` and has the parameter's shape, so that clipping, unscaling, norms and logging of
     torch and of others meet it there. What scales it or takes its norm works on the held rows alone. Any
@@ -38,8 +61,7 @@ class RowGradient(Tensor):
 
     Args:
         held: The gradient of the rows, in their order.
-        positions: Those of the rows (int64, 1-D, ascending).
-        dim: The dimension that they are rows of: 0, or 1 for columns.
+        positions, dim: Which rows they are, see :class:`ActiveRows`.
         shape: The parameter's shape.
 
     Example:
@@ -54,33 +76,32 @@ class RowGradient(Tensor):
     """
 
     held: Tensor
-    positions: Tensor
-    dim_of_rows: int
+    rows: ActiveRows
 
     @staticmethod
-    def __new__(cls, held: Tensor, positions: Tensor, dim: int, shape: torch.Size) -> RowGradient:
+    def __new__(cls, held: Tensor, positions: Tensor, dim: int | None, shape: torch.Size) -> RowGradient:
         """Make a tensor of the parameter's shape that has no memory of its own."""
         strides = torch.empty(shape, device="meta").stride()
         made = torch.Tensor._make_wrapper_subclass(
             cls, shape, strides=strides, dtype=held.dtype, device=held.device
         )
-        made.held, made.positions, made.dim_of_rows = held, positions, dim
+        made.held, made.rows = held, ActiveRows(positions, dim)
         return made
 
     def dense(self) -> Tensor:
         """Return the gradient as a plain tensor, with zeros in the rows that are not held."""
-        return self.held.new_zeros(self.shape).index_copy_(self.dim_of_rows, self.positions, self.held)
+        (positions, dim), whole = self.rows, self.held.new_zeros(self.shape)
+        (whole.view(-1) if dim is None else whole).index_copy_(dim or 0, positions.long(), self.held)
+        return whole
 
-    def holds(self, positions: Tensor, dim: int) -> bool:
+    def holds(self, rows: ActiveRows | None) -> bool:
         """Return True if exactly these rows are held."""
-        return self.dim_of_rows == dim and (
-            self.positions is positions or torch.equal(self.positions, positions)
-        )
+        if rows is None or rows.dim != self.rows.dim:
+            return False
+        return rows.positions is self.rows.positions or torch.equal(rows.positions, self.rows.positions)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return (
-            f"RowGradient({len(self.positions)} of {self.shape[self.dim_of_rows]}, shape={tuple(self.shape)})"
-        )
+        return f"RowGradient({self.held.numel()} of {self.numel()} entries, shape={tuple(self.shape)})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -119,16 +140,14 @@ class RowGradient(Tensor):
         return result
 
     def _with(self, values: Tensor) -> RowGradient:
-        return (
-            self if values is self.held else RowGradient(values, self.positions, self.dim_of_rows, self.shape)
-        )
+        return self if values is self.held else RowGradient(values, *self.rows, self.shape)
 
     def _rows_of(self, other: Tensor) -> Tensor:
         if isinstance(other, RowGradient):
-            if other.holds(self.positions, self.dim_of_rows):
+            if other.holds(self.rows):
                 return other.held
             other = other.dense()
-        return other.expand(self.shape).index_select(self.dim_of_rows, self.positions)
+        return self.rows.select(other.expand(self.shape))
 
 
 def whole_gradient(gradient: Tensor) -> Tensor:

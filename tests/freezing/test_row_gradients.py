@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gradpolicy.freezing import row_gradients
 from gradpolicy.freezing.row_gradients import set_rows, set_whole
-from gradpolicy.tensors.row_gradient import RowGradient
+from gradpolicy.tensors.row_gradient import ActiveRows, RowGradient
 
 Build = Callable[[], nn.Module]
 
@@ -32,12 +33,15 @@ class Tied(nn.Module):
 class Attention(nn.Module):
     """Attention that projects by one packed weight."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, key: bool = True, value: bool = True, weights: bool = False) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.same_key, self.same_value, self.weights = key, value, weights
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, x, x, need_weights=False)[0]
+        key = x if self.same_key else x.sin()
+        value = key if self.same_value else x.cos()
+        return self.attention(x, key, value, need_weights=self.weights)[0]
 
 
 class Formula(nn.Module):
@@ -79,6 +83,17 @@ CASES: dict[str, tuple[Build, Callable[[], Tensor]]] = {
     "embedding by frequency": (lambda: nn.Embedding(9, 6, scale_grad_by_freq=True), tokens),
     "tied head": (Tied, tokens),
     "attention": (Attention, of_shape(2, 3, 6)),
+    "attention that gives its weights": (lambda: Attention(weights=True), of_shape(2, 3, 6)),
+    "attention to other tokens": (lambda: Attention(key=False), of_shape(2, 3, 6)),
+    "attention of three inputs": (lambda: Attention(key=False, value=False), of_shape(2, 3, 6)),
+    "weight in chunks": (
+        lambda: Formula(lambda x, w: torch.cat([F.linear(x, each) for each in w.chunk(2)], -1)),
+        of_shape(2, 6),
+    ),
+    "weight in parts of columns": (
+        lambda: Formula(lambda x, w: sum(F.linear(x[..., :3], each) for each in w.split(3, dim=-1))),
+        of_shape(2, 6),
+    ),
     "matmul": (lambda: Formula(lambda x, w: x @ w.T), of_shape(2, 3, 6)),
     "einsum": (lambda: Formula(lambda x, w: torch.einsum("bi,io->bo", x, w)), of_shape(2, 6)),
     "used twice": (
@@ -88,36 +103,52 @@ CASES: dict[str, tuple[Build, Callable[[], Tensor]]] = {
 }
 
 
-@pytest.fixture(params=[0, 1], ids=["rows", "columns"])
-def dim(request: pytest.FixtureRequest) -> int:
+@pytest.fixture(params=[0, 1, None], ids=["rows", "columns", "entries"])
+def dim(request: pytest.FixtureRequest) -> int | None:
     return request.param
+
+
+WHOLE = {
+    "conv with groups",
+    "conv padded to the same size",
+    "conv of one image",
+    "transposed conv",
+    "embedding by frequency",
+    "matmul",
+    "einsum",
+    "used twice",
+}
+"""Cases in which a function has a whole gradient, of which rows are kept."""
 
 
 def weights(module: nn.Module) -> Iterator[nn.Parameter]:
     return (parameter for parameter in module.parameters() if parameter.dim() > 1)
 
 
-def with_rows(module: nn.Module, dim: int = 0) -> nn.Module:
-    """Return a copy of which every other row trains."""
+def every_other(weight: Tensor, dim: int | None) -> ActiveRows:
+    return ActiveRows(torch.arange(0, weight.numel() if dim is None else weight.shape[dim], 2), dim)
+
+
+def with_rows(module: nn.Module, dim: int | None = 0) -> nn.Module:
+    """Return a copy of which every other row, column or entry trains."""
     copied = copy.deepcopy(module)
     for weight in weights(copied):
-        set_rows(weight, torch.arange(0, weight.shape[dim], 2), dim)
+        set_rows(weight, every_other(weight, dim))
     return copied
 
 
-def check_equal(module: nn.Module, reference: nn.Module, dim: int) -> None:
+def check_equal(module: nn.Module, reference: nn.Module, dim: int | None) -> None:
     for own, whole in zip(module.parameters(), reference.parameters(), strict=True):
         assert own.grad is not None
         if own.dim() == 1:
             torch.testing.assert_close(own.grad, whole.grad)
         else:
             assert isinstance(own.grad, RowGradient)
-            kept = torch.arange(0, own.shape[dim], 2)
-            torch.testing.assert_close(own.grad.held, whole.grad.index_select(dim, kept))
+            torch.testing.assert_close(own.grad.held, every_other(whole, dim).select(whole.grad))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_gradient_is_that_of_the_rows(case: str, dim: int) -> None:
+def test_the_gradient_is_that_of_the_rows(case: str, dim: int | None) -> None:
     build, inputs = CASES[case]
     torch.manual_seed(0)
     reference = build()
@@ -131,6 +162,17 @@ def test_the_gradient_is_that_of_the_rows(case: str, dim: int) -> None:
         gradients.append(x.grad)
     check_equal(module, reference, dim)
     torch.testing.assert_close(gradients[1], gradients[0])
+
+
+@pytest.mark.parametrize("case", CASES.keys() - WHOLE)
+def test_no_whole_gradient_is_computed(case: str, dim: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, inputs = CASES[case]
+    module = with_rows(build(), dim)
+    computed = []
+    monkeypatch.setattr(row_gradients, "_whole", lambda weight: computed.append(weight) or weight.detach())
+    with torch.enable_grad():
+        module(inputs().requires_grad_() if inputs is not tokens else inputs())
+    assert bool(computed) is (dim is None)
 
 
 def test_a_gradient_of_a_gradient_goes_through_the_rows() -> None:

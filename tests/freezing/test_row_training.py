@@ -18,6 +18,7 @@ SOURCES: dict[str, Callable[[], Any]] = {
     "fixed rows": lambda: gp.masks.Rows([0, 3]),
     "columns": lambda: gp.masks.Rows([0, 3], dim=1),
     "rows that change": lambda: gp.masks.Random(0.4, level="row", every=2),
+    "entries that change": lambda: gp.masks.Random(0.2, every=2),
 }
 
 
@@ -88,26 +89,47 @@ def test_rows_move_as_with_whole_gradients(
     before = copy.deepcopy(model.state_dict())
     for each in (model, reference):
         train(each, copy.deepcopy(policies))
-    assert 3 in model.held
+    # Of entries only where their state is packed too.
+    assert max(model.held) == (0 if "entries" in source and frozen_state == "keep" else 3)
     assert not any(reference.held)
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(weight, reference.state_dict()[name])
         assert not torch.equal(weight, before[name])
 
 
-@pytest.mark.parametrize("rule", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop])
-def test_every_update_rule_takes_rows(rule: type[torch.optim.Optimizer]) -> None:
-    weights = [nn.Parameter(torch.arange(12.0).view(4, 3)) for _ in range(2)]
-    rows = torch.tensor([1, 2])
+MASKS = {
+    "rows": torch.tensor([[False], [True], [True], [False]]),
+    "columns": torch.tensor([[False, True, True]]),
+    "entries": torch.arange(1, 13).view(4, 3) % 5 == 0,
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rule", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
+def test_every_update_rule_takes_rows(
+    rule: type[torch.optim.Optimizer], dtype: torch.dtype, mask: str
+) -> None:
+    """In C, and in torch's kernels, which take float16."""
+    weights = [nn.Parameter(torch.arange(12.0).view(4, 3).to(dtype)) for _ in range(2)]
     for number, weight in enumerate(weights):
-        optimizer = gp.MaskedOptimizer(rule([weight], lr=0.1))
-        optimizer.set_mask(weight, torch.tensor([[False], [True], [True], [False]]))
+        optimizer = gp.MaskedOptimizer(rule([weight], lr=0.1), frozen_state="drop")
+        optimizer.set_mask(weight, MASKS[mask])
+        rows = optimizer.active_rows(weight)
         for step in range(3):
             whole = torch.sin(weight.detach() + step)
-            weight.grad = whole if number else RowGradient(whole[rows], rows, 0, weight.shape)
+            weight.grad = whole if number else RowGradient(rows.select(whole), *rows, weight.shape)
             assert optimizer.gradient(weight) is weight.grad
             optimizer.step()
     assert torch.equal(*weights)
+
+
+def test_entries_have_a_gradient_of_their_own_where_that_saves_memory() -> None:
+    weight = nn.Parameter(torch.zeros(8, 8))
+    optimizer = gp.MaskedOptimizer(torch.optim.AdamW([weight]), frozen_state="drop")
+    for active in (16, 17):
+        optimizer.set_mask(weight, (torch.arange(64) < active).view(8, 8))
+        assert (optimizer.active_rows(weight) is None) is (active > 16)
 
 
 def test_rows_of_another_mask_count_where_they_are_active() -> None:

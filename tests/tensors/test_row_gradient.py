@@ -4,17 +4,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradpolicy.tensors.row_gradient import RowGradient
+from gradpolicy.tensors.row_gradient import ActiveRows, RowGradient
 
 ROWS = torch.tensor([1, 3])
 
 
-@pytest.fixture(params=[0, 1], ids=["rows", "columns"])
+@pytest.fixture(params=[0, 1, None], ids=["rows", "columns", "entries"])
 def gradient(request: pytest.FixtureRequest) -> RowGradient:
-    """Two rows, or columns, of a gradient of 4 x 5 entries."""
-    shape = (2, 5) if request.param == 0 else (4, 2)
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    return RowGradient(values, ROWS, request.param, torch.Size((4, 5)))
+    """Two rows, columns or entries of a gradient of 4 x 5 entries."""
+    rows, shape = ActiveRows(ROWS, request.param), torch.Size((4, 5))
+    values = torch.randn(rows.shape(shape), generator=torch.Generator().manual_seed(0))
+    return RowGradient(values, *rows, shape)
 
 
 def parameter_with(gradient: Tensor) -> nn.Parameter:
@@ -25,7 +25,7 @@ def parameter_with(gradient: Tensor) -> nn.Parameter:
 
 def test_rows_that_are_not_held_are_zero(gradient: RowGradient) -> None:
     dense = gradient.dense()
-    assert torch.equal(dense.index_select(gradient.dim_of_rows, ROWS), gradient.held)
+    assert torch.equal(gradient.rows.select(dense), gradient.held)
     assert dense.count_nonzero() == gradient.held.count_nonzero()
 
 
@@ -65,7 +65,7 @@ def test_gradients_add_up_where_they_are_held(gradient: RowGradient) -> None:
     whole = torch.arange(20.0).view(4, 5)
     wanted = gradient.dense() * 2 + whole
     gradient.add_(gradient.clone()).add_(whole)
-    torch.testing.assert_close(gradient.held, wanted.index_select(gradient.dim_of_rows, ROWS))
+    torch.testing.assert_close(gradient.held, gradient.rows.select(wanted))
 
 
 def test_functions_that_need_all_entries_get_zeros(gradient: RowGradient) -> None:

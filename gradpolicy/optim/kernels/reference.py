@@ -40,7 +40,7 @@ class EntryUpdate:
         uncounted: Updates of active entries that are not in `ages` yet.
         age: The age before this update for all entries alike; None: each entry's own.
         unwritten: Those of the above that are copies, with the tensors that they are written back to.
-        gradient_packed: True if the gradient is of active blocks alone, of several entries each.
+        gradient_packed: True if the gradient is of active blocks alone.
     """
 
     parameter: Tensor

@@ -81,7 +81,7 @@ static void NAME(tile)(const update_job *j, const REAL *settings, int64_t at, in
     int kept = 0;
     if (copied) {
         NAME(load)(p, j->parameter, j->type, at, offsets, count);
-        NAME(load)(g, j->gradient, j->type, grad_at, offsets, count);
+        NAME(load)(g, j->gradient, j->type, grad_at, j->gradient_packed ? NULL : offsets, count);
     } else p = (REAL *)j->parameter + at, g = (REAL *)j->gradient + grad_at;
     for (int k = 0; k < STATES; k++) {
         state[k] = copies[2 + k];
@@ -151,7 +151,8 @@ static void NAME(entries)(const update_job *j, const REAL *settings, int64_t at,
         rows[count] = rows[count + 1] = rows[count + 2] = 0;
         NAME(look_up)(own_numbers, numbers, rows, count);
     }
-    NAME(tile)(j, settings, at, at, offsets, own, count, offsets ? NULL : signs, shared ? numbers : own_numbers, shared);
+    NAME(tile)(j, settings, at, j->gradient_packed ? own : at, offsets, own, count, offsets ? NULL : signs,
+               shared ? numbers : own_numbers, shared);
 }
 
 /* A block of several entries, which share an age and are all active. */
