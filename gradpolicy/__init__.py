@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Where each name lives that is loaded at its first use: importing the package does not load torch, so that a
-# wrong command line is refused at once.
+# The module of each public name, which is loaded on first use. Importing the package does not load torch, so
+# that errors in a command line are reported at once.
 _HOMES = {
     "GradientPolicies": "gradpolicy.lightning.callback",
     "apply": "gradpolicy.flow",

@@ -21,7 +21,7 @@ _END_OF_ARCHIVE, _END_SIZE = b"PK\x05\x06", 22
 
 
 class UnreadableError(Exception):
-    """Why a file is not read: a clause that follows its name."""
+    """Raised for a file that cannot be read; its message is a clause that follows the file's name."""
 
 
 def check_file(path: Path) -> bool:
@@ -41,14 +41,14 @@ def check_file(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             if not (end.startswith(_END_OF_ARCHIVE) and end.endswith(b"\0\0")):
-                raise UnreadableError("is damaged: there are bytes behind its end")
+                raise UnreadableError("is damaged: there are bytes after its end")
             if min((each.header_offset for each in archive.infolist()), default=0):
                 raise UnreadableError("is damaged: there are bytes before its beginning")
             broken = archive.testzip()
     except (UnreadableError, OSError):
         raise
     except Exception as error:
-        # zipfile raises errors of any kind for damaged bytes.
+        # For damaged bytes zipfile raises various errors.
         raise UnreadableError(damage(error)) from error
     if broken is not None:
         raise UnreadableError(f"is damaged: {broken} differs from its checksum")
@@ -56,15 +56,15 @@ def check_file(path: Path) -> bool:
 
 
 def load_file(file: Path | io.BytesIO, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
-    """Read tensors and plain values, and nothing else that is in the file.
+    """Read a file of tensors and plain values.
 
     Args:
         file: The file, or its bytes.
-        map_location: As that of `torch.load`.
-        mmap: Leave tensors in the file until they are used, where its format allows it.
+        map_location: As for `torch.load`.
+        mmap: Map tensors into memory instead of reading them, if the file's format allows it.
 
     Raises:
-        UnreadableError: If it holds anything else, or cannot be understood.
+        UnreadableError: If it contains anything else, or is invalid.
     """
     archive = zipfile.is_zipfile(file)
     if isinstance(file, io.BytesIO):
@@ -77,7 +77,7 @@ def load_file(file: Path | io.BytesIO, *, map_location: Any = "cpu", mmap: bool 
     except pickle.UnpicklingError as error:
         raise UnreadableError(_of_pickle(error, archive)) from error
     except Exception as error:
-        # torch raises errors of any kind for bytes that are no checkpoint.
+        # torch raises various errors for bytes that are not a checkpoint.
         raise UnreadableError(damage(error)) from error
 
 
@@ -85,7 +85,7 @@ def read_file(path: Path, key: str) -> Any:
     """Read a file of tensors and plain values that need not be a checkpoint.
 
     Raises:
-        PolicyError: If it is damaged, or holds anything else.
+        PolicyError: If it is damaged, or contains anything else.
     """
     with errors_named(path, key):
         check_file(path)
@@ -96,19 +96,19 @@ def check_kind(path: Path, key: str) -> None:
     """Refuse a pipe, a socket or a device, which can be read without end.
 
     Raises:
-        PolicyError: If it is there, and is neither a file nor a directory.
+        PolicyError: If it exists, and is neither a file nor a directory.
     """
-    # Of os.path: Path.exists raises where a name is too long for the file system.
+    # Not Path.exists, which raises if a name is too long for the file system.
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         raise PolicyError(f"{key}: {path} is neither a file nor a directory")
 
 
 @contextmanager
 def errors_named(path: Path, key: str) -> Iterator[None]:
-    """Report whatever is wrong with a file in one line, under the config key that names it.
+    """Turn any error in the block into a PolicyError of one line that names the config key of the file.
 
     Raises:
-        PolicyError: In place of any other error.
+        PolicyError: For any error.
     """
     check_kind(path, key)
     try:
@@ -124,7 +124,7 @@ def errors_named(path: Path, key: str) -> Iterator[None]:
 
 
 def damage(error: BaseException) -> str:
-    """Describe a file that a reader failed on, without the advice of torch to read it unsafely."""
+    """Return a description of a damaged file, without torch's advice to load it unsafely."""
     line = (str(error).splitlines() or [""])[0].strip()
     if not line or "weights_only" in line:
         line = type(error).__name__
@@ -132,16 +132,16 @@ def damage(error: BaseException) -> str:
 
 
 def refusal(name: str) -> str:
-    """Describe a file that names something that could run."""
+    """Return a description of a file with objects other than tensors and plain values."""
     return f"is not read: only tensors and plain values are, and it holds {name[:80]}"
 
 
 def could_not_save(path: Path, error: BaseException, where: str = "") -> OSError:
-    """Return the error for a checkpoint that could not be saved; it names the newest that is left.
+    """Return the error for a checkpoint that could not be saved; it names the newest remaining one.
 
     Args:
         path: The checkpoint.
-        error: What was raised. torch.save reports a failed write as another error, caused by an OSError.
+        error: The error. torch.save reports a failed write as another error, caused by an OSError.
         where: The rank, for the message.
     """
     cause: BaseException | None = error
@@ -157,7 +157,7 @@ def could_not_save(path: Path, error: BaseException, where: str = "") -> OSError
 
 
 def _of_pickle(error: pickle.UnpicklingError, archive: bool) -> str:
-    # Torch's message goes on to advise weights_only=False, which would run what the file says.
+    # Torch's message also advises weights_only=False, which would run code from the file.
     named = re.search(r"GLOBAL ([\w.]+)", str(error))
     if named or archive:
         return refusal(named[1] if named else "more than that")

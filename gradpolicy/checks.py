@@ -1,4 +1,4 @@
-"""Checks of arguments; each names the argument that it refuses."""
+"""Checks of arguments; each error names the argument."""
 
 import inspect
 import os
@@ -7,19 +7,19 @@ from pathlib import Path
 
 from gradpolicy.errors import PolicyError, shown, unknown
 
-# More of anything than this exceeds what memory holds, and what 32-bit counters count.
+# The upper limit of sizes and counts, which also fits 32-bit counters.
 LARGEST_SIZE = 2**31 - 1
-# NumPy takes no larger one.
+# NumPy's largest seed.
 LARGEST_SEED = 2**32 - 1
 
 
-# What may become of the optimizer state of frozen entries, and whose age counts in bias correction.
+# The choices for the optimizer state of frozen entries, and for the age in bias correction.
 FROZEN_STATES = ("keep", "zero", "drop")
 BIAS_CORRECTIONS = ("entry", "tensor")
 
 
 def check_choice(key: str, value: object, valid: Iterable[str]) -> str:
-    """Return one of some names.
+    """Check that a value is one of several names, and return it.
 
     Raises:
         PolicyError: For anything else; it names the nearest valid name.
@@ -31,7 +31,7 @@ def check_choice(key: str, value: object, valid: Iterable[str]) -> str:
 
 
 def check_share(key: str, value: object, *, whole: int = 1) -> float:
-    """Return a number between 0 and 1, or 100 for percents.
+    """Check that a value is a number between 0 and 1, or 100 for percentages, and return it.
 
     Raises:
         PolicyError: For anything else.
@@ -42,7 +42,7 @@ def check_share(key: str, value: object, *, whole: int = 1) -> float:
 
 
 def check_flag(key: str, value: object) -> bool:
-    """Return a flag.
+    """Check that a value is a bool, and return it.
 
     Raises:
         PolicyError: For anything else.
@@ -53,7 +53,7 @@ def check_flag(key: str, value: object) -> bool:
 
 
 def check_whole(key: str, value: object, *, least: int, most: int | None = None) -> int:
-    """Return a whole number that is neither too small nor too large.
+    """Check that a value is an integer within limits, and return it.
 
     Raises:
         PolicyError: For anything else.
@@ -69,11 +69,11 @@ def check_sizes(owner: str, **sizes: object) -> None:
     """Check whole numbers of at least 1.
 
     Args:
-        owner: The class whose arguments they are.
+        owner: The class that has these arguments.
         **sizes: The arguments by name.
 
     Raises:
-        PolicyError: For the first that is anything else.
+        PolicyError: For the first that is not.
     """
     for name, value in sizes.items():
         check_whole(f"{owner}.{name}", value, least=1, most=LARGEST_SIZE)
@@ -85,14 +85,14 @@ def check_call(
     """Check that a function can be called with some arguments.
 
     Args:
-        key: What the function is called in the message.
+        key: The function's name in the message.
         function: The function.
         *values: The positional arguments.
         takes: The arguments as the message describes them, such as ``"(step, epoch)"``.
         **named: The keyword arguments.
 
     Raises:
-        PolicyError: If it takes others.
+        PolicyError: If it cannot be called so.
     """
     try:
         inspect.signature(function).bind(*values, **named)
@@ -103,16 +103,16 @@ def check_call(
 
 
 def check_free(key: str, path: Path, kind: str | None, is_own: Callable[[Path], bool]) -> None:
-    """Check that writing a file replaces nobody else's.
+    """Check that writing a file does not replace a file of another kind.
 
     Args:
         key: The argument that names the file.
         path: The file.
-        kind: What this program writes there; None where it replaces nothing.
-        is_own: Whether a file that is there is of this kind.
+        kind: The kind of file that may be replaced, such as ``"report"``; None: no file may.
+        is_own: True if the existing file is of this kind.
 
     Raises:
-        PolicyError: If something else is there.
+        PolicyError: If there is another file.
     """
     if os.path.lexists(path) and not (path.is_file() and is_own(path)):
         other = f" and is no {kind}" if kind else ""

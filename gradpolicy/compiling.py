@@ -1,4 +1,4 @@
-"""Compile the C sources when the package is installed, else at first use.
+"""Compiles the C sources when the package is installed, or at first use.
 
 Only the standard library is used here: `setup.py` runs this file before anything is installed.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 LINK_FLAGS = ("-shared", "-fPIC", "-pthread", "-lm")
 THREAD_FLAGS = ("-fopenmp",)
-"""Torch has loaded OpenMP already: its threads are used, none are added. Not every compiler has it."""
+"""Torch has already loaded OpenMP, so no further threads are created. Not every compiler supports it."""
 X86_64 = platform.machine().lower() in ("x86_64", "amd64")
 TARGETS: dict[str, tuple[str, ...]] = {"default": ()}
 """Compiler flags for each level of processor, by torch's names of these levels."""
@@ -27,18 +27,18 @@ if X86_64:
     TARGETS["avx2"] = ("-mavx2",)
     TARGETS["avx512"] = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 SWITCH = "GRADPOLICY_NATIVE"
-"""Set to 0, no C is used."""
+"""If this environment variable is 0, the C kernels are not used."""
 FOLDER = Path(__file__).parent
 _said: list[str] = []
-"""Why there is no C library, once that was said."""
+"""The reasons for missing C libraries of which a warning was given."""
 
 
 def compiled(source: Path, **defines: str) -> ctypes.CDLL | None:
-    """Return the library made of a C source; None, and one warning for all sources, where it cannot be had.
+    """Return the library of a C source; None, after one warning for all sources, if it is not available.
 
     Args:
         source: the C file; it may include others.
-        defines: what the compiler is to define.
+        defines: the macros to define.
     """
     command = compiler()
     if os.environ.get(SWITCH) == "0":
@@ -63,10 +63,10 @@ def build_all(folder: Path) -> list[Path]:
     """Compile every C source of the package for every target.
 
     Args:
-        folder: the package's folder that is being installed; libraries go beside their sources there.
+        folder: the package's folder during installation; libraries are written beside their sources.
 
     Raises:
-        OSError, subprocess.SubprocessError: there is no compiler, or it fails.
+        OSError, subprocess.SubprocessError: if there is no compiler, or it fails.
     """
     command = compiler()
     units = [(*unit, target) for unit in _units() for target in TARGETS]
@@ -80,7 +80,7 @@ def build_all(folder: Path) -> list[Path]:
 
 
 def compiler() -> list[str]:
-    """Return the compiler and its own arguments, as of ``CC="ccache gcc"``; empty where there is none."""
+    """Return the compiler with its arguments, such as ``["ccache", "gcc"]``; empty if there is none."""
     named = os.environ.get("CC")
     if named:
         return [named] if shutil.which(named) else named.split()
@@ -88,12 +88,12 @@ def compiler() -> list[str]:
 
 
 def rule_defines(name: str) -> dict[str, str]:
-    """Return what makes an update of the C body of one rule, a file of `optim/update_rules`."""
+    """Return the macros that compile the C file of one update rule in `optim/update_rules`."""
     return {"RULE": name, "RULE_FILE": f'"../../update_rules/{name}.c"'}
 
 
 def _units() -> list[tuple[Path, dict[str, str]]]:
-    """Return every library: its source, and what to define."""
+    """Return the source and the macros of every library."""
     native = FOLDER / "optim" / "kernels" / "native"
     rules = sorted((FOLDER / "optim" / "update_rules").glob("*.c"))
     updates = [(native / "update.c", rule_defines(rule.stem)) for rule in rules]
@@ -112,12 +112,12 @@ def _found_or_built(source: Path, defines: dict[str, str], command: list[str]) -
 
 
 def _build(source: Path, defines: dict[str, str], command: list[str], target: str, folder: Path) -> Path:
-    """Compile, with threads where the compiler can, else without."""
+    """Compile with OpenMP if the compiler supports it, otherwise without."""
     if not command:
         raise OSError("no C compiler was found")
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / _name(source, defines, target)
-    # Under a name of its own until it is whole: other processes may be looking for it.
+    # Written under a temporary name, since other processes may load it.
     fresh = library.with_suffix(f".{os.getpid()}")
     given = [f"-D{key}={value}" for key, value in defines.items()]
     try:
@@ -134,7 +134,7 @@ def _run(command: list[str], source: Path, library: Path) -> None:
 
 
 def _name(source: Path, defines: dict[str, str], target: str) -> str:
-    """Return a name that changes with all that the library is made of."""
+    """Return a name with a hash of everything that the library depends on."""
     folders = [source.parent, *([FOLDER / "optim" / "update_rules"] if defines else [])]
     paths = [path for folder in folders for path in sorted(folder.glob("*.[ch]"))]
     parts = [
@@ -149,7 +149,7 @@ def _name(source: Path, defines: dict[str, str], target: str) -> str:
 
 
 def _target() -> str:
-    """Return the one of `TARGETS` that suits this processor."""
+    """Return the entry of `TARGETS` for this processor."""
     import torch
 
     capability = torch.backends.cpu.get_cpu_capability().lower()
@@ -157,12 +157,12 @@ def _target() -> str:
 
 
 def _cache_folder() -> Path:
-    """Return a folder that only this user can write to: what lies in it is run."""
+    """Return a cache folder that only this user can write to, since code in it is executed."""
     return next(filter(_is_made, _folders()), None) or Path(tempfile.mkdtemp(prefix="gradpolicy-"))
 
 
 def _folders() -> Iterator[Path]:
-    """Where a user's caches lie, and what serves processes without a home that they can write to."""
+    """Return the user's cache folder, and a temporary one for users without a writable home."""
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if os.path.isabs(caches):  # a container's user may have no home
         yield Path(caches, "gradpolicy")
@@ -171,7 +171,7 @@ def _folders() -> Iterator[Path]:
 
 
 def _is_made(folder: Path) -> bool:
-    """Return True if a folder is there, made if need be, for this user to write to and for no other."""
+    """Create a folder if necessary; return True if this user, and no other, can write to it."""
     try:
         if not folder.is_dir():
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Shows results as tables: printed, in rich's consoles, and in notebooks."""
+"""Displays results as tables in terminals, rich consoles and notebooks."""
 
 import io
 import sys
@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-# Text without colours is written for files and pages, where lines do not fold.
+# Text without colours is for files and pages, where lines are not wrapped.
 WIDTH = 120
-# In a notebook rich would show at once what is only to be rendered, hence `force_jupyter=False`.
-# A notebook's own colours; a table that is wider than the page scrolls.
+# In a notebook rich would display the text in addition to returning it, hence `force_jupyter=False`.
+# Uses the notebook's colours; wide tables scroll.
 HTML = '<pre style="overflow-x: auto; line-height: 1.2">{code}</pre>'
 
 
 class Displayed(ABC):
-    """Gives whatever has ``__rich__`` the same look in ``print`` and in a notebook."""
+    """Mixin: displays a class with ``__rich__`` as a table in ``print`` and in notebooks."""
 
     @abstractmethod
     def __rich__(self) -> "RenderableType":
@@ -31,7 +31,7 @@ class Displayed(ABC):
 
 
 def wide_console() -> "Console":
-    """Return a console as wide as the terminal; 120 columns wide where the output is none."""
+    """Return a console as wide as the terminal; 120 columns if the output is no terminal."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else WIDTH)
@@ -59,7 +59,7 @@ def as_html(shown: "RenderableType") -> str:
 
 
 def three_digits(value: Any) -> str:
-    """Write a value as text, a number with three significant digits.
+    """Return a value as text; numbers with three significant digits.
 
     Example:
         >>> three_digits(0.00375619), three_digits(1500), three_digits("0.74367"), three_digits("guided")

@@ -1,4 +1,4 @@
-"""The error that wrong input raises, and suggestions for its message."""
+"""Errors for invalid input and failed runs, and suggestions for their messages."""
 
 import difflib
 import inspect
@@ -14,26 +14,26 @@ _PACKAGE = str(Path(__file__).parent)
 
 
 class PolicyError(ValueError):
-    """Wrong input: says which key or name, what is wrong with it, and the nearest valid names."""
+    """Raised for invalid input. The message has the key, the cause and the nearest valid names."""
 
     exit_code = 2
 
 
 class FailedRunError(PolicyError):
-    """A run that its input lets fail in the middle, such as by a loss that is NaN."""
+    """Raised if a run fails because of its input, such as by a loss of NaN."""
 
     exit_code = 1
 
 
 class PromiseError(PolicyError):
-    """A promise of this package that did not hold, such as a frozen entry that moved."""
+    """Raised if a guarantee of this package is violated, such as by a frozen entry that changed."""
 
     exit_code = 3
 
 
 @contextmanager
 def under(key: str) -> Iterator[None]:
-    """Put a key before the message of wrong input that is found in the block.
+    """Prefix the message of a PolicyError in the block by a key.
 
     Example:
         >>> with under("policy.trunk.params"):
@@ -48,16 +48,16 @@ def under(key: str) -> Iterator[None]:
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> str:
-    """Name the valid candidates that come closest to a name.
+    """Return a clause with the valid names that are closest to a name.
 
     Args:
         name: What the user wrote.
         candidates: The valid names.
-        count: How many to name at most.
+        count: The maximum number of names.
 
     Returns:
-        A clause such as ``"did you mean 'guided', 'guided_relu'?"``; the valid names themselves where
-        none is close and they are few; an empty string where there are no candidates.
+        A clause such as ``"did you mean 'guided', 'guided_relu'?"``; a list of the valid names if none is
+        close and there are few; an empty string if there are no candidates.
 
     Example:
         >>> nearest("roud", ["round", "floor", "relu"], count=1)
@@ -75,20 +75,20 @@ def nearest(name: str, candidates: Iterable[str], count: int = 3) -> str:
 
 
 def unknown(kind: str, name: str, candidates: Iterable[str], key: str | None = None) -> PolicyError:
-    """Build the error for a name that does not exist.
+    """Return the error for an unknown name.
 
     Args:
-        kind: What the name was taken for, such as ``"rule"``.
+        kind: What the name should be, such as ``"rule"``.
         name: What the user wrote.
         candidates: The valid names.
-        key: Where the user wrote it, such as ``"policy.trunk.params"``.
+        key: The key with this name, such as ``"policy.trunk.params"``.
     """
     place = f"{key}: " if key else ""
     return PolicyError(f"{place}unknown {kind} {shown(name)}; {nearest(name, candidates)}".rstrip("; "))
 
 
 def shown(value: object) -> str:
-    """Return a value as an error quotes it: on one line, and no more than the beginning of a long one.
+    """Return the repr of a value for an error message: on one line, shortened if it is long.
 
     Example:
         >>> shown("abc"), shown([1, 2]), len(shown("a" * 5000))
@@ -98,7 +98,7 @@ def shown(value: object) -> str:
 
 
 def brief(text: str, most: int = 80) -> str:
-    """Return the beginning of a text, on one line.
+    """Return a text on one line, shortened if it is long.
 
     Example:
         >>> brief("one two three", most=8), brief("one two")
@@ -109,7 +109,7 @@ def brief(text: str, most: int = 80) -> str:
 
 
 def warn_user(message: str) -> None:
-    """Give a warning that points to the nearest caller outside of this package."""
+    """Give a warning whose location is the nearest caller outside of this package."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back
@@ -117,17 +117,17 @@ def warn_user(message: str) -> None:
 
 
 def check_named(policies: object) -> None:
-    """Make sure that policies come with names.
+    """Check that policies are given as a dict.
 
     Raises:
-        PolicyError: If they are no dict.
+        PolicyError: If they are not.
     """
     if not isinstance(policies, Mapping):
         raise PolicyError(f"policies: must be a dict from names to policies, got {type(policies).__name__}")
 
 
 class KnowsItsArguments:
-    """A base of classes that name the nearest arguments if they are given an unknown one.
+    """Base class whose error for an unknown argument suggests the nearest names.
 
     Raises:
         PolicyError: In place of Python's ``TypeError``.
@@ -168,7 +168,7 @@ def refuse_unknown_arguments(kind: type, names: Iterable[str]) -> None:
 
 
 def constructors(kind: type) -> list[Callable[..., Any]]:
-    """Return the constructors of a class and of the base classes that it may pass other arguments on to."""
+    """Return the constructors of a class and of the base classes to which it passes further arguments."""
     found = [vars(base)["__init__"] for base in kind.__mro__[:-1] if "__init__" in vars(base)]
     last = next((place for place, function in enumerate(found) if not _takes_any(function)), len(found))
     return found[: last + 1]
@@ -180,7 +180,7 @@ def _takes_any(function: Callable[..., Any]) -> bool:
 
 
 def shortened(names: Sequence[str], most: int = 3) -> str:
-    """List the first few names, and how many there are besides.
+    """Return the first few names, and the number of the others.
 
     Example:
         >>> shortened(["a", "b", "c", "d", "e"])

@@ -1,4 +1,4 @@
-"""Factors on gradients that an optimizer divides out again."""
+"""Finds factors on gradients that an optimizer divides out again."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.where import pick
 
-# Parts of the names of optimizers whose update is the same for a gradient twice as high, torch's and others'.
+# Parts of the names of optimizers, torch's and others', whose update is invariant to the gradient's scale.
 _DIVIDING = (
     *("adadelta", "adafactor", "adagrad", "adam", "adan", "adopt", "lamb"),
     *("lion", "muon", "prodigy", "rmsprop", "rprop", "signsgd", "sophia"),
@@ -33,7 +33,7 @@ def divides_out(optimizer: torch.optim.Optimizer) -> bool:
 def divided_factors(
     policies: Mapping[str, Policy], parameters: Mapping[str, Tensor], optimizers: Iterable[Any]
 ) -> Iterator[str]:
-    """Yield a line for each policy whose factor an optimizer divides out, with what to write instead.
+    """Yield a line for each policy whose factor an optimizer divides out, with an alternative.
 
     Args:
         policies: The policies by name.
@@ -58,7 +58,7 @@ def divided_factors(
 
 
 def _factor(policy: Policy) -> str | None:
-    """Return the factor that a policy puts on whole gradients of parameters, and what to write instead."""
+    """Return a description of the factor of a policy on gradients of parameters, and an alternative."""
     if isinstance(policy, Freeze):
         if not getattr(policy.mask, "rescale", False):
             return None

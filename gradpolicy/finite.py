@@ -10,11 +10,11 @@ def bounds(tensor: Tensor) -> Tensor:
     """Return the smallest and the largest number of a tensor; both are NaN where any is.
 
     Args:
-        tensor: Of any floating or complex dtype and any layout, with at least one entry.
+        tensor: A tensor of any floating or complex dtype and any layout, with at least one entry.
     """
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     dense = real.to_dense() if real.layout is not torch.strided else real
-    # aminmax takes no numbers of one byte. On a CPU isfinite().all() takes twenty times as long.
+    # aminmax does not support 1-byte dtypes. On a CPU isfinite().all() takes twenty times as long.
     return torch.stack(torch.aminmax((dense.float() if dense.itemsize == 1 else dense).detach()))
 
 
@@ -22,7 +22,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Return True if no entry of any tensor is infinite or NaN.
 
     Args:
-        tensors: Of any floating or complex dtype, on any devices; each device is waited for once a dtype.
+        tensors: Tensors of floating or complex dtypes on any devices. Synchronises once per device and dtype.
 
     Example:
         >>> all_finite([torch.zeros(2), torch.tensor([1.0, torch.nan])])

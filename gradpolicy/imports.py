@@ -1,8 +1,8 @@
 """Import the object that a dotted path names.
 
-In a person's own code any importable module may be named. A program that runs configs of others limits this
-with :func:`limited_to`: a path then leads only to what the packages hold that are known or allowed, whatever
-other modules they happen to import.
+In Python code any importable module may be named. A program that runs configs of other people restricts this
+by :func:`limited_to`: a path must then lead to an object of a known or allowed package, and not to a module
+that such a package imports.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from typing import Any
 
 from gradpolicy.errors import PolicyError, brief, nearest, shown
 
-# The packages whose modules a path may be followed through. Importing any of them does nothing else.
+# The packages that a path may lead to. Importing them has no side effects.
 KNOWN = (
     "gradpolicy",
     "lightning.fabric",
@@ -24,7 +24,7 @@ KNOWN = (
     "torchmetrics",
     "transformers",
 )
-# The extra that installs a package which is imported only where it is used.
+# The extra that installs an optional package.
 EXTRAS = {
     "hydra_plugins": "sweeps",
     "mlflow": "mlflow",
@@ -40,10 +40,10 @@ _allowed: tuple[str, ...] | None = None
 
 @contextmanager
 def limited_to(packages: Iterable[str]) -> Iterator[None]:
-    """Limit paths to the known packages and these, for as long as the block lasts.
+    """Restrict paths to the known packages and these within the block.
 
     Args:
-        packages: What the person who runs the program has allowed.
+        packages: The packages that the user has allowed.
     """
     global _allowed
     former, _allowed = _allowed, tuple(packages)
@@ -54,29 +54,29 @@ def limited_to(packages: Iterable[str]) -> Iterator[None]:
 
 
 def is_limited() -> bool:
-    """Return True if paths come from configs that somebody else may have written."""
+    """Return True within a block of :func:`limited_to`."""
     return _allowed is not None
 
 
 def allowed_packages() -> tuple[str, ...]:
-    """Return the packages that the person has allowed."""
+    """Return the packages that the user has allowed."""
     return _allowed or ()
 
 
 def is_allowed(found: object) -> bool:
-    """Return True if an object was defined in an allowed package, whatever path led to it."""
+    """Return True if an object was defined in an allowed package."""
     home = home_of(found)
     return home is not None and lies_in(home, allowed_packages())
 
 
 def import_by_name(path: str) -> Any:
-    """Find the object at a dotted path.
+    """Return the object at a dotted path.
 
     Args:
-        path: Such as ``"my_package.my_rules.five_times"``.
+        path: A path such as ``"my_package.my_rules.five_times"``.
 
     Raises:
-        PolicyError: If there is none, or it lies in a package that may not be named here.
+        PolicyError: If there is none, or its package is not allowed.
     """
     if not all(part.isidentifier() for part in path.split(".")):
         raise PolicyError(f"{shown(path)} is no dotted path")
@@ -89,13 +89,13 @@ def import_by_name(path: str) -> Any:
 
 
 def to_install(error: ModuleNotFoundError) -> str:
-    """Say which package is missing, and how to install it.
+    """Return a clause with the missing package and the command to install it.
 
     Example:
         >>> to_install(ModuleNotFoundError("No module named 'optuna'", name="optuna"))
         "needs optuna, which is not installed: pip install 'gradpolicy[sweeps]'"
     """
-    # Lightning raises it without a name, and with a sentence that holds the package's.
+    # Lightning raises it without a name, but its message contains the name.
     said = error.name or str(error)
     package = next((name for name in EXTRAS if name in said), (error.name or "").split(".")[0])
     if not package:
@@ -105,7 +105,7 @@ def to_install(error: ModuleNotFoundError) -> str:
 
 
 def not_allowed(path: str) -> PolicyError:
-    """Return the error for a path into a package that nobody has allowed."""
+    """Return the error for a path into a package that is not allowed."""
     package = path.split(".")[0]
     return PolicyError(
         f"{shown(path)} is not allowed; if you trust the package, allow it on the command line: "
@@ -120,16 +120,16 @@ def home_of(found: object) -> str | None:
 
 
 def lies_in(path: str, packages: Iterable[str]) -> bool:
-    """Return True if a dotted path is, or begins with, one of these packages."""
+    """Return True if a dotted path is one of these packages, or within one."""
     return any(path == package or path.startswith(f"{package}.") for package in packages)
 
 
 def follow(path: str, packages: tuple[str, ...] | None = None) -> Any:
-    """Follow a path from its first module on.
+    """Import the object at a dotted path.
 
     Args:
         path: The dotted path.
-        packages: It never goes through a module outside of these; None: it may go anywhere.
+        packages: The packages that it may lead through; None: any.
 
     Raises:
         PolicyError: If there is no such object, or the path leads to another package.
@@ -176,7 +176,7 @@ def _imported(path: str, module: str) -> ModuleType:
 
 
 def _import_if_there(path: str, module: str) -> None:
-    """Import a submodule if there is one; one that fails while it is imported is an error."""
+    """Import a submodule if it exists; an exception during its import is an error."""
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Reads JSON files by a model of their content."""
+"""Reads JSON files and validates them by pydantic."""
 
 from functools import cache
 from pathlib import Path
@@ -17,17 +17,17 @@ def read_json(path: Path, model: type[Model]) -> Model:
 
     Args:
         path: The file.
-        model: A pydantic model or a dataclass. Keys that it does not have are left out.
+        model: A pydantic model or a dataclass. Keys without a field are ignored.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the content does not fit: with the first wrong place and the type expected there.
+        ValueError: If the content is invalid; the message has the first error and its position.
     """
     return parse_json(path.read_bytes(), model)
 
 
 def parse_json(content: bytes, model: type[Model]) -> Model:
-    """Read JSON; see :func:`read_json`. Nothing is converted: text is no number.
+    """Parse JSON; see :func:`read_json`. Types are strict: a string is not converted to a number.
 
     Example:
         >>> parse_json(b'{"a": 1}', dict[str, int])

@@ -1,4 +1,4 @@
-"""The class logits in what a model gives."""
+"""Finds class logits in the output of a model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,17 +9,19 @@ from gradpolicy.errors import PolicyError
 
 
 def class_logits(output: Any) -> Tensor:
-    """Take the class logits out of what a model gives.
+    """Return the class logits in the output of a model.
 
     Args:
         output: A tensor; or a mapping or an object with `logits`.
 
     Raises:
-        PolicyError: If there are no logits in it.
+        PolicyError: If it has no logits.
     """
     if isinstance(output, Tensor):
         return output
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
-        raise PolicyError(f"model: gave {type(output).__name__}; a tensor or something with 'logits' needed")
+        raise PolicyError(
+            f"model: gave {type(output).__name__}; expected a tensor or an object with 'logits'"
+        )
     return logits

@@ -1,4 +1,4 @@
-"""Measures what policies do in an update, as one mapping."""
+"""Measures the effect of policies in an update: active entries, norms, ages, counts of operations."""
 
 import math
 from collections import Counter
@@ -18,23 +18,23 @@ from gradpolicy.optim.zero_redundancy import MaskedZero
 from gradpolicy.tensors.sharding import is_sharded, local_shard
 
 Measured = dict[str, dict[str, Any]]
-"""By policy: its quantities. Those of a freeze policy are lists, with a value for each parameter."""
+"""The quantities of each policy. Those of a freeze policy are lists with one value per parameter."""
 
 SAMPLE = 4096
-"""From how many entries of a parameter, at most, the quartiles of its ages are taken."""
+"""The maximum number of entries of a parameter from which the quartiles of its ages are computed."""
 SUMS = ("entries", "active", "flipped", "state_bytes")
 NORMS = ("weight_norm", "update_norm", "gradient_norm_before", "gradient_norm_after")
 AGES = ("age_min", "age_q25", "age_median", "age_q75", "age_max")
 
 Flags = tuple[Tensor, int]
-"""One flag for each block of consecutive entries, True if it is active, and the entries in a block."""
+"""One flag per block of consecutive entries, True if it is active; and the number of entries in a block."""
 
 
 class Measurements:
-    """Measures policies in the updates that are asked for; counts the entries that flip in between.
+    """Measures policies in selected updates, and counts the entries that flip in between.
 
     Args:
-        freezer: Runs the freeze policies, if there are any. Its masks are observed.
+        freezer: The freezer of the freeze policies, if there are any.
         installed: The flow policies, if there are any.
     """
 
@@ -62,7 +62,7 @@ class Measurements:
 
     @torch.no_grad()
     def before_masks(self, names: Collection[str]) -> None:
-        """Keep which entries trained so far."""
+        """Store which entries are active before new masks are set."""
         for name in names:
             _, masked = self._find(name)
             if masked is None or masked.mask_shape is None:
@@ -81,7 +81,7 @@ class Measurements:
                 self._flips[name] = self._flips.get(name, 0) + flips
 
     def state(self) -> dict[str, Any]:
-        """Return what was counted so far, for a checkpoint that may be saved within an update."""
+        """Return the counts so far, for a checkpoint."""
         return {
             "flips": {name: int(n) for name, n in self._flips.items()},
             "first": sorted(self._first),
@@ -89,7 +89,7 @@ class Measurements:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`state` returned."""
+        """Load the result of :meth:`state`."""
         self._flips = {str(name): int(n) for name, n in state.get("flips", {}).items()}
         self._first = set(map(str, state.get("first", ())))
         self._restored = Counter({str(name): int(n) for name, n in state.get("operations", {}).items()})
@@ -97,7 +97,7 @@ class Measurements:
     # ---- the update that is measured
 
     def begin(self, phase: str = "fit") -> None:
-        """Start to count for an update, or for the evaluation of a phase."""
+        """Start counting for an update, or for the evaluation of a phase."""
         if self._installed is not None:
             self._operations[phase] = Counter(self._installed.operation_counts)
         if phase == "fit":
@@ -105,17 +105,17 @@ class Measurements:
             self._weights, self._gradients, self._restored = {}, {}, Counter()
 
     def _met(self, phase: str) -> Counter[str]:
-        """Return how many operations of each flow policy were counted since a phase began."""
+        """Return the number of operations of each flow policy since the start of a phase."""
         counts = Counter(self._installed.operation_counts if self._installed is not None else {})
         counts.subtract(self._operations[phase])
         return counts
 
     @torch.no_grad()
     def take_gradients(self, optimizer: torch.optim.Optimizer, column: str) -> None:
-        """Take the norms of gradients, and keep the weights, before an optimizer's update.
+        """Measure the norms of gradients and copy the weights before an optimizer's update.
 
         Args:
-            optimizer: The one that is about to step.
+            optimizer: The optimizer that is about to step.
             column: ``"gradient_norm_before"`` or ``"gradient_norm_after"`` the masks.
         """
         if self._freezer is None:
@@ -124,7 +124,7 @@ class Measurements:
         parameters = {name: p for name, p in self._freezer.parameters.items() if id(p) in own}
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         self._gradients.setdefault(column, {}).update(_norms(gradients))
-        # Copied in one call. What is frozen as a whole will not move.
+        # Copied in one call. Parameters that are frozen as a whole do not change.
         moving = {
             name: local_shard(p)
             for name, p in parameters.items()
@@ -135,10 +135,10 @@ class Measurements:
 
     @torch.no_grad()
     def measure(self, phase: str = "fit") -> Measured:
-        """Return what policies did in an update, or in the evaluation of a phase, the same on all processes.
+        """Return the measurements of an update, or of the evaluation of a phase; equal on all processes.
 
-        Of shards the processes add up what they hold. Norms of flow policies are those of the loss averaged
-        over the processes.
+        Values of sharded parameters are summed over the processes. Norms of flow policies are those of the
+        loss averaged over the processes.
         """
         freeze = self._measure_freeze(self._freezer) if phase == "fit" and self._freezer is not None else {}
         parts: list[Any] = [(self._measure_flow(phase), freeze)]
@@ -155,7 +155,7 @@ class Measurements:
             return {}
         counts = self._met(phase)
         del self._operations[phase]
-        # What an evaluation within an update counted does not belong to the update.
+        # Without the counts of an evaluation within the update.
         for other in self._operations.values():
             other.update(counts)
         found: dict[str, dict[str, float]] = {
@@ -173,9 +173,9 @@ class Measurements:
         return found
 
     def _measure_freeze(self, freezer: Freezer) -> dict[str, dict[str, Any]]:
-        """Return what this process holds of each parameter of freeze policies; norms squared.
+        """Return this process's values of each parameter of freeze policies, with squared norms.
 
-        Of processes that hold the same entries, the first alone has values.
+        If several processes hold the same entries, only the first one returns values.
         """
         rows: dict[str, dict[str, Any]] = {}
         held: dict[str, Tensor] = {}
@@ -185,7 +185,7 @@ class Measurements:
             assert masked is not None
             state_bytes = optimizer.state_bytes(parameter)
             if not _is_first_replica(parameter):
-                # Under ZeRO another process has other state.
+                # Under ZeRO another process has this state.
                 rows[name] = {"state_bytes": state_bytes if isinstance(optimizer, MaskedZero) else 0}
                 continue
             held[name], parts = local_shard(parameter), 2 if parameter.is_complex() else 1
@@ -195,7 +195,7 @@ class Measurements:
                 "flipped": int(self._flips.get(name, 0)) // parts,
                 "ages": sampled_ages(masked, parameter.numel() * parts),
                 "state_bytes": state_bytes,
-                # What is frozen as a whole neither moves nor keeps a gradient.
+                # Parameters that are frozen as a whole neither change nor have a gradient.
                 "update_norm": 0.0,
                 "gradient_norm_after": 0.0,
             }
@@ -213,7 +213,7 @@ class Measurements:
         return rows
 
     def _by_policy(self, rows: Mapping[str, dict[str, Any]]) -> Measured:
-        """Return the columns of each policy's parameters, and start to count anew."""
+        """Return the columns of each policy's parameters, and reset the counts."""
         measured: Measured = {}
         if self._freezer is None or not rows:
             return measured
@@ -310,11 +310,11 @@ def _add_rows(of_ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, 
 
 
 def sampled_ages(masked: MaskedParameter, entries: int) -> np.ndarray:
-    """Return the ages of evenly spaced entries, each of which stands for as many, on whichever process.
+    """Return the ages of entries at equal distances, of the whole parameter, that are on this process.
 
     Args:
-        masked: What this process holds of a parameter.
-        entries: How many entries the whole parameter has.
+        masked: This process's part of a parameter.
+        entries: The number of entries of the whole parameter.
     """
     stride = max(-(-entries // SAMPLE), 1)
     known = masked.ages
@@ -322,18 +322,18 @@ def sampled_ages(masked: MaskedParameter, entries: int) -> np.ndarray:
     places = torch.arange(0, held, stride, device=known.signed.device)
     signed = known.signed[places // known.block].cpu().numpy().astype(np.int32)
     ages = np.where(signed > 0, signed + known.uncounted - 1, -1 - signed)
-    # Entries without state are of age 0.
+    # Entries without state have age 0.
     without = (known.entries - held) // stride
     return np.concatenate([ages, np.zeros(without, ages.dtype)])
 
 
 def active_flags(masked: MaskedParameter) -> Flags:
-    """Return which of this process's entries train now."""
+    """Return the flags of this process's active entries."""
     return masked.ages.of_all_blocks() > 0, masked.ages.block
 
 
 def flipped_entries(before: Flags, after: Flags) -> Tensor:
-    """Return how many entries train in one and not in the other."""
+    """Return the number of entries that are active in one and not in the other."""
     (old, _), (new, block) = (before, after) if before[1] >= after[1] else (after, before)
     return block * (old.reshape(-1, 1) != new.reshape(len(old), -1)).sum()
 
@@ -344,7 +344,7 @@ def _norms(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _numbers(values: Sequence[Tensor]) -> list[float]:
-    """Return tensors of one element as numbers, read at once: each reading waits for an accelerator."""
+    """Return tensors of one element as numbers, with a single transfer from the accelerator."""
     if not values:
         return []
     device = values[0].device

@@ -1,6 +1,7 @@
-"""The policies that YAML and Python name: each says where, what and when.
+"""The policy classes: each defines where, what and when.
 
-What is a policy's own may be positional; where (``modules``, ``ops``, ``params``) and ``when`` are keywords.
+Arguments of a policy's own may be positional; where (``modules``, ``ops``, ``params``) and ``when`` are
+keywords.
 """
 
 import math
@@ -23,27 +24,27 @@ from gradpolicy.when import When
 from gradpolicy.where import PLACES, STEP_OPERATIONS, ModulePattern, as_patterns
 
 ModulePatterns = ModulePattern | Iterable[ModulePattern] | None
-# In this order LightningCLI saves a list as one: it takes the first that fits.
+# In this order, since LightningCLI uses the first type that fits, and so saves a list as a list.
 Operations = str | Iterable[str | Callable] | Callable | None
 NamePatterns = str | Iterable[str] | None
 RuleLike = str | Rule | RuleFunction
-# Which outputs of a module: indices, keys or attributes.
+# Outputs of a module: indices, keys or attributes.
 Outputs = int | str | Iterable[int | str] | None
 WhenLike = When | Mapping[str, Any] | None
-# A number, or what gives the number for a step (or epoch) count.
+# A number, or a function of the step (or epoch) count that returns one.
 Scheduled = float | Callable[[int], float]
-# The same, or a tensor, which may be learnt.
+# The same, or a tensor, which may be a parameter.
 Factor = Scheduled | Tensor
 
 
 class Policy(KnowsItsArguments):
-    """The base of all policies: a time at which the policy is active.
+    """The base class of all policies.
 
     Args:
-        when: When the policy holds; a mapping, as a config gives it, holds the arguments of :class:`When`.
+        when: When the policy is active: a :class:`When`, or a mapping of its arguments, as in a config.
 
     Raises:
-        PolicyError: For an argument that the policy does not take, or a ``when`` that is none.
+        PolicyError: For an unknown argument, or an invalid ``when``.
     """
 
     def __init__(self, when: WhenLike) -> None:
@@ -56,52 +57,52 @@ class Policy(KnowsItsArguments):
     def __repr__(self) -> str:
         when = [] if self.when == When() else [f"when={self.when!r}"]
         text = f"{type(self).__name__}({', '.join([*self.describe(), *when])})"
-        # Where a function lies in memory says nothing, and differs in a run that is resumed.
+        # Without the address of functions, which differs in a resumed run.
         return re.sub(r" at 0x[0-9a-f]+", "", text)
 
     def describe(self) -> list[str]:
-        """Return the arguments that tell this policy from others of its class, as a person writes them."""
+        """Return the arguments that distinguish this policy from others of its class, as code."""
         return []
 
 
 class FlowPolicy(Policy, RulePlacement):
-    """Changes the gradient that flows back through operations, module boundaries or into parameters.
+    """Changes the gradient of operations, at module boundaries, or of parameters.
 
-    Where it acts follows from what is named:
+    The arguments determine where it acts:
 
-    - ``ops``: at these operations, in the whole model or below ``modules`` only;
+    - ``ops``: at these operations, in the whole model or within ``modules`` only;
     - ``modules`` alone: ``at`` the input or output of these modules, or ``"through"`` them;
     - ``params``: at the gradients of these parameters.
 
     At an operation a rule replaces the operation's own gradient; ``Scale``, ``Reverse``, ``Clip``, ``Stop``
-    and ``UseRule(own=True)`` change it, for every input.
+    and ``UseRule(own=True)`` modify it, for every input.
 
     Args:
         rule: The rule that computes the gradient there.
-        modules: Globs on qualified names, or module classes; a leading ``!`` takes away.
+        modules: Globs on qualified names, or module classes; a leading ``!`` excludes.
         ops: Names of operations, or torch functions.
         params: Globs on parameter names.
-        at: ``"input"``: what the module passes back to those before it; its own parameters train as ever.
-            ``"output"``: what the module receives; its own parameters see it too. ``"through"``: the rule
-            takes the place of the gradient from the module's output to its input.
+        at: ``"input"``: the gradient that the module passes back; the module's own parameters get their
+            ordinary gradient. ``"output"``: the gradient that the module receives, which also affects its
+            parameters. ``"through"``: the rule replaces the gradient from the module's output to its input.
         argument: The one argument on which it acts, by name or position (0 is the first): of the operations
-            with ``ops``, otherwise of the modules' forward; all of them unless given.
-        output: With ``at="through"``: the outputs whose gradient the rule makes, by index, key or attribute;
-            every floating-point one unless given. Other outputs keep their own gradients.
-        calls: Which calls, counted from 0; all of them unless given. With ``ops``: of each operation, within
-            the forward of each matched module (of the model, if none is named). With ``modules`` alone: of
-            each matched module, within the outermost forward, usually the model's.
-        inside: With ``at="through"``: what the parameters within get from these outputs, ``"none"``: nothing,
-            or ``"own"``: their own gradient.
-        when: When the policy holds.
+            with ``ops``, otherwise of the modules' forward. Default: all.
+        output: With ``at="through"``: the outputs whose gradient the rule computes, by index, key or
+            attribute. Default: every floating-point one. Other outputs keep their own gradients.
+        calls: The calls on which it acts, counted from 0. Default: all. With ``ops``: calls of each operation
+            within the forward of each matched module (of the model, if none is named). With ``modules``
+            alone: calls of each matched module within the outermost forward, usually the model's.
+        inside: With ``at="through"``: the gradient of the module's own parameters from these outputs:
+            ``"none"``, or ``"own"``, their ordinary one.
+        when: When the policy is active.
 
     Raises:
-        PolicyError: If no place is named, or the places exclude each other.
+        PolicyError: If no place is given, or the arguments contradict each other.
     """
 
     INSIDE = ("none", "own")
 
-    # Whether at operations it changes their own gradient, for every input, instead of replacing it.
+    # True if at operations it modifies the own gradient, for every input, instead of replacing it.
     own = False
 
     def __init__(
@@ -146,8 +147,8 @@ class FlowPolicy(Policy, RulePlacement):
                 )
         if self.ops and argument is not None and rule.gradient_filter is not None:
             raise PolicyError(
-                f"{kind}.argument: rule {shown(rule.name)} filters the gradient that comes in, before there "
-                "is one for each argument; use a rule that changes the operation's own gradients (own=True)"
+                f"{kind}.argument: rule {shown(rule.name)} filters the incoming gradient, before there "
+                "is one for each argument; use a rule that modifies the operation's own gradients (own=True)"
             )
         if not (self.modules or self.ops or self.params):
             raise PolicyError(f"{kind}: say where it acts: modules=, ops= or params=")
@@ -166,7 +167,7 @@ class FlowPolicy(Policy, RulePlacement):
             raise PolicyError(f"{kind}.calls: goes with ops= or modules=, whose calls are meant")
 
     def _check_module_settings(self, kind: str) -> None:
-        """Refuse settings of a module's boundary, or of the way through it, where they mean nothing."""
+        """Check the settings for module boundaries and for the path through a module."""
         for key, value in (("argument", self.argument), *(("output", item) for item in self.output)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | str)):
                 raise PolicyError(f"{kind}.{key}: must be a name or a number, got {shown(value)}")
@@ -184,7 +185,7 @@ class FlowPolicy(Policy, RulePlacement):
             raise PolicyError(f"{kind}: argument= goes with modules= or ops=, not with params=")
 
     def describe(self) -> list[str]:
-        """Return the arguments that tell this policy from others of its class, as a person writes them."""
+        """Return the arguments that distinguish this policy from others of its class, as code."""
         where = (("modules", self.modules), ("ops", self.ops), ("params", self.params))
         parameters = [f"{key}={_described(value)}" for key, value in self.rule.parameters.items()]
         written = [
@@ -202,11 +203,11 @@ class FlowPolicy(Policy, RulePlacement):
 
 
 class Stop(FlowPolicy):
-    """Lets no gradient through: ``grad_input = 0``; at operations for every input.
+    """Stops the gradient: ``grad_input = 0``; at operations for every input.
 
     Args:
-        mode: ``"detach"`` cuts the graph and saves the work behind it; what lies only behind the cut gets no
-            gradient at all (``None``). ``"zero"`` keeps the graph and passes exact zeros.
+        mode: ``"detach"`` cuts the graph, so that its backward pass is skipped; parameters that are reached
+            in no other way get no gradient (``None``). ``"zero"`` keeps the graph and passes exact zeros.
         **where_and_when: See :class:`FlowPolicy`.
 
     Example:
@@ -230,25 +231,25 @@ class Stop(FlowPolicy):
         self.detaches = mode == "detach"
 
     def describe(self) -> list[str]:
-        """Return the arguments that tell this policy from others of its class, as a person writes them."""
+        """Return the arguments that distinguish this policy from others of its class, as code."""
         return [f"mode={self.mode!r}", *super().describe()]
 
 
 class StraightThrough(FlowPolicy):
-    """Gives steps, or whole modules, the gradient of a surrogate; forward values stay exact.
+    """Gives step functions, or whole modules, the gradient of a surrogate; forward values do not change.
 
     ``StraightThrough(modules="quantizer")`` acts across the module: the gradient passes from its output to
-    its input, and the parameters within get none from there (see ``inside`` of :class:`FlowPolicy`). Where
-    several inputs of an operation or a module need a gradient, ``argument`` names the one that gets it.
+    its input, and the module's own parameters get none (see ``inside`` of :class:`FlowPolicy`). If several
+    inputs of an operation or a module need a gradient, ``argument`` names the one that gets it.
 
     Args:
         surrogate: The rule: ``identity``, ``hardtanh``, ``tanh``, ``sigmoid``, ``fast_sigmoid``, ``arctan``,
-            ``triangular``, ``approx_sign``, ``swish_sign`` or any other.
+            ``triangular``, ``approx_sign``, ``swish_sign`` or any other rule.
         parameters: Values for the rule's arguments.
-        modules: Modules: with ``ops``, those in which these operations run; without, those to go through.
-        ops: The operations; if neither they nor modules are named every ``round``, ``floor``, ``ceil``,
-            ``trunc``, ``sign`` and ``heaviside`` of the model.
-        at: As for :class:`FlowPolicy`; ``"through"`` where modules alone are named.
+        modules: Modules: with ``ops``, those in which the operations run; without, those that are skipped.
+        ops: The operations. Default without ``modules``: every ``round``, ``floor``, ``ceil``, ``trunc``,
+            ``sign`` and ``heaviside`` of the model.
+        at: As for :class:`FlowPolicy`; default with ``modules`` alone: ``"through"``.
         **where_and_when: See :class:`FlowPolicy`.
 
     Source: Bengio, Léonard, Courville 2013, arXiv:1308.3432.
@@ -297,12 +298,12 @@ class Deconv(FlowPolicy):
 
 
 class Scale(FlowPolicy):
-    """Multiplies the gradient: ``grad_input = factor · grad``; at operations their own, for every input.
+    """Multiplies the gradient: ``grad_input = factor · grad``; at operations the own one, for every input.
 
     Args:
-        factor: A number; a function of the step (or epoch) count that gives one; or a tensor, such as a
-            learnt parameter, as it is when the forward pass runs. The loss does not depend on a factor, so
-            that a parameter gets a gradient only from a loss of gradients (``create_graph=True``).
+        factor: A number; a function of the step (or epoch) count that returns one; or a tensor, such as a
+            parameter, whose value at the time of the forward pass is used. The loss does not depend on the
+            factor, so a parameter gets a gradient only from a loss on gradients (``create_graph=True``).
         **where_and_when: See :class:`FlowPolicy`.
     """
 
@@ -313,12 +314,12 @@ class Scale(FlowPolicy):
 
 
 class Reverse(FlowPolicy):
-    """Reverses the gradient: ``grad_input = −factor · grad``; at operations their own, for every input.
+    """Reverses the gradient: ``grad_input = −factor · grad``; at operations the own one, for every input.
 
     Args:
-        factor: A number; a function of the step (or epoch) count that gives one; or a tensor, such as a
-            learnt parameter, as it is when the forward pass runs. The loss does not depend on a factor, so
-            that a parameter gets a gradient only from a loss of gradients (``create_graph=True``).
+        factor: A number; a function of the step (or epoch) count that returns one; or a tensor, such as a
+            parameter, whose value at the time of the forward pass is used. The loss does not depend on the
+            factor, so a parameter gets a gradient only from a loss on gradients (``create_graph=True``).
         **where_and_when: See :class:`FlowPolicy`.
 
     Source: Ganin, Lempitsky 2015, arXiv:1409.7495.
@@ -331,14 +332,14 @@ class Reverse(FlowPolicy):
 
 
 class Clip(FlowPolicy):
-    """Bounds the gradient by value or by norm. Thresholds follow the loss scale of fp16 training.
+    """Clips the gradient by value or by norm. In fp16 training the bound is multiplied by the loss scale.
 
-    At operations it bounds what each input gets of their own gradient, each by itself.
+    At operations it clips the own gradient of each input separately.
 
     Args:
-        value: Every entry is brought into ``[−value, value]``.
-        norm: The gradient is shortened to this Euclidean length where it is longer.
-        per_sample: With ``norm``: bounds each sample (entry of the first dimension) by itself.
+        value: Every entry is clipped to ``[−value, value]``.
+        norm: The gradient is scaled down to this Euclidean norm if its norm is larger.
+        per_sample: With ``norm``: clip each sample (index of the first dimension) separately.
         **where_and_when: See :class:`FlowPolicy`.
 
     Raises:
@@ -361,7 +362,7 @@ class Clip(FlowPolicy):
         if isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 < bound < math.inf:
             raise PolicyError(f"Clip.{key}: must be a number above 0, got {shown(bound)}")
         if per_sample and norm is None:
-            raise PolicyError("Clip.per_sample: goes with norm=; a bound by value is per entry anyway")
+            raise PolicyError("Clip.per_sample: goes with norm=; clipping by value acts on each entry anyway")
         rule = (
             get_rule("clip_value", value=float(bound))
             if norm is None
@@ -371,16 +372,16 @@ class Clip(FlowPolicy):
 
 
 class UseRule(FlowPolicy):
-    """Puts any rule in a place.
+    """Applies any rule.
 
     Args:
         rule: A registered name, a dotted path, a :class:`~gradpolicy.rules.Rule`, a function
             ``(grad, inputs, output)``, or another operation, whose derivative at the same inputs is used. A
-            bare name that is both means the rule: ``"torch.tanh"`` is the operation.
+            name that is both a rule and an operation means the rule; ``"torch.tanh"`` is the operation.
         parameters: Values for the rule's arguments.
-        own: With ``ops``: the rule changes the operation's own gradients instead of replacing them. The
-            function is called as ``(own, inputs, output)`` and returns what each input gets; ``own`` is a
-            tuple with the gradient that the operation itself gives each input, None where there is none.
+        own: With ``ops``: the rule modifies the operation's own gradients instead of replacing them. The
+            function is called as ``(own, inputs, output)`` and returns the gradients of the inputs; ``own``
+            is a tuple of the operation's own gradients, one per input, None for an input without one.
         **where_and_when: See :class:`FlowPolicy`.
 
     Raises:
@@ -427,14 +428,14 @@ class Freeze(Policy):
     Args:
         mask: A mask source of :mod:`gradpolicy.masks`, a function ``(name, parameter, step) -> mask``, a mask
             tensor, or a dict of masks by parameter name. True = this entry trains.
-        params: Globs on parameter names; a leading ``!`` takes away.
+        params: Globs on parameter names; a leading ``!`` excludes.
         frozen_state: What happens to the optimizer state of an entry while it is frozen: ``"keep"``,
             ``"zero"`` or ``"drop"``.
-        bias_correction: ``"entry"`` (by each entry's own age) or ``"tensor"`` (by the one step count).
-        when: When the policy holds; at other times its parameters train as ever.
+        bias_correction: ``"entry"`` (by each entry's age) or ``"tensor"`` (by the tensor's step count).
+        when: When the policy is active; at other times all its parameters train.
 
     Raises:
-        PolicyError: For an unknown frozen_state or bias_correction, no params, or what is no mask source.
+        PolicyError: For an unknown frozen_state or bias_correction, no params, or an invalid mask.
     """
 
     def __init__(
@@ -455,7 +456,7 @@ class Freeze(Policy):
         self.bias_correction = check_choice("Freeze.bias_correction", bias_correction, BIAS_CORRECTIONS)
 
     def describe(self) -> list[str]:
-        """Return the arguments that tell this policy from others of its class, as a person writes them."""
+        """Return the arguments that distinguish this policy from others of its class, as code."""
         return [
             repr(self.mask),
             f"params={list(self.params)}",
@@ -465,14 +466,14 @@ class Freeze(Policy):
 
 
 def _chosen_rule(key: str, rule: RuleLike, parameters: Mapping[str, Any] | None) -> Rule:
-    """Return the rule that an argument names; an error says which argument."""
+    """Return the rule that an argument names; an error names the argument."""
     with under(key):
         found = find_rule(rule)
     return found.with_parameters(**(parameters or {}))
 
 
 def _described(value: object) -> str:
-    """Return a rule's number as a person writes it. Of a tensor the shape alone, since it may be learnt."""
+    """Return a parameter of a rule as code; for a tensor, which may change, its shape only."""
     if isinstance(value, Tensor):
         return f"{type(value).__name__} of shape {tuple(value.shape)}"
     return repr(value)
@@ -484,6 +485,6 @@ def _factor(key: str, value: object) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return value
     raise PolicyError(
-        f"{key}: must be a number, or a function of the step that gives one, or a floating-point tensor; got "
-        f"{shown(value)}"
+        f"{key}: must be a number, a function of the step that returns one, or a floating-point "
+        f"tensor; got {shown(value)}"
     )

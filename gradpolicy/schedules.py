@@ -1,9 +1,9 @@
-"""Ready schedules: a number as a function of the step (or epoch) count.
+"""Schedules: numbers that are functions of the step (or epoch) count.
 
-A schedule is any callable ``count -> float``. These can be pickled, compared and named in YAML as
-``_target_: gradpolicy.schedules.Ganin``; give one wherever a rule takes a number, or a mask source a
-density. The ramps run from count ``begin`` for ``steps`` counts, and hold their ends: ``p`` is the share that
-has passed, from 0 to 1.
+A schedule is any callable ``count -> float``. These can be pickled, compared, and used in YAML as
+``_target_: gradpolicy.schedules.Ganin``. Use a schedule wherever a rule takes a number, or a mask source a
+density. The ramps start at count ``begin``, take ``steps`` counts, and are constant before and after. ``p``
+rises from 0 to 1 over the steps.
 
 Example:
     >>> import gradpolicy as gp
@@ -24,9 +24,9 @@ __all__ = ["Constant", "Cosine", "Cubic", "Exponential", "Ganin", "Linear"]
 
 
 class Schedule(KnowsItsArguments, ABC):
-    """A number for every count; equal to another one of the same class and settings.
+    """Base class of schedules, which are equal if their class and settings are.
 
-    No dataclass, since Hydra would take one within ``parameters:`` for a config of its own.
+    It is not a dataclass, since Hydra would treat one within ``parameters:`` as a structured config.
     """
 
     @abstractmethod
@@ -65,12 +65,12 @@ class Constant(Schedule):
 
 
 class Ramp(Schedule):
-    """A way from one number to another; the subclasses say along which curve.
+    """Base class of ramps from one number to another.
 
     Args:
         start: The value until ``begin``.
         stop: The value from ``begin + steps`` on.
-        steps: How many counts the way takes.
+        steps: The length of the ramp in counts.
         begin: The count at which it starts.
 
     Raises:
@@ -92,14 +92,14 @@ class Ramp(Schedule):
 
     @abstractmethod
     def value_at(self, passed: float) -> float:
-        """Return the value where a share of the way has passed."""
+        """Return the value at a share of the ramp, from 0 to 1."""
 
 
 class Linear(Ramp):
     """A straight line: ``stop + (start − stop) · (1 − p)``."""
 
     def value_at(self, passed: float) -> float:
-        """Return the value where a share of the way has passed."""
+        """Return the value at a share of the ramp, from 0 to 1."""
         return self.stop + (self.start - self.stop) * (1 - passed)
 
 
@@ -110,7 +110,7 @@ class Cosine(Ramp):
     """
 
     def value_at(self, passed: float) -> float:
-        """Return the value where a share of the way has passed."""
+        """Return the value at a share of the ramp, from 0 to 1."""
         return self.stop + (self.start - self.stop) * (1 + math.cos(math.pi * passed)) / 2
 
 
@@ -121,7 +121,7 @@ class Cubic(Ramp):
     """
 
     def value_at(self, passed: float) -> float:
-        """Return the value where a share of the way has passed."""
+        """Return the value at a share of the ramp, from 0 to 1."""
         return self.stop + (self.start - self.stop) * (1 - passed) ** 3
 
 
@@ -140,7 +140,7 @@ class Exponential(Ramp):
             )
 
     def value_at(self, passed: float) -> float:
-        """Return the value where a share of the way has passed."""
+        """Return the value at a share of the ramp, from 0 to 1."""
         return self.start * (self.stop / self.start) ** passed
 
 
@@ -148,8 +148,8 @@ class Ganin(Schedule):
     """The ramp of domain-adversarial training: ``2 / (1 + exp(−gamma · p)) − 1``, from 0 towards 1.
 
     Args:
-        gamma: Steepness of the rise.
-        steps: How many counts the way takes, as a rule the length of the training.
+        gamma: The steepness.
+        steps: The length of the ramp in counts, usually the length of the training.
         begin: The count at which it starts.
 
     Source: Ganin, Lempitsky 2015, arXiv:1409.7495 (λₚ of its experiments).
@@ -167,5 +167,5 @@ class Ganin(Schedule):
 
 
 def progress(count: int, steps: int) -> float:
-    """Return how much of a ramp is done: 0 at count 0, 1 from ``steps`` on."""
+    """Return the completed share of a ramp: 0 at count 0, 1 from ``steps`` on."""
     return min(max(count / steps, 0.0), 1.0)

@@ -27,7 +27,7 @@ from gradpolicy.training_policies import STATE, TrainingPolicies, calling
 from gradpolicy.where import named_parameters
 
 Policies = Mapping[str, Policy | None] | Iterable[Policy]
-# The optimizers of all blocks that are open.
+# The optimizers of all active blocks.
 _TRAINING: weakref.WeakSet[MaskedOptimizer] = weakref.WeakSet()
 
 
@@ -64,33 +64,33 @@ def training(
     scaler: torch.amp.GradScaler | None = None,
     toggle_requires_grad: bool = True,
 ) -> Iterator[Any]:
-    """Train under policies in a loop of one's own.
+    """Train under policies in your own loop.
 
-    The block gives the optimizer to train with; its ``step()`` is all that is needed.
+    Within the block, train with the optimizer that it returns; calling its ``step()`` is enough.
 
-    - New masks are set by the first forward pass after a step, before it runs. Gradients of several backward
-      passes add up under the same masks.
-    - Gradients of frozen entries are removed as they arrive, so that they do not count where gradients are
-      clipped or logged; but not in a step in which a mask source, such as ``TopK``, needs them.
+    - New masks are set at the first forward pass after a step. Gradients of several backward passes are
+      accumulated under the same masks.
+    - Gradients of frozen entries are zeroed as they are computed, so that they are not part of clipped norms
+      or logs; except in steps in which a mask source, such as ``TopK``, needs them.
     - A step that ``GradScaler`` skips does not count.
-    - The optimizer's ``state_dict`` holds masks, ages and the state of mask sources.
-    - At the end of the block masks are lifted, and the model is as it was found.
+    - The optimizer's ``state_dict`` includes masks, ages and the state of mask sources.
+    - At the end of the block masks and policies are removed.
 
     With several optimizers, new masks are set once each has stepped, or when one steps again; the first one's
-    ``state_dict`` holds the state of mask sources.
+    ``state_dict`` includes the state of mask sources.
 
     Args:
-        model: The model; under DistributedDataParallel, what that gives.
+        model: The model, or the DistributedDataParallel module.
         optimizer: The optimizer, or a list of several.
         policies: Flow and freeze policies, by name or in a list.
-        seed: Seeds the mask sources that have no seed of their own.
-        steps_per_epoch: Optimizer steps of an epoch, for policies that count epochs.
-        scaler: The loss scaler, where there is one and a policy such as ``Clip`` has a bound that follows it.
+        seed: The seed of mask sources without a seed of their own.
+        steps_per_epoch: The number of optimizer steps per epoch, for policies that count epochs.
+        scaler: The ``GradScaler``, if there is one and a policy such as ``Clip`` depends on the loss scale.
         toggle_requires_grad: Turn ``requires_grad`` off for tensors that are frozen as a whole, so that the
-            backward pass skips them. Say False where the whole training step is one compiled function.
+            backward pass skips them. Pass False if the whole training step is one compiled function.
 
     Returns:
-        A context manager that gives the optimizer to step, or the list of them.
+        A context manager that returns the optimizer to train with, or a list of them.
 
     Raises:
         PolicyError: If a pattern matches nothing, policies contradict each other, or one counts epochs
@@ -130,7 +130,7 @@ def training(
 
 
 class _Loop(TrainingPolicies):
-    """The policies of a plain loop: hooks on the model, on gradients and on optimizers call them."""
+    """Runs policies in a plain loop, by hooks on the model, on gradients and on optimizers."""
 
     def __init__(
         self,
@@ -148,10 +148,10 @@ class _Loop(TrainingPolicies):
         self._outer, self._ddp = model, whole if isinstance(whole, DistributedDataParallel) else None
         self.model = model if self._ddp is None else self._ddp.module
         self._owner: dict[Tensor, MaskedOptimizer] = {}
-        # In this update: factors on gradients, and parameters whose whole gradients sources need.
+        # In this update: factors on gradients, and the parameters whose whole gradient a source needs.
         self._scales: Mapping[str, float] = {}
         self._wanted: set[Tensor] = set()
-        # The number of updates before this one, and the optimizers that have taken this one.
+        # The number of updates before this one, and the optimizers that have stepped in this one.
         self._time = 0
         self._stepped: set[MaskedOptimizer] = set()
         self._counts: dict[MaskedOptimizer, int] = {}
@@ -176,11 +176,11 @@ class _Loop(TrainingPolicies):
     # ---- installing and removing
 
     def begin(self, optimizers: Sequence[Any], toggle_requires_grad: bool) -> list[MaskedOptimizer]:
-        """Install all policies; masks are set before the first forward pass."""
+        """Install all policies. Masks are set before the first forward pass."""
         for each in optimizers or [()]:
             if not isinstance(each, torch.optim.Optimizer):
                 raise PolicyError(f"training: needs an optimizer, or a list of them; got {shown(each)}")
-        # A plain optimizer that has loaded what one of these saved keeps it in its param groups.
+        # A plain optimizer that has loaded a state with masks keeps it in its param groups.
         loaded = [each.state_dict() if STATE in each.param_groups[0] else None for each in optimizers]
         wrapped = [wrapper_of(each) or as_masked(each) for each in optimizers]
         if not _TRAINING.isdisjoint(wrapped):
@@ -190,9 +190,9 @@ class _Loop(TrainingPolicies):
             )
         self._install_flow(self.model)
         for each in wrapped:
-            # Before the hooks of the freezer, which refuses a step without masks.
+            # Before the hooks of the freezer, which raises an error for a step without masks.
             self._hooks.append(each.register_step_pre_hook(self._before_step))
-        # Before DistributedDataParallel is made, all that trains must require a gradient.
+        # Everything that trains must require a gradient before DistributedDataParallel is created.
         alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
         toggles = toggle_requires_grad and (alone or self._ddp is not None) and len(wrapped) == 1
         self._install_freeze(self.model, wrapped, toggle_requires_grad=toggles)
@@ -217,7 +217,7 @@ class _Loop(TrainingPolicies):
         return wrapped
 
     def end(self, *, quiet: bool) -> None:
-        """Take all policies off."""
+        """Remove all policies."""
         self._remove(quiet=quiet)
         _TRAINING.difference_update(self.masked_optimizers)
         held = set(self.freezer.parameters.values()) if self.freezer is not None else set()
@@ -228,7 +228,7 @@ class _Loop(TrainingPolicies):
         return named_parameters(self.model)
 
     def _hook_forward(self) -> None:
-        # A copy of the model has this too, and shall not copy the loop.
+        # A copy of the model has this attribute too, but must not copy the loop.
         def before_forward(module: nn.Module, *_: Any) -> None:
             if module is self._outer and not torch.compiler.is_compiling() and torch.is_grad_enabled():
                 self._before_forward()
@@ -236,7 +236,7 @@ class _Loop(TrainingPolicies):
         self._hooks.append(self._outer.register_forward_pre_hook(before_forward))
 
     def _hook_gradients(self) -> None:
-        """Register hooks on the parameters of freeze policies, also on those that joined later."""
+        """Register hooks on the parameters of freeze policies, including ones that were added later."""
         assert self.freezer is not None
         for name, parameter in self.freezer.parameters.items():
             if parameter not in self._owner and parameter.requires_grad:
@@ -264,11 +264,11 @@ class _Loop(TrainingPolicies):
         """Set the masks of an update.
 
         Args:
-            over: True if the previous update is over; else this one continues, with masks that were loaded.
+            over: True if the previous update is over, False if this one continues with loaded masks.
             late: True if the backward pass is running or over.
         """
         if late and self.freezer is not None:
-            # Masks come too late for this forward pass: a tensor that thaws may get no gradient.
+            # It is too late to set masks for this forward pass: a tensor that thaws may get no gradient.
             held = self.freezer.parameters.values()
             if any(is_turned_off(p) or has_row_gradient(p) for p in held):
                 self._warn(
@@ -281,7 +281,7 @@ class _Loop(TrainingPolicies):
             self._time = max(each.effective_steps for each in self.masked_optimizers)
             self._stepped.clear()
         if self._buffers is not None and not late:
-            # Loading the model, within the block, has changed them.
+            # They were changed by loading the model within the block.
             self._buffers = (self.model, copy_buffers(self.model))
         self._has_loaded = False
         self._begin_update(self._time, self._epoch)
@@ -297,7 +297,7 @@ class _Loop(TrainingPolicies):
 
     @torch.compiler.disable
     def _take_gradient(self, name: str, gradient: Tensor) -> Tensor | None:
-        """Take what a backward pass adds to a gradient."""
+        """Process the gradient that a backward pass has accumulated."""
         assert self.freezer is not None
         self._begin_if_over(late=True)
         self.freezer.note_gradient(name, gradient)
@@ -306,7 +306,7 @@ class _Loop(TrainingPolicies):
 
     @torch.compiler.disable
     def _mask_gradient(self, parameter: Tensor) -> None:
-        """Remove frozen entries from a gradient, unless new masks may be set before the step."""
+        """Zero the frozen entries of a gradient, unless new masks may be set before the step."""
         if parameter not in self._wanted and not self._stepped:
             self._owner[parameter].mask_gradient(parameter)
 
@@ -333,10 +333,10 @@ class _Loop(TrainingPolicies):
         return arguments[:1], {"closure": observed}
 
     def _check_scaler(self) -> None:
-        """Check, before the first update, that a loss scale which bounds must follow is known.
+        """Check, before the first update, that the loss scale is known if a policy needs it.
 
         Raises:
-            PolicyError: If a loss scaler takes this step that was not given to the loop.
+            PolicyError: If a loss scaler makes this step that was not passed to the loop.
         """
         bounded = [
             name
@@ -351,7 +351,7 @@ class _Loop(TrainingPolicies):
             )
 
     def _observe(self, optimizer: Any) -> None:
-        """Show sources the gradients, without the loss scale, which a fused optimizer removes in its step."""
+        """Pass gradients to sources, divided by the loss scale if a fused optimizer does so in its step."""
         if self.freezer is None or optimizer.is_probed:
             return
         if self._wanted and getattr(optimizer, "grad_scale", None) is not None:
@@ -365,11 +365,11 @@ class _Loop(TrainingPolicies):
     def _finish_step(self, optimizer: MaskedOptimizer, *_: Any) -> None:
         super()._finish_step()
         if optimizer.effective_steps == self._counts[optimizer]:
-            return  # mixed precision has skipped it
+            return  # skipped by mixed precision
         self._stepped.add(optimizer)
         self._check_operations_met("fit", thaws=any(not p.requires_grad for p in self.model.parameters()))
         if self.installed is not None and len(self._stepped) == len(self.masked_optimizers):
-            # The hook does not run where the next forward pass is compiled.
+            # The hook does not run if the next forward pass is compiled.
             updates = max(each.effective_steps for each in self.masked_optimizers)
             epoch = 0 if self.steps_per_epoch is None else updates // self.steps_per_epoch
             self.installed.update(step=updates, epoch=epoch)
@@ -399,7 +399,7 @@ class _Loop(TrainingPolicies):
         self._time = state.get("time", self._time)
         (self._stepped.add if state.get("stepped", True) else self._stepped.discard)(optimizer)
         if self.freezer is not None:
-            # Loading has replaced the masks that it set.
+            # Loading has replaced the masks that were set.
             self.freezer.set_anew()
         if "freezer" in state:
             self._apply_restored(state)

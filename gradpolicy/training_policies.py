@@ -1,6 +1,6 @@
-"""Installs policies for a training run, updates, measures and removes them, under any library.
+"""Installs, updates, measures and removes policies in a training run, independently of the training library.
 
-Three classes call it at the right moments: :class:`~gradpolicy.GradientPolicies` under Lightning,
+It is called by :class:`~gradpolicy.GradientPolicies` under Lightning,
 ``gradpolicy.integrations.transformers.GradientPoliciesCallback`` under Hugging Face's Trainer, and
 :func:`gradpolicy.training` in a plain loop.
 """
@@ -43,17 +43,17 @@ STATE = "gradient_policies"
 
 
 class TrainingPolicies:
-    """Installs policies on a model and its optimizers, prepares each update, and takes them off again.
+    """Installs policies on a model and its optimizers, prepares each update, and removes them.
 
     Args:
         policies: The policies by name. Those that are None (``null`` in YAML) are left out.
-        seed: Seeds the mask sources that have no seed of their own.
-        log: Log what the policies do.
-        agreement_every: On many processes: the number of updates after which the ranks compare checksums of
-            masks, ages and weights; None never compares.
+        seed: The seed of mask sources without a seed of their own.
+        log: Log measurements of the policies.
+        agreement_every: With several processes, the number of updates between comparisons of the checksums of
+            masks, ages and weights; None for no comparisons.
 
     Raises:
-        PolicyError: If an entry is no policy.
+        PolicyError: If an entry is not a policy.
     """
 
     def __init__(
@@ -85,24 +85,24 @@ class TrainingPolicies:
         self.sinks: list[Callable[[str, int, Measured], None]] = []
         self._measurements: Measurements | None = None
         self._hooks: list[RemovableHandle] = []
-        # The number of updates when the policies were last updated; a window of accumulated batches, or a
-        # step that fp16 skipped, leaves it as it is.
+        # The number of updates when the policies were last updated. It does not change within a window of
+        # accumulated batches, or after a step that fp16 skipped.
         self._updates_seen = -1
         self._checked_phases: set[str] = set()
         self._warned_of_unmet = False
         # The model, and copies of its buffers, from the first update until its step is taken.
         self._buffers: tuple[nn.Module, dict[str, Tensor]] | None = None
-        # Lines of warnings that a plan of the run has shown already.
+        # Warnings that the plan of the run has already shown.
         self.shown_warnings: frozenset[str] = frozenset()
 
     @property
     def flow_policies(self) -> dict[str, FlowPolicy]:
-        """The policies that change the gradient that flows back."""
+        """The flow policies."""
         return {name: policy for name, policy in self.policies.items() if isinstance(policy, FlowPolicy)}
 
     @property
     def freeze_policies(self) -> dict[str, Freeze]:
-        """The policies that choose which entries train."""
+        """The freeze policies."""
         return {name: policy for name, policy in self.policies.items() if isinstance(policy, Freeze)}
 
     @property
@@ -130,7 +130,7 @@ class TrainingPolicies:
         *,
         toggle_requires_grad: bool = True,
     ) -> list[torch.optim.Optimizer]:
-        """Wrap the optimizers that hold what a freeze policy or rates match, and return all to train with."""
+        """Wrap the optimizers of parameters of freeze policies and `Rates`; return all optimizers to train with."""
         if not self.optimizer_policies:
             return list(optimizers)
         wrapped = self._wrap(model, optimizers)
@@ -156,7 +156,7 @@ class TrainingPolicies:
         return wrapped
 
     def _hook_steps(self) -> None:
-        # Right after the update, before others save or average the weights or compute a loss with them.
+        # Right after the update, before other code saves, averages or uses the weights.
         for optimizer in self.masked_optimizers:
             self._hooks.append(optimizer.register_step_post_hook(self._finish_step))
         self._hooks.append(register_optimizer_step_pre_hook(self._refuse_other_step))
@@ -164,7 +164,7 @@ class TrainingPolicies:
     def _follow_optimizers(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     ) -> Sequence[torch.optim.Optimizer]:
-        """Return the optimizers to train with, wrapped if they were replaced during the training."""
+        """Return the optimizers to train with; optimizers that were replaced during training are wrapped."""
         masked = [each for each in optimizers if isinstance(each, MaskedOptimizer)]
         if self.freezer is None or masked == self.masked_optimizers:
             return optimizers
@@ -181,10 +181,10 @@ class TrainingPolicies:
         return wrapped
 
     def _refuse_other_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Refuse, before a step of any optimizer, one that would update masked parameters without masks.
+        """Check, before a step of any optimizer, that it does not update masked parameters without masks.
 
         Raises:
-            PolicyError: If the optimizer is such a one.
+            PolicyError: If it does.
         """
         if any(optimizer is each or each.steps_inner for each in self.masked_optimizers):
             return
@@ -193,8 +193,8 @@ class TrainingPolicies:
         if held:
             raise PolicyError(
                 f"{type(optimizer).__name__}.step would update {shortened(held)} past the policies: call "
-                "step() of the optimizer that was wrapped for them (gradpolicy.training gives it), and make "
-                "no other one for these parameters while they train"
+                "step() of the optimizer that was wrapped for them (gradpolicy.training returns it), and do "
+                "not create another one for these parameters while they train"
             )
 
     def _held_parameters(self) -> Mapping[str, Tensor]:
@@ -215,7 +215,7 @@ class TrainingPolicies:
     def _join_ranks(
         self, model: nn.Module, wrapped: nn.Module | None, communication: ActiveEntries | None = None
     ) -> None:
-        """Prepare the work of many processes; ``wrapped`` is the model within DistributedDataParallel."""
+        """Prepare training with several processes; ``wrapped`` is the DistributedDataParallel module."""
         self.ranks = Ranks(
             wrapped,
             once_each(named_parameters(model)),
@@ -230,7 +230,7 @@ class TrainingPolicies:
             self._warn_of_changed_buffers(self.freezer)
 
     def _warn_of_changed_buffers(self, freezer: Freezer) -> None:
-        """Warn, after the first step, of buffers that changed although their layer's parameters freeze."""
+        """Warn, after the first step, of buffers that changed in layers with frozen parameters."""
         if self._buffers is None:
             return
         (model, before), self._buffers = self._buffers, None
@@ -280,14 +280,14 @@ class TrainingPolicies:
         return self.freezer.wanted_gradients() if self.freezer is not None else set()
 
     def _check_operations_met(self, phase: str, *, thaws: bool) -> None:
-        """Check, after the first batch of a phase, that the operations that policies name were executed.
+        """Check, after the first batch of a phase, that the operations of policies were executed.
 
         Args:
             phase: The phase.
             thaws: True if parameters that are frozen in this batch may train in later ones.
 
         Raises:
-            PolicyError: If a policy acted at no operation. If it acted only at some, that is a warning.
+            PolicyError: If none of a policy's operations was. If only some were, a warning is given.
         """
         if self.installed is None or phase in self._checked_phases:
             return
@@ -305,7 +305,7 @@ class TrainingPolicies:
                     self._warned_of_unmet = True
 
     def _check_cuts(self) -> None:
-        """Check that no policy cut the loss off from all parameters, of which torch's error is less clear.
+        """Check that no policy cuts the loss off from all parameters; torch's own error is less clear.
 
         Raises:
             PolicyError: If there is such a policy.
@@ -316,14 +316,14 @@ class TrainingPolicies:
     # ---- measurements
 
     def _start_measuring(self, state: Mapping[str, Any] | None = None) -> Measurements:
-        """Prepare measurements, from what a checkpoint has of them."""
+        """Prepare measurements, with the counts of a checkpoint."""
         if self._measurements is None:
             self._measurements = Measurements(self.freezer, self.installed)
             self._measurements.load_state(state or {})
         return self._measurements
 
     def _measure(self, phase: str, updates: int) -> Measured:
-        """Return what the policies did in the last update, or in an evaluation, and hand it to the sinks."""
+        """Return the measurements of the last update or evaluation, and pass them to the sinks."""
         measured = self._start_measuring().measure(phase)
         measured = {name: each for name, each in measured.items() if _acts_in(self.policies[name], phase)}
         for sink in self.sinks:
@@ -349,13 +349,13 @@ class TrainingPolicies:
             self.freezer.load_state_dict(state["freezer"])
 
     def _add_former_steps(self, steps: int) -> None:
-        """Count the steps that were taken without masks, in a former fit or before a checkpoint."""
+        """Count the steps that were taken without masks, in an earlier fit or before a checkpoint."""
         for optimizer in self.masked_optimizers:
             if not optimizer.effective_steps:
                 optimizer.effective_steps = steps
 
     def _warn_of(self, lines: Iterable[str]) -> None:
-        """Give warnings, but for those that a plan has shown."""
+        """Give warnings, except those that the plan has shown."""
         for line in lines:
             if line not in self.shown_warnings:
                 self._warn(f"policy {line}")
@@ -367,7 +367,7 @@ class TrainingPolicies:
 
 
 def calling(kind: type[Kind]) -> Kind | None:
-    """Return the nearest object of a class whose method is running, where none is passed on.
+    """Return the object of a class whose method is running, from the nearest caller.
 
     Args:
         kind: The class, such as ``torch.amp.GradScaler`` during ``optimizer.step()``.
@@ -399,7 +399,7 @@ def _masked_if_needed(optimizer: torch.optim.Optimizer, wanted: set[int]) -> tor
     present = wrapper_of(optimizer)
     if present is None:
         return as_masked(optimizer)
-    # The same optimizer was used in a former fit. Those masks no longer hold.
+    # The optimizer was used in an earlier fit, whose masks are no longer valid.
     present.set_masks(dict.fromkeys(optimized))
     present.effective_steps = 0
     return present

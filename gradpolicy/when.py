@@ -1,4 +1,4 @@
-"""When a policy holds: in which phases, from which step or epoch, how often."""
+"""Times: when a policy is active, and when masks may change."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ class Window:
     unit: str = "step"
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
-        """Name the nearest arguments for an unknown one."""
+        """Check the names of the arguments."""
         refuse_unknown_arguments(cls, named)
         return super().__new__(cls)
 
     def check(self, key: str) -> None:
-        """Check the values, and name a wrong one as an argument of ``key``.
+        """Check the values; an error names the argument of ``key``.
 
         Raises:
             PolicyError: For an unknown unit or an impossible range.
@@ -48,12 +48,12 @@ class Window:
         return step if self.unit == "step" else epoch
 
     def contains(self, step: int, epoch: int) -> bool:
-        """Return True if the window is open now."""
+        """Return True if the current count is in the window."""
         count = self.count(step, epoch)
         return self.start <= count and (self.stop is None or count < self.stop)
 
     def overlaps(self, other: "Window") -> bool:
-        """Return True if some count is in both windows; those of different units are taken to overlap."""
+        """Return True if a count is in both windows; windows of different units are assumed to overlap."""
         if self.unit != other.unit:
             return True
         return (self.stop is None or other.start < self.stop) and (
@@ -63,19 +63,19 @@ class Window:
 
 @dataclass(frozen=True)
 class Timetable(Window):
-    """The counts at which something may change: ``start``, ``start + every``, … below ``stop``.
+    """The counts at which masks may change: ``start``, ``start + every``, … below ``stop``.
 
     Args:
-        start: The first of them.
-        stop: The count from which there are no more; None for never.
+        start: The first count.
+        stop: The end, which is excluded; None for no end.
         unit: ``"step"`` or ``"epoch"``.
-        every: How many counts lie between two of them; None: there is only the first.
+        every: The number of steps or epochs between two counts; None: only the first one.
     """
 
     every: int | None = None
 
     def check(self, key: str) -> None:
-        """Check the values, and name a wrong one as an argument of ``key``.
+        """Check the values; an error names the argument of ``key``.
 
         Raises:
             PolicyError: For an unknown unit or an impossible range.
@@ -85,14 +85,14 @@ class Timetable(Window):
             check_whole(f"{key}.every", self.every, least=1)
 
     def due(self, step: int, epoch: int) -> bool:
-        """Return True if now is one of the counts."""
+        """Return True if the current step or epoch is one of the counts."""
         if not self.contains(step, epoch):
             return False
         passed = self.count(step, epoch) - self.start
         return passed == 0 if self.every is None else passed % self.every == 0
 
     def period(self, step: int, epoch: int) -> int:
-        """Return how many of the counts have passed since the first; −1 before it."""
+        """Return the number of counts since the first one; −1 before it."""
         count = self.count(step, epoch)
         if count < self.start:
             return -1
@@ -101,7 +101,7 @@ class Timetable(Window):
         return 0 if self.every is None else (count - self.start) // self.every
 
     def begins(self, period: int) -> int:
-        """Return the count at which a period begins."""
+        """Return the count at which a period starts."""
         return self.start + max(period, 0) * (self.every or 0)
 
     def next(self, count: int) -> int | None:
@@ -116,17 +116,17 @@ class Timetable(Window):
 
 @dataclass(frozen=True, init=False)
 class When(Window):
-    """The times at which a policy holds.
+    """The times at which a policy is active.
 
-    A policy holds at count ``n`` (of effective optimizer steps, or of epochs) where
-    ``start <= n < stop`` and ``(n - start) % stride == 0``, in the phases named. Outside ``fit``
-    only the phase counts, since no optimizer step is taken there.
+    A policy is active at count ``n`` (of effective optimizer steps, or of epochs) if
+    ``start <= n < stop`` and ``(n - start) % stride == 0``, in the given phases. Outside ``fit``
+    only the phase matters, since there are no optimizer steps.
 
     Args:
         phases: One or several of ``fit``, ``validate``, ``test``, ``predict``.
         start: First step or epoch, from 0.
         stop: The step or epoch at which the policy ends; None for never.
-        stride: Holds at each ``stride``-th step or epoch only.
+        stride: Active only at every ``stride``-th step or epoch.
         unit: ``"step"`` (effective optimizer steps) or ``"epoch"``.
 
     Raises:
@@ -162,7 +162,7 @@ class When(Window):
         check_whole("when.stride", stride, least=1)
 
     def active(self, *, phase: str = "fit", step: int = 0, epoch: int = 0) -> bool:
-        """Return True if a policy holds now.
+        """Return True if the policy is active.
 
         Args:
             phase: The phase that runs.

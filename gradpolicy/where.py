@@ -1,4 +1,4 @@
-"""WHERE a policy acts: globs on module and parameter names, and module classes."""
+"""Where a policy acts: globs on module and parameter names, and module classes."""
 
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -12,30 +12,30 @@ from gradpolicy.imports import allowed_packages, import_by_name, is_limited, lie
 ModulePattern = str | type[nn.Module]
 Named = TypeVar("Named", bound=Tensor)
 
-# The sides of a module, where a policy may act at it, and the operations that step.
+# The places at a module where a policy may act, and the operations that are step functions.
 BOUNDARIES = ("input", "output")
 PLACES = (*BOUNDARIES, "through")
 STEP_OPERATIONS = ("round", "floor", "ceil", "trunc", "sign", "heaviside")
 
-# Names that wrappers put into a module's own; a pattern is written without them.
+# Names that wrappers add to those of modules; patterns are written without them.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def plain_name(name: str) -> str:
-    """Return a qualified name without what ``torch.compile``, checkpointing or FSDP put into it.
+    """Return a qualified name without the parts that ``torch.compile``, checkpointing or FSDP add.
 
     Example:
         >>> plain_name("encoder._orig_mod.0.weight")
         'encoder.0.weight'
     """
-    # All of them hold this; asking first makes ten thousand plain names cheap.
+    # All of them contain this; checking it first makes ten thousand plain names cheap.
     if "_mod" not in name:
         return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def as_patterns(patterns: object) -> tuple:
-    """Make a tuple of one pattern or of several; None becomes an empty tuple."""
+    """Return one pattern or several as a tuple; an empty tuple for None."""
     if patterns is None:
         return ()
     if isinstance(patterns, str) or not isinstance(patterns, Iterable):
@@ -47,13 +47,13 @@ def match_names(patterns: str | Iterable[str], names: Iterable[str], kind: str) 
     """Select the names that the patterns match, in the order of the names.
 
     Args:
-        patterns: Globs (``*`` also crosses dots); one with a leading ``!`` takes away what it matches.
-            Only such patterns mean: all names but these.
-        names: The names to choose from.
+        patterns: Globs (``*`` also matches dots). A leading ``!`` excludes names. If all patterns exclude,
+            all other names are selected.
+        names: The names to select from.
         kind: What the names are, for the message: ``"module"`` or ``"parameter"``.
 
     Raises:
-        PolicyError: If a pattern matches nothing (it names the nearest names), or nothing is left.
+        PolicyError: If a pattern matches nothing (with the nearest names), or nothing is left.
 
     Example:
         >>> names = ["trunk.0.weight", "trunk.1.weight", "head.weight"]
@@ -82,28 +82,28 @@ def match_names(patterns: str | Iterable[str], names: Iterable[str], kind: str) 
 
 
 def no_match(pattern: str, names: Iterable[str], kind: str) -> PolicyError:
-    """Build the error for a pattern that matches nothing, with the nearest names."""
+    """Return the error for a pattern that matches nothing, with the nearest names."""
     stem = pattern.rstrip("*").rstrip(".")
-    # A module is a place, but no parameter: those below it are meant.
+    # The name of a module is not a parameter; suggest the parameters below it.
     candidates = _with_parents(names, ".*" if kind == "parameter" else "")
     return PolicyError(f"{kind} pattern {shown(pattern)} matches nothing; {nearest(stem, candidates)}")
 
 
 def _nothing_left(written: Iterable[object], kind: str) -> PolicyError:
-    return PolicyError(f"{kind}s {shown(list(written))}: the '!' patterns take away everything that matched")
+    return PolicyError(f"{kind}s {shown(list(written))}: the '!' patterns exclude everything that matched")
 
 
 def match_modules(
     model: nn.Module, patterns: ModulePattern | Iterable[ModulePattern]
 ) -> dict[str, nn.Module]:
-    """Find the modules that globs on qualified names, or module classes, match.
+    """Return the modules that globs on qualified names, or module classes, match.
 
     The model itself has the name ``""`` and is matched by ``"*"``. A dotted path to a class
     (``"torch.nn.ReLU"``), as YAML writes it, means the class.
 
     Args:
         model: The model.
-        patterns: Globs, classes or paths to classes; with a leading ``!`` a glob or path takes away.
+        patterns: Globs, classes or paths to classes; a glob or path with a leading ``!`` excludes.
 
     Raises:
         PolicyError: If a pattern matches nothing.
@@ -126,7 +126,7 @@ def match_modules(
 
 
 def match_parameters(model: nn.Module, patterns: str | Iterable[str]) -> dict[str, nn.Parameter]:
-    """Find the parameters that globs match, as :func:`pick` does.
+    """Return the parameters that globs match, as :func:`pick` does.
 
     Raises:
         PolicyError: If a pattern matches nothing.
@@ -135,18 +135,18 @@ def match_parameters(model: nn.Module, patterns: str | Iterable[str]) -> dict[st
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return all parameters by plain name; a shared one under each of its names."""
+    """Return all parameters by plain name; a shared parameter under each of its names."""
     return {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def once_each(named: Mapping[str, Named]) -> dict[str, Named]:
-    """Return the tensors by name, a shared one under its first name only."""
+    """Return the tensors by name; a shared tensor under its first name only."""
     first: dict[int, str] = {}
     return {name: tensor for name, tensor in named.items() if first.setdefault(id(tensor), name) == name}
 
 
 def pick(named: Mapping[str, Named], patterns: str | Iterable[str]) -> dict[str, Named]:
-    """Select the tensors whose names the globs match; a shared one by any of its names.
+    """Select the tensors whose names the globs match; a shared tensor by any of its names.
 
     Returns:
         The tensors in their order, a shared one under its first name.
@@ -167,7 +167,7 @@ def pick(named: Mapping[str, Named], patterns: str | Iterable[str]) -> dict[str,
 def pick_each(
     named: Mapping[str, Named], params: Mapping[str, str | Iterable[str]]
 ) -> dict[str, dict[str, Named]]:
-    """Select what each policy on parameters matches, as :func:`pick` does.
+    """Select the tensors that each policy on parameters matches, as :func:`pick` does.
 
     Args:
         named: The tensors by name.
@@ -184,7 +184,7 @@ def pick_each(
 
 
 def match_any(patterns: str | Iterable[str] | None, names: Iterable[str], kind: str) -> set[str]:
-    """Return the names that patterns match, as :func:`match_names` does; none where there is no pattern."""
+    """Return the names that patterns match, as :func:`match_names` does; none without patterns."""
     written = as_patterns(patterns)
     return set(match_names(written, names, kind)) if written else set()
 
@@ -215,7 +215,7 @@ def _match_modules(pattern: ModulePattern, modules: Mapping[str, nn.Module]) -> 
 
 
 def _class_at(path: str) -> type[nn.Module] | None:
-    """Return the module class at a dotted path, or None where there is none."""
+    """Return the module class at a dotted path; None if there is none."""
     if "." not in path or any(sign in path for sign in "*?["):
         return None
     try:
@@ -226,7 +226,7 @@ def _class_at(path: str) -> type[nn.Module] | None:
 
 
 def _with_parents(names: Iterable[str], below: str) -> set[str]:
-    """Return every name and the names of the modules above it, these with ``below`` at their end."""
+    """Return every name, and the names of the modules above it with ``below`` appended."""
     names = set(names)
     parents = {".".join(name.split(".")[:end]) for name in names for end in range(1, name.count(".") + 1)}
     return names | {parent + below for parent in parents}

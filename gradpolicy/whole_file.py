@@ -1,4 +1,4 @@
-"""Writes files whole or not at all, also if the process or machine dies."""
+"""Writes files completely or not at all, even if the process or machine dies."""
 
 import os
 from collections.abc import Iterator
@@ -9,14 +9,14 @@ from typing import IO, Any
 
 @contextmanager
 def written_whole(path: Path, mode: str = "w", **options: Any) -> Iterator[IO[Any]]:
-    """Open a file for writing that replaces the file at `path` once the block has ended without an error.
+    """Open a file for writing that replaces the file at `path` when the block ends without an error.
 
-    Until then the former content stays. The new content is written to the disk before it gets the name.
+    Until then the old content stays. The new content is synced to the disk before the file is renamed.
 
     Args:
         path: The file; its directory must exist.
-        mode: ``"w"`` or ``"wb"``; a file that can be read too by a plus.
-        **options: As those of ``open``.
+        mode: ``"w"`` or ``"wb"``, with a plus to allow reading.
+        **options: As for ``open``.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -38,7 +38,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Write a folder's list of names to the disk, so that it survives a power cut."""
+    """Sync a directory to the disk, so that renamed files survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""The backward rules, one small file a family.
+"""The backward rules, one file per family.
 
-Every file of this package registers its rules when it is imported, and every file is imported here:
-a new family is one new file, nothing else touched.
+Every file registers its rules when it is imported, and this module imports every file, so a new family needs
+only a new file.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Rules that bound or set the size of the gradient."""
+"""Rules that clip or normalise the gradient."""
 
 from typing import Any
 
@@ -25,10 +25,10 @@ def clip_value(
         grad: Gradient at the output.
         inputs: The operation's inputs; the first that can have a gradient gets it.
         output: The operation's output.
-        value: The largest size of an entry, above 0.
-        loss_scale: What the loss was multiplied by (fp16 training); the bound is multiplied by it too.
+        value: The largest absolute value of an entry, above 0.
+        loss_scale: The factor of the loss in fp16 training; the bound is multiplied by it too.
 
-    Source: Mikolov 2012 (clipping in recurrent networks); element-wise here, at a place in the graph.
+    Source: Mikolov 2012 (clipping in recurrent networks); element-wise here, at one place in the graph.
 
     Example:
         >>> import gradpolicy as gp
@@ -54,7 +54,7 @@ def clip_norm(
     per_sample: bool = False,
     loss_scale: Number = 1.0,
 ) -> Any:
-    """Scale the gradient down to a Euclidean norm where it is larger; its direction stays.
+    """Scale the gradient down to a Euclidean norm if its norm is larger; its direction does not change.
 
     ====================== =====================================================
     forward                backward
@@ -62,15 +62,15 @@ def clip_norm(
     ``y = f(x)``           ``grad_x = grad_y · min(1, norm / ‖grad_y‖₂)``
     ====================== =====================================================
 
-    A gradient that is not finite passes as it is, so that fp16 training still sees it and skips the step.
+    A gradient that is not finite passes unchanged, so that fp16 training detects it and skips the step.
 
     Args:
         grad: Gradient at the output.
         inputs: The operation's inputs; the first that can have a gradient gets it.
         output: The operation's output.
-        norm: The largest length, above 0.
-        per_sample: Takes the length of each entry of the first dimension by itself.
-        loss_scale: What the loss was multiplied by (fp16 training); the bound is multiplied by it too.
+        norm: The largest norm, above 0.
+        per_sample: Clip each index of the first dimension separately.
+        loss_scale: The factor of the loss in fp16 training; the bound is multiplied by it too.
 
     Source: Pascanu, Mikolov, Bengio 2013, arXiv:1211.5063.
 
@@ -95,7 +95,7 @@ def normalize(
     per_sample: bool = False,
     loss_scale: Number = 1.0,
 ) -> Any:
-    """Scale the gradient to a Euclidean norm; its direction stays.
+    """Scale the gradient to a Euclidean norm; its direction does not change.
 
     ====================== =====================================================
     forward                backward
@@ -103,17 +103,18 @@ def normalize(
     ``y = f(x)``           ``grad_x = norm · grad_y / ‖grad_y‖₂``, and 0 for 0
     ====================== =====================================================
 
-    A gradient that is not finite passes as it is, so that fp16 training still sees it and skips the step.
+    A gradient that is not finite passes unchanged, so that fp16 training detects it and skips the step.
 
     Args:
         grad: Gradient at the output.
         inputs: The operation's inputs; the first that can have a gradient gets it.
         output: The operation's output.
-        norm: The length, above 0.
-        per_sample: Gives each entry of the first dimension that length by itself.
-        loss_scale: What the loss was multiplied by (fp16 training); the length is multiplied by it too.
+        norm: The norm, above 0.
+        per_sample: Normalise each index of the first dimension separately.
+        loss_scale: The factor of the loss in fp16 training; the norm is multiplied by it too.
 
-    Source: Yu et al. 2017 (block-normalized gradient method), arXiv:1707.04822; at a place in the graph here.
+    Source: Yu et al. 2017 (block-normalized gradient method), arXiv:1707.04822; here at one place
+    in the graph.
 
     Example:
         >>> import gradpolicy as gp

@@ -20,7 +20,7 @@ class Derivative:
 
     Args:
         function: f, tensors to one tensor.
-        name: What messages call it, such as ``"operation 'tanh'"``.
+        name: Its name in messages, such as ``"operation 'tanh'"``.
     """
 
     def __init__(self, function: Callable[..., Tensor], name: str) -> None:
@@ -30,7 +30,7 @@ class Derivative:
     def __call__(
         self, grad: Tensor, inputs: Inputs, output: Tensor, **parameters: Any
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the inputs; the parameters are f's keyword arguments.
+        """Return the gradients of the inputs, for these keyword arguments of f.
 
         Raises:
             PolicyError: If f takes none of the inputs, or its value has another shape than ``grad``.
@@ -76,7 +76,7 @@ class OperationDerivative(Derivative):
 
     Args:
         function: The other operation.
-        name: What messages call it.
+        name: Its name in messages.
         settings: The names of its parameters.
     """
 
@@ -147,7 +147,7 @@ def _imported(path: str) -> Any:
 
 
 def _computes_on_tensors(found: Any) -> bool:
-    """Return True if something is one of torch's functions of tensors: those that subclasses may override."""
+    """Return True if the object is a torch function of tensors, that is one that subclasses may override."""
     return any(found is function for function in get_testing_overrides())
 
 

@@ -1,4 +1,4 @@
-"""A rule for choices: the gradient follows the condition."""
+"""A rule that passes the gradient where a condition is true."""
 
 import torch
 from torch import Tensor
@@ -9,13 +9,13 @@ from gradpolicy.rules.registry import Inputs, rule
 
 @rule("gate")
 def gate(grad: Tensor, inputs: Inputs, output: Tensor) -> tuple[Tensor | None, ...] | Tensor:
-    r"""Pass the gradient only where a condition held, and exact zeros for the rest, gradients not finite too.
+    r"""Pass the gradient where a condition is true, and exact zeros elsewhere, even for infinite gradients.
 
     ================================== ==============================================================
     forward                            backward
     ================================== ==============================================================
-    ``y = f(condition, a, b)``         ``grad_a = grad_y`` where the condition held, else 0;
-    \                                  ``grad_b = 0`` where the condition held, else ``grad_y``
+    ``y = f(condition, a, b)``         ``grad_a = grad_y`` where the condition is true, else 0;
+    \                                  ``grad_b = 0`` where the condition is true, else ``grad_y``
     ``y = f(x)``                       ``grad_x = grad_y`` where ``y ≠ 0``, else 0
     ================================== ==============================================================
 
@@ -24,8 +24,8 @@ def gate(grad: Tensor, inputs: Inputs, output: Tensor) -> tuple[Tensor | None, .
     Args:
         grad: Gradient at the output.
         inputs: One boolean tensor, the condition, and one or two floating-point tensors, in any order: the
-            first is what is chosen where the condition holds, the second where not. Or a floating-point
-            tensor alone: what came out as 0 counts as shut.
+            first is chosen where the condition is true, the second where it is false. Or a floating-point
+            tensor alone: the condition is then that the output is not 0.
         output: The operation's output.
 
     Raises:

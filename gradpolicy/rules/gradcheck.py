@@ -1,4 +1,4 @@
-"""Every outcome of a random operation, with its probability, for ``gradcheck_rule``."""
+"""Enumerations of the outcomes of random operations, for ``gradcheck_rule``."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator

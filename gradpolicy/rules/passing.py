@@ -1,4 +1,4 @@
-"""Rules that pass the gradient on, stop it, multiply it, or add noise."""
+"""Rules that pass, stop, scale or reverse the gradient, or add noise to it."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from gradpolicy.rules.routing import Number, on_device_of, to_first, zeros_for
 
 @rule("stop", reads=())
 def stop(grad: Tensor, inputs: Inputs, output: Tensor) -> Any:
-    """Stop the gradient: every input gets exact zeros, also where the incoming gradient is not finite.
+    """Stop the gradient: every input gets exact zeros, even if the incoming gradient is not finite.
 
     ====================== ====================
     forward                backward
@@ -126,8 +126,8 @@ def noise(grad: Tensor, inputs: Inputs, output: Tensor, *, std: Number, loss_sca
         grad: Gradient at the output.
         inputs: The operation's inputs; the first that can have a gradient gets it.
         output: The operation's output.
-        std: The standard deviation; may be a schedule, such as one that falls with the step.
-        loss_scale: What the loss was multiplied by (fp16 training); the noise is multiplied by it too.
+        std: The standard deviation; may be a schedule.
+        loss_scale: The factor of the loss in fp16 training; the noise is multiplied by it too.
 
     Source: Neelakantan et al. 2015 (gradient noise for very deep networks), arXiv:1511.06807.
 
@@ -151,6 +151,6 @@ def _times(factor: Number, grad: Tensor) -> Tensor:
     multiplier: Tensor = on_device_of(factor, grad)
     product = (grad * multiplier).to(grad.dtype)
     if multiplier.requires_grad and torch.is_grad_enabled():
-        # A learnt factor has a derivative at 0 too.
+        # A learned factor also has a derivative at 0.
         return product
     return torch.where(multiplier == 0, torch.zeros_like(grad), product)

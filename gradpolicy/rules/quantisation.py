@@ -36,12 +36,12 @@ def lsq(
     Args:
         grad: Gradient at the quantised values.
         inputs: ``(v, s)``, the values and the step (above 0; one for all, or any shape that broadcasts to v,
-            such as one a channel).
+            such as one per channel).
         output: The quantised values.
         bits: b, the width of the grid; at least 2 where signed, else 1.
         signed: True if the grid has negative points.
-        count: How many values share a step, for the gradient's scale; by default all of v. For
-            activations the paper takes the number of features of one sample.
+        count: The number of values per step, for the gradient's scale; by default that of v. For
+            activations the paper uses the number of features of one sample.
 
     Raises:
         PolicyError: Unless there are two inputs, and at least one positive point on the grid.
@@ -164,9 +164,9 @@ def rotation(grad: Tensor, inputs: Inputs, output: Tensor, *, dim: int = -1) -> 
     \                                      ``Rᵀ g = g − 2 r (r·g) + 2 ê (q̂·g)``, ``r = (ê+q̂)/‖ê+q̂‖``
     ====================================== ==========================================================
 
-    The angle between the gradient and q stays what it was, so vectors on either side of a codebook vector get
-    different gradients, where the straight-through gradient is one for all. A vector of length 0 has no
-    direction: its gradient passes as it is.
+    The angle between the gradient and q is preserved, so vectors on either side of a codebook vector get
+    different gradients, while the straight-through gradient is the same for all. A vector of length 0 has no
+    direction: its gradient passes unchanged.
 
     Args:
         grad: Gradient at the quantised vectors.
@@ -203,7 +203,7 @@ def rotation(grad: Tensor, inputs: Inputs, output: Tensor, *, dim: int = -1) -> 
 
 
 def _divide(numerator: Tensor, length: Tensor) -> Tensor:
-    """Divide by a length, where 0 counts as 1."""
+    """Divide by a length; divide by 1 if it is 0."""
     return numerator / torch.where(length > 0, length, 1.0)
 
 

@@ -1,15 +1,16 @@
 """Rules for ReLU and its smooth relatives.
 
-A ReLU's own gradient is gated by its *input*: ``relu'(x) · grad``. These rules gate by the *gradient* too
-(guided), instead (deconv), or neither where a whole sample would get nothing (redirected).
+A ReLU's own gradient is gated by its *input*: ``relu'(x) · grad``. Guided backpropagation also gates by the
+sign of the *gradient*, deconvnet backpropagation only by the gradient. Redirected ReLU passes the gradient
+ungated if a whole sample would get none.
 
-Other rectifiers have no sharp gate, so each idea is taken at its word:
+For other rectifiers, which have no sharp threshold, the rules are generalised as follows:
 
-- *Guided* is "the operation's own gradient, of the positive part of what comes in": ``f'(x) · max(grad, 0)``,
-  with the f' of GELU, SiLU or LeakyReLU. Where f' is negative (GELU below −0.75, SiLU below −1.28) a small
-  negative gradient remains, of at most 0.13 and 0.10 of the incoming one; LeakyReLU passes its negative slope
-  times the positive part.
-- *Deconv* ignores the input altogether, so it is ``max(grad, 0)`` for every one of them.
+- *Guided* is the operation's own gradient of the positive part of the incoming gradient: ``f'(x) · max(grad,
+  0)``, with the f' of GELU, SiLU or LeakyReLU. Where f' is negative (GELU below −0.75, SiLU below −1.28) a
+  small negative gradient remains, of at most 0.13 and 0.10 of the incoming one; LeakyReLU passes its negative
+  slope times the positive part.
+- *Deconv* ignores the input, so it is ``max(grad, 0)`` for every rectifier.
 """
 
 from typing import Any
@@ -23,7 +24,7 @@ from gradpolicy.rules.routing import first_input, to_first
 
 def positive_part(grad: Tensor) -> Tensor:
     """Return ``max(grad, 0)``, the filter of guided backpropagation."""
-    # The same numbers as clamp(min=0), in half its time.
+    # Equal to clamp(min=0), in half the time.
     return torch.relu(grad)
 
 
@@ -38,8 +39,8 @@ def guided_relu(grad: Tensor, inputs: Inputs, output: Tensor) -> Any:
     any other rectifier ``y=f(x)``  ``grad_x = f'(x) · max(grad_y, 0)``
     =============================== ===============================================
 
-    The second line holds where the rule is put on an operation by ``gradient_override`` or a policy.
-    Called by itself the rule is the first line.
+    The second line applies if the rule is used at an operation by ``gradient_override`` or a policy. Called
+    directly, the rule is the first line.
 
     Source: Springenberg, Dosovitskiy, Brox, Riedmiller 2015, arXiv:1412.6806.
 
@@ -81,7 +82,7 @@ def deconv_relu(grad: Tensor, inputs: Inputs, output: Tensor) -> Any:
 
 @rule("redirected_relu")
 def redirected_relu(grad: Tensor, inputs: Inputs, output: Tensor) -> Any:
-    """Pass the gradient around a ReLU that would give a sample no gradient at all: redirected ReLU.
+    """Bypass a ReLU that would block the gradient of a whole sample: redirected ReLU.
 
     =============================== ==================================================================
     forward                         backward
@@ -91,8 +92,8 @@ def redirected_relu(grad: Tensor, inputs: Inputs, output: Tensor) -> Any:
                                     ``grad_x = 0`` where ``x < 0`` and ``grad_y > 0``, else ``grad_y``
     =============================== ==================================================================
 
-    It serves feature visualisation, which starts at images that excite nothing. A descent step on what is
-    left can only raise the inputs that lie below 0. Use it for the first steps only: ``When(stop=16)``.
+    It is for feature visualisation, which starts from images that activate no unit. A descent step along this
+    gradient can only increase inputs below 0. Use it for the first steps only: ``When(stop=16)``.
 
     Source: Olah, Mordvintsev, Schubert 2017, "Feature Visualization", doi:10.23915/distill.00007, and the
     ``redirected_relu_grad`` of its library Lucid.

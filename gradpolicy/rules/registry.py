@@ -1,4 +1,4 @@
-"""Backward rules by name, and the call of an operation that a rule may read."""
+"""The registry of backward rules, and the call of an operation that a rule may read."""
 
 import dis
 import inspect
@@ -24,10 +24,10 @@ class Call:
 
     Args:
         operation: The operation's name, such as ``"softmax"``, whatever the spelling of the call. For
-            :func:`gradpolicy.apply` the name of the forward, across a module that module's, at its input or
-            output ``"input of module 'head'"``.
-        arguments: Everything that the call was given, and the defaults of what it was not, by the name of the
-            parameter. The first tensor of a torch operation is ``"input"``.
+            :func:`gradpolicy.apply` it is the name of the forward, across a module the module's name, and at
+            a module's input or output ``"input of module 'head'"``.
+        arguments: All arguments of the call by parameter name, including defaults. The first tensor of a
+            torch operation is ``"input"``.
     """
 
     operation: str
@@ -36,28 +36,28 @@ class Call:
 
 @dataclass(frozen=True)
 class Rule:
-    """A backward rule: what takes the place of an operation's gradient, or changes it (``own``).
+    """A backward rule, which replaces the gradient of an operation, or modifies it (``own``).
 
-    Called as ``rule(grad, inputs, output)`` it returns the gradient for the operation's input, or a
-    tuple with one an input. It never changes the forward value.
+    ``rule(grad, inputs, output)`` returns the gradient of the operation's input, or a tuple with one gradient
+    per input. It never changes the forward value.
 
     Args:
-        name: The registered name, or the function's own where it is not registered.
+        name: The registered name, or the function's own name if it is not registered.
         function: ``function(grad, inputs, output, **parameters)``; grad and output are tensors,
-            inputs a tuple of tensors. A keyword ``call`` is no parameter: it gets the
-            :class:`~gradpolicy.Call` that the gradient is of.
+            inputs a tuple of tensors. A keyword argument ``call`` is no parameter of the rule: it gets the
+            :class:`~gradpolicy.Call` of the operation.
         parameters: Values of the function's keyword arguments.
-        gradient_filter: ``gradient_filter(grad, **parameters) -> grad``, where the rule is the operation's
-            own gradient of a filtered incoming gradient. It then works for any operation, and needs
-            nothing saved.
-        reads: Which of ``"inputs"`` and ``"output"`` the function reads the values of. What it does not
-            read is not kept for the backward pass: it gets other tensors of the same shape. If None, the
-            function's code decides.
-        own: True if the rule *changes* the operation's own gradients instead of replacing them. The function
-            is then called as ``function(own, inputs, output, **parameters)``; ``own`` is a tuple with the
-            gradient that the operation itself gives each input, None for an input that gets none.
-        each: True if the function changes one gradient, of any tensor, as ``scale`` does. With ``own``
-            it is called for the gradient of each input by itself, with a tensor.
+        gradient_filter: ``gradient_filter(grad, **parameters) -> grad``, if the rule filters the incoming
+            gradient and then applies the operation's own backward. Such a rule works for any operation, and
+            saves no tensors.
+        reads: ``"inputs"``, ``"output"`` or both: the arguments whose values the function reads. The others
+            are not saved for the backward pass; the function gets tensors of the same shape instead. If None,
+            this is determined from the function's code.
+        own: True if the rule *modifies* the operation's own gradients instead of replacing them. The function
+            is then called as ``function(own, inputs, output, **parameters)``; ``own`` is a tuple of the
+            operation's own gradients, one per input, or None for an input without a gradient.
+        each: True if the function modifies a single gradient of any tensor, as ``scale`` does. With ``own``
+            it is called once per input, with the gradient of that input.
     """
 
     name: str
@@ -78,14 +78,14 @@ class Rule:
     def __reduce__(self) -> tuple:
         values = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
         values["parameters"] = dict(self.parameters)
-        # A registered function goes by its rule's name, so that one defined within a function can be saved.
+        # A registered rule is pickled by its name, so that its function may be a local one.
         known = _RULES.get(self.name)
         if known is None or known.function is not self.function:
             return (_rule_of, (None, values))
         return (_rule_of, (self.name, {k: v for k, v in values.items() if v is not getattr(known, k)}))
 
     def __call__(self, grad: Tensor, inputs: Inputs, output: Tensor, call: Call | None = None) -> Any:
-        """Apply the rule; the call is for rules with a keyword ``call``."""
+        """Apply the rule; `call` is passed to rules with a keyword argument ``call``."""
         keywords = {"call": call} if call is not None and self.takes_call else {}
         return self.function(grad, inputs, output, **self.parameters, **keywords)
 
@@ -165,7 +165,7 @@ def rule(
 
 
 def get_rule(specification: "str | Rule | RuleFunction", **parameters: Any) -> Rule:
-    """Find the rule that a name, a dotted path, a rule or a plain function means.
+    """Return the rule for a name, a dotted path, a rule or a plain function.
 
     Args:
         specification: A registered name, a path such as ``"my_package.my_rules.five_times"``, a
@@ -185,7 +185,7 @@ def rule_names() -> list[str]:
 
 
 def unknown_rule(name: str, others: Iterable[str] = ()) -> PolicyError:
-    """Build the error for a rule that does not exist: names the nearest, and those that came from outside.
+    """Return the error for an unknown rule; it lists the nearest names and the rules of other packages.
 
     Args:
         name: What the user wrote.
@@ -205,7 +205,7 @@ def unknown_rule(name: str, others: Iterable[str] = ()) -> PolicyError:
 
 
 def keyword_names(function: RuleFunction) -> list[str] | None:
-    """Return the keyword arguments of a rule's function that are its parameters; None where it takes any."""
+    """Return the keyword arguments of a rule's function that are its parameters; None if it takes any."""
     arguments = list(inspect.signature(function).parameters.values())
     if any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments):
         return None
@@ -254,12 +254,12 @@ def _check_signature(name: str, function: RuleFunction) -> None:
 
 
 def _rule_of(name: str | None, values: dict[str, Any]) -> Rule:
-    """Return a rule as it was saved: a registered one with other values, or one of its own."""
+    """Return a pickled rule: a registered one with its parameters, or one that is not registered."""
     return Rule(**values) if name is None else replace(get_rule(name), **values)
 
 
 def _names_read(function: RuleFunction) -> tuple[str, ...]:
-    """Return which of its second and third arguments a function mentions; both if its code cannot be read."""
+    """Return which of ``"inputs"`` and ``"output"`` a function uses; both if its code is not available."""
     code = getattr(function, "__code__", None)
     both = ("inputs", "output")
     if code is None or code.co_argcount < 3 or {"locals", "eval", "exec"} & set(code.co_names):

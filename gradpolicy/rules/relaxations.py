@@ -1,4 +1,4 @@
-"""Relaxations: the gradients of smooth functions, in place of rounding and of sorting."""
+"""Relaxations: gradients of smooth functions that approximate rounding and sorting."""
 
 from typing import Any
 
@@ -24,16 +24,16 @@ def soft_round(
     ====================== ==================================================================
 
     A large temperature gives the identity, a small one a peak at each step. The mean over one step is 1.
-    Casts to integers are taken as ``trunc``. Where steps do not lie 1 apart (``round(x, decimals=2)``,
-    ``x // n``), d is measured in their width; ``x // n`` divides the gradient by n besides. For operations
-    that do not round the steps are those of ``round``.
+    Casts to integers are treated as ``trunc``. If the distance between steps is not 1
+    (``round(x, decimals=2)``, ``x // n``), d is measured in units of it; ``x // n`` also divides the gradient
+    by n. For operations that do not round, the steps are those of ``round``.
 
     Args:
         grad: Gradient at the output.
         inputs: The operation's inputs; the first that can have a gradient gets it.
         output: The operation's output.
         temperature: T, above 0; may be a schedule: ``gp.schedules.Exponential(1.0, 0.1, steps=1000)``.
-        call: The call, which says where the steps are.
+        call: The call, which determines the positions of the steps.
 
     Source: Agustsson, Theis 2020 (universally quantized neural compression), arXiv:2006.09952; its α is 1/T.
 
@@ -70,17 +70,16 @@ def sigmoid_sum(
     (floor, ceil, trunc)   of x to step k and T the temperature
     ====================== ==================================================================
 
-    The sum is over the ``reach`` steps to either side of the nearest one; what lies beyond weighs less than
-    ``exp(−reach/T)/T``. The steps are those of ``soft_round``; the one that ``trunc`` lacks at 0 is
-    counted too.
+    The sum is over the ``reach`` steps to either side of the nearest one; the other terms are smaller than
+    ``exp(−reach/T)/T``. The steps are those of ``soft_round``, and for ``trunc`` also 0.
 
     Args:
         grad: Gradient at the output.
         inputs: The operation's inputs; the first that can have a gradient gets it.
         output: The operation's output.
         temperature: T, above 0; may be a schedule.
-        reach: How many steps to either side are counted.
-        call: The call, which says where the steps are.
+        reach: The number of steps to either side.
+        call: The call, which determines the positions of the steps.
 
     Source: Yang et al. 2019 (quantization networks), arXiv:1911.09464, with a step of 1.
 
@@ -105,7 +104,7 @@ def sigmoid_sum(
 def soft_sort(
     grad: Tensor, inputs: Inputs, output: Any, *, temperature: Number = 1.0, call: Call | None = None
 ) -> Any:
-    """Use the gradient of soft sorting, in which each place is a weighted mean of all entries.
+    """Use the gradient of soft sorting, in which each position is a weighted mean of all entries.
 
     ====================== ==================================================================
     forward                backward
@@ -114,15 +113,15 @@ def soft_sort(
     (topk, msort)          taken over the entries of x
     ====================== ==================================================================
 
-    So entries that were not chosen learn too, more the nearer they are to those that were. For a ``topk``
-    the rows of the softmax are those of the places that it returns.
+    So entries that are not selected also get a gradient, a larger one the closer they are to selected ones.
+    For ``topk`` the rows of the softmax are those of the positions that it returns.
 
     Args:
         grad: Gradient at the sorted values.
         inputs: The operation's inputs; the first that can have a gradient gets it.
         output: The operation's output.
-        temperature: T, above 0; may be a schedule. As it cools, the gradient becomes sorting's own.
-        call: The call, which says along which dimension and in which order is sorted.
+        temperature: T, above 0; may be a schedule. As it falls to 0, the gradient approaches that of sorting.
+        call: The call, which determines the dimension and the order of sorting.
 
     Source: Prillo, Eisenschlos 2020 (SoftSort), arXiv:2006.16038.
 

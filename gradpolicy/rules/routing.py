@@ -1,4 +1,4 @@
-"""Helpers of rules: the input that gets the gradient, and numbers on its device."""
+"""Helpers of rules: the input that gets the gradient, and parameters on its device."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def first_input(inputs: Inputs) -> Tensor:
 
 
 def to_first(gradient: Tensor, inputs: Inputs) -> Tensor:
-    """Return the gradient for the first input that can have one, summed where that was broadcast.
+    """Return the gradient of the first input that can have one, summed if that input was broadcast.
 
     If the operation broadcast that input, the gradient is summed over the dimensions that were repeated.
 
@@ -41,18 +41,18 @@ def to_first(gradient: Tensor, inputs: Inputs) -> Tensor:
 
 
 def on_device_of(number: Any, tensor: Tensor) -> Any:
-    """Return a rule's number for arithmetic with a tensor: on its device, if it is a tensor."""
+    """Return a parameter of a rule; if it is a tensor, on the device of the other tensor."""
     if not isinstance(number, Tensor):
         return number
-    # A copy from the CPU to an accelerator need not be waited for.
+    # Asynchronous copy from the CPU to an accelerator.
     return number.to(tensor.device, non_blocking=tensor.device.type != "cpu")
 
 
 def check_above_zero(rule_name: str, key: str, number: Any) -> None:
-    """Refuse a rule's number that is not above 0; values of a schedule are not checked.
+    """Check that a parameter of a rule is above 0; values of a schedule are not checked.
 
     Raises:
-        PolicyError: Names the rule and the number.
+        PolicyError: If it is not.
     """
     if isinstance(number, Tensor):
         return

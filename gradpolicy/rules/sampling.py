@@ -1,7 +1,7 @@
-"""Rules for sampling discrete values: bits, and one-hot vectors of a category.
+"""Rules for samples of discrete variables: bits, and one-hot vectors of categories.
 
-A sample has no gradient with respect to the probabilities it was drawn from; its *expectation* has.
-These rules estimate that gradient from the one sample that was drawn.
+A sample has no gradient with respect to the probabilities it was drawn from, but its *expectation* has one.
+These rules estimate that gradient from one sample.
 """
 
 from typing import Any
@@ -24,9 +24,9 @@ def bernoulli(grad: Tensor, inputs: Inputs, output: Tensor, *, slope: Number = 1
                                   ``q = pᵃ / (pᵃ + (1−p)ᵃ) = σ(a · logit p)`` and ``a = slope``
     ============================= ==============================================================
 
-    With a slope of 1, ``q = p`` and the gradient passes as it is. A slope that rises in training makes q a
-    step, so that the gradient concentrates where the bit is undecided (``p`` near 1/2): give a schedule such
-    as ``gp.schedules.Linear(1, 5, steps=10_000)``. The estimate is unbiased where the loss is linear in y.
+    With a slope of 1, ``q = p`` and the gradient passes unchanged. If the slope rises during training, q
+    approaches a step, and the gradient concentrates near ``p = 1/2``: use a schedule such as
+    ``gp.schedules.Linear(1, 5, steps=10_000)``. The estimate is unbiased if the loss is linear in y.
 
     Args:
         grad: Gradient at the sample.

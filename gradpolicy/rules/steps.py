@@ -11,19 +11,19 @@ from gradpolicy.rules.routing import first_input
 
 # Casts to integers, which round towards 0.
 _CASTS = ("byte", "char", "int", "long", "short")
-# The operations that step again and again. The others step at 0 alone.
+# The operations with a step at every integer. The others have one step, at 0.
 ROUNDING = ("round", "floor", "ceil", "trunc", "floor_divide", *_CASTS)
 
 
 def from_nearest_step(inputs: Inputs, call: Call | None) -> Tensor:
-    """Return the first input, counted from the nearest step of the operation.
+    """Return the signed distance of the first input from the nearest step of the operation.
 
-    ``round`` steps half-way between integers, ``floor`` and ``ceil`` at integers, ``trunc`` and casts to
-    integers at all of them but 0, ``x // n`` at multiples of n. The step of any other operation (``sign``,
-    ``heaviside`` …) is at 0, so its input is given as it is.
+    The steps of ``round`` are half-way between integers, those of ``floor`` and ``ceil`` at integers, those
+    of ``trunc`` and casts to integers at all integers but 0, those of ``x // n`` at multiples of n. The step
+    of any other operation (``sign``, ``heaviside`` …) is at 0, so its input is returned unchanged.
 
     Raises:
-        PolicyError: For ``n // x``, whose steps lie at no equal distances.
+        PolicyError: For ``n // x``, whose steps are not equidistant.
     """
     x = first_input(inputs)
     operation = "" if call is None else call.operation
@@ -35,7 +35,9 @@ def from_nearest_step(inputs: Inputs, call: Call | None) -> Tensor:
         return x - torch.round(x)
     if operation == "floor_divide":
         if not isinstance(arguments["input"], Tensor):
-            raise PolicyError("the steps of n // x lie ever closer in x; write torch.floor(n / x) instead")
+            raise PolicyError(
+                "the steps of n // x are not equidistant in x; write torch.floor(n / x) instead"
+            )
         return x - torch.round(x / arguments["other"]) * arguments["other"]
     if operation == "trunc" or operation in _CASTS:
         nearest = torch.round(x)
@@ -44,11 +46,11 @@ def from_nearest_step(inputs: Inputs, call: Call | None) -> Tensor:
 
 
 def steps_per_unit(call: Call | None) -> Any:
-    """Return how many steps a rounding operation has from integer to integer; negative for ``x // -n``."""
+    """Return the number of steps of a rounding operation per unit of its input; negative for ``x // -n``."""
     if call is None:
         return 1
     if call.operation == "floor_divide":
         return 1 / call.arguments["other"]
-    # round(x, decimals=2) steps a hundred times as often.
+    # round(x, decimals=2) has a hundred times as many steps.
     decimals = call.arguments.get("decimals") if call.operation == "round" else None
     return 10.0**decimals if decimals else 1

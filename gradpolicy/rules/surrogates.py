@@ -1,6 +1,6 @@
-"""Surrogates for steps, signs and spikes: the gradient of a smooth stand-in.
+"""Surrogates for steps, signs and spikes: gradients of smooth functions.
 
-All are zero or small far from 0, where the step is flat. For ``identity``, which is 1 everywhere, see
+All are zero or small far from the step. For ``identity``, which is 1 everywhere, see
 :mod:`gradpolicy.rules.passing`. For a spike the operation's input is the potential minus the threshold:
 ``torch.heaviside(potential - threshold, zero)``.
 """
@@ -20,10 +20,10 @@ from gradpolicy.rules.steps import from_nearest_step
 
 
 def surrogate(name: str) -> Callable[[Callable[..., Tensor]], Callable[..., Any]]:
-    """Register the derivative f' of a stand-in for a step at 0 as the rule ``grad_x = f'(x) · grad_y``.
+    """Register the derivative f' of an approximation of a step at 0 as the rule ``grad_x = f'(x) · grad_y``.
 
-    If the operation rounds, x is counted from its nearest step. Where f' is 0 the gradient is 0, also for an
-    incoming gradient that is not finite.
+    If the operation rounds, x is the distance from the nearest step. Where f' is 0 the gradient is 0, even if
+    the incoming gradient is not finite.
 
     Args:
         name: The rule's name. Its parameters are the keyword arguments of f'.
@@ -51,7 +51,7 @@ def surrogate(name: str) -> Callable[[Callable[..., Tensor]], Callable[..., Any]
 def hardtanh(
     grad: Tensor, inputs: Inputs, output: Tensor, *, minimum: Number = -1.0, maximum: Number = 1.0
 ) -> Any:
-    """Pass the gradient where the input lies within a range, ends included: clipped straight-through.
+    """Pass the gradient where the input is within a closed range: clipped straight-through.
 
     ====================== =====================================================
     forward                backward
@@ -92,8 +92,8 @@ def tanh(x: Tensor, *, slope: Number = 1.0) -> Tensor:
     ====================== =====================================================
 
     Args:
-        x: The operation's input, counted from its nearest step.
-        slope: Steepness of the stand-in at 0.
+        x: The distance of the operation's input from the nearest step.
+        slope: The slope of the surrogate at 0.
 
     Source: Gong et al. 2019 (differentiable soft quantization), arXiv:1908.05033.
 
@@ -119,8 +119,8 @@ def sigmoid(x: Tensor, *, slope: Number = 1.0) -> Tensor:
     ====================== ==============================================================
 
     Args:
-        x: The operation's input, counted from its nearest step.
-        slope: Steepness; the stand-in's derivative at 0 is a quarter of it.
+        x: The distance of the operation's input from the nearest step.
+        slope: The steepness; the gradient at 0 is a quarter of it.
 
     Source: Neftci, Mostafa, Zenke 2019 (surrogate gradients), arXiv:1901.09948.
 
@@ -146,7 +146,7 @@ def approx_sign(x: Tensor) -> Tensor:
     ====================== =======================================================
 
     Args:
-        x: The operation's input, counted from its nearest step.
+        x: The distance of the operation's input from the nearest step.
 
     Source: Liu et al. 2018 (Bi-Real Net), arXiv:1808.00278.
 
@@ -172,8 +172,8 @@ def swish_sign(x: Tensor, *, beta: Number = 5.0) -> Tensor:
     ====================== ==================================================================
 
     Args:
-        x: The operation's input, counted from its nearest step.
-        beta: β, how closely the stand-in follows the sign function.
+        x: The distance of the operation's input from the nearest step.
+        beta: β, the steepness of the approximation of the sign function.
 
     Source: Darabi et al. 2018 (regularized binary network training), arXiv:1812.11800.
 
@@ -203,8 +203,8 @@ def fast_sigmoid(x: Tensor, *, slope: Number = 25.0) -> Tensor:
     ====================== =====================================================
 
     Args:
-        x: The operation's input, counted from its nearest step.
-        slope: How fast the gradient falls off.
+        x: The distance of the operation's input from the nearest step.
+        slope: The rate at which the gradient falls off.
 
     Source: Zenke, Ganguli 2018 (SuperSpike), arXiv:1705.11146.
 
@@ -230,8 +230,8 @@ def arctan(x: Tensor, *, alpha: Number = 2.0) -> Tensor:
     ====================== =====================================================
 
     Args:
-        x: The operation's input, counted from its nearest step.
-        alpha: Steepness; the stand-in's derivative at 0 is half of it.
+        x: The distance of the operation's input from the nearest step.
+        alpha: The steepness; the gradient at 0 is half of it.
 
     Source: Fang et al. 2021, arXiv:2007.05785.
 
@@ -257,7 +257,7 @@ def triangular(x: Tensor, *, height: Number = 1.0, width: Number = 1.0) -> Tenso
     ====================== =====================================================
 
     Args:
-        x: The operation's input, counted from its nearest step.
+        x: The distance of the operation's input from the nearest step.
         height: The gradient at the threshold; the paper dampens it to 0.3.
         width: Half the base; the paper divides the potential by the threshold, which is a width of that size.
 

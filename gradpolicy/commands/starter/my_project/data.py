@@ -1,4 +1,4 @@
-"""The data: points in the plane, and which of two spirals each lies on."""
+"""The data: points in the plane, labelled by the spiral that they are on."""
 
 import torch
 from lightning import LightningDataModule
@@ -9,10 +9,10 @@ class Spirals(LightningDataModule):
     """Two spirals of points, in a training, a validation and a test part.
 
     Args:
-        points: How many in all.
-        noise: How far they scatter.
-        batch_size: How many a batch.
-        seed: Draws them.
+        points: The number of points.
+        noise: The standard deviation of their distance from the spiral.
+        batch_size: The number of points per batch.
+        seed: The seed of the points.
     """
 
     def __init__(self, points: int = 1200, noise: float = 0.05, batch_size: int = 64, seed: int = 0) -> None:
@@ -39,5 +39,5 @@ class Spirals(LightningDataModule):
         return DataLoader(self.parts[1], self.batch_size)
 
     def test_dataloader(self) -> DataLoader:
-        """The test part."""
+        """Return the test part."""
         return DataLoader(self.parts[2], self.batch_size)

@@ -13,7 +13,7 @@ class Classifier(LightningModule):
     Args:
         width: The size of the hidden layers.
         levels: Activations are rounded to multiples of ``1 / levels``.
-        optimizer: Makes the optimizer of the parameters.
+        optimizer: Returns the optimizer of the given parameters.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Classifier(LightningModule):
     def forward(self, points: Tensor) -> Tensor:
         """Return the scores of both classes.
 
-        The derivative of `round` is zero: a policy lets the gradient pass.
+        The derivative of `round` is zero, so a policy passes the gradient.
         """
         return self.head(torch.round(self.trunk(points) * self.levels) / self.levels)
 
@@ -47,7 +47,7 @@ class Classifier(LightningModule):
         self._loss("test", batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the optimizer; the policies put their masks round it."""
+        """Return the optimizer, which the policies wrap."""
         return self.make_optimizer(self.parameters())
 
     def _loss(self, stage: str, batch: list[Tensor]) -> Tensor:

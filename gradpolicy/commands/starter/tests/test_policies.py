@@ -18,7 +18,7 @@ from my_project.model import Classifier  # noqa: E402
 
 
 def test_a_frozen_layer_keeps_its_bits_and_the_others_learn() -> None:
-    """Of all weights only those of the frozen layer are as they were."""
+    """Only the weights of the frozen layer are unchanged."""
     model = Classifier(torch.optim.AdamW)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     policies = {
@@ -40,7 +40,7 @@ def test_a_frozen_layer_keeps_its_bits_and_the_others_learn() -> None:
 
 
 def test_the_job_trains_and_no_frozen_entry_has_changed(tmp_path: Path) -> None:
-    """The program leaves a report, and its audit finds no change."""
+    """The run writes a report, and its audit finds no change."""
     place = f"paths.log_dir={tmp_path}"
     subprocess.run([sys.executable, str(PROJECT / "train.py"), "trainer.accelerator=cpu", place], check=True)
     (run,) = tmp_path.glob("my_project/runs/*")
