@@ -485,6 +485,6 @@ def _factor(key: str, value: object) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return value
     raise PolicyError(
-        f"{key}: must be a number, a function of the step that returns one, or a floating-point "
-        f"tensor; got {shown(value)}"
+        f"{key}: must be a number, or a function of the step that returns one, or a "
+        f"floating-point tensor; got {shown(value)}"
     )

@@ -107,12 +107,12 @@ class TrainingPolicies:
 
     @property
     def rates(self) -> dict[str, Rates]:
-        """The policies that set learning rates of single parameters."""
+        """The policies that set learning rates of parameters."""
         return {name: policy for name, policy in self.policies.items() if isinstance(policy, Rates)}
 
     @property
     def optimizer_policies(self) -> dict[str, Freeze | Rates]:
-        """The policies that act in the optimizer."""
+        """The freeze policies and `Rates`, which act in the optimizer."""
         return {**self.freeze_policies, **self.rates}
 
     # ---- installing and removing
@@ -130,7 +130,7 @@ class TrainingPolicies:
         *,
         toggle_requires_grad: bool = True,
     ) -> list[torch.optim.Optimizer]:
-        """Wrap the optimizers of parameters of freeze policies and `Rates`; return all optimizers to train with."""
+        """Wrap the optimizers of parameters of freeze policies and `Rates`; return all optimizers."""
         if not self.optimizer_policies:
             return list(optimizers)
         wrapped = self._wrap(model, optimizers)

@@ -1,4 +1,4 @@
-"""The registry of backward rules, and the call of an operation that a rule may read."""
+"""The registry of backward rules, and `Call`, the call of an operation."""
 
 import dis
 import inspect
