@@ -126,6 +126,7 @@ class Freezer:
             parameters: dict[str, Tensor] = {key: p for key, p in matched.items() if self._holders(p)}
             if not parameters:
                 raise PolicyError(f"no optimizer holds what it matches: {shortened(list(matched), most=5)}")
+            policy.mask.model = self._model
             policy.mask.setup(parameters, seed=self._seed)
         return BoundPolicy(name, policy, parameters)
 
@@ -286,6 +287,9 @@ class Freezer:
         if self._settings_at is not None:
             self._settings_at = None
             self._give_settings({})
+        for each in self._policies.values():
+            each.source.release()
+            each.source.model = None
         self._warn_of_missing(self._missing.finish())
 
     # ---- for reports and other callers
@@ -587,7 +591,8 @@ class BoundPolicy:
             if isinstance(mask, Tensor):
                 before = self.masks.get(name)
                 kept = isinstance(before, Tensor) and torch.equal(before, mask)
-                copied[name] = before if kept else mask.clone()  # type: ignore[assignment]
+                own = mask if self.source.keeps_masks else mask.clone()
+                copied[name] = before if kept else own  # type: ignore[assignment]
         return copied
 
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradpolicy.errors import NAMED, PolicyError, refuse_unknown_arguments, shown
 from gradpolicy.schedules import Constant
@@ -67,6 +67,10 @@ class MaskSource:
     # True if masks() returns the masks in force again, from arguments and state_dict alone, at any later step
     # of their period. If not, as where the weights decide, a checkpoint holds the masks.
     repeats_masks: bool = False
+    # True if no tensor that masks() returned is written to later, so that it need not be copied.
+    keeps_masks: bool = False
+    # The model of the parameters, for a source that looks at more than these; set before setup.
+    model: nn.Module | None = None
     # Groups of parameters that freeze and thaw together, from the input to the output.
     layer_groups: Sequence[Layer] = ()
 
@@ -182,6 +186,9 @@ class MaskSource:
 
         It is called again for the same masks in a resumed run, and after another policy wrote to the weights.
         """
+
+    def release(self) -> None:
+        """Take what the source put on the model off again; called at the end of training."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beyond the arguments: plain containers and tensors."""

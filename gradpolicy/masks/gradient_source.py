@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ class GradientSource(MaskSource):
         **timetable: ``every``, ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`.
 
     Attributes:
-        sums: The sums of :meth:`statistic` since the last decision, by parameter name.
+        sums: The sums since the last decision: of each of ``statistics``, by parameter name.
         steps: The number of effective steps that are in the sums.
         decided: The period whose masks are in force; −1 before the first decision.
         decided_at: The count of the last decision.
@@ -34,12 +34,14 @@ class GradientSource(MaskSource):
 
     needs_gradients = True
     repeats_masks = True
+    # What is summed over the window: keys of STATISTICS.
+    statistics: Sequence[str] = ("gradient",)
 
     def __init__(self, *, window: int | None = 1, **timetable: Any) -> None:
         super().__init__(**timetable)
         kind = type(self).__name__
         self.window = None if window is None else check_whole(f"{kind}.window", window, least=1)
-        self.sums: dict[str, Tensor] = {}
+        self.sums: dict[str, dict[str, Tensor]] = {}
         self.steps = 0
         self.decided, self.decided_at = -1, 0
 
@@ -54,10 +56,6 @@ class GradientSource(MaskSource):
                 f"change waits for {self.window} {times.unit}s of gradients of its own",
                 stacklevel=3,
             )
-
-    def statistic(self, weight: Tensor, gradient: Tensor) -> Tensor:
-        """Return what is summed over the window: the gradient itself, unless a subclass says otherwise."""
-        return gradient
 
     def wants_gradients(self, step: int, epoch: int) -> bool:
         """Return True in the last ``window`` counts before a change, and while a change waits."""
@@ -93,16 +91,22 @@ class GradientSource(MaskSource):
     def observe_more(self, gradients: Mapping[str, Tensor]) -> None:
         """Add further gradients of the same step."""
         for name, gradient in gradients.items():
-            value = self.statistic(wide(self.parameters[name].detach()), wide(gradient))
-            if name in self.sums:
-                self.sums[name] += value
-            else:
-                self.sums[name] = value.clone()
+            weight = self.parameters[name].detach()
+            for statistic in self.statistics:
+                sums = self.sums.setdefault(statistic, {})
+                value = STATISTICS[statistic](weight, wide(gradient))
+                if name in sums:
+                    sums[name] += value
+                else:
+                    sums[name] = value.clone() if value is gradient else value
 
     def state_dict(self) -> dict[str, Any]:
         """Return the gradients gathered so far, and the last decision."""
         return {
-            "sums": {name: full_tensor(tensor) for name, tensor in self.sums.items()},
+            "sums": {
+                statistic: {name: full_tensor(tensor) for name, tensor in sums.items()}
+                for statistic, sums in self.sums.items()
+            },
             "steps": self.steps,
             "decided": self.decided,
             "decided_at": self.decided_at,
@@ -110,7 +114,10 @@ class GradientSource(MaskSource):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned."""
-        self.sums = {name: shard_like(each, self.parameters[name]) for name, each in state["sums"].items()}
+        self.sums = {
+            statistic: {name: shard_like(each, self.parameters[name]) for name, each in sums.items()}
+            for statistic, sums in state["sums"].items()
+        }
         self.steps = state["steps"]
         self.decided, self.decided_at = state["decided"], state["decided_at"]
 
@@ -118,3 +125,16 @@ class GradientSource(MaskSource):
 def wide(tensor: Tensor) -> Tensor:
     """Return the tensor in single precision, or in double where it has that; complex where it is."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _real_product(first: Tensor, second: Tensor) -> Tensor:
+    """Return the product; of complex numbers the sum of the products of their parts."""
+    return (first * second.conj()).real if first.is_complex() else first * second
+
+
+STATISTICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gradient": lambda weight, gradient: gradient,
+    "product": lambda weight, gradient: _real_product(wide(weight), gradient),
+    "second_moment": lambda weight, gradient: _real_product(gradient, gradient),
+}
+"""What can be summed over a window, of a parameter and its gradient in single precision or better."""

@@ -209,15 +209,16 @@ class PruneAndGrow(GradientSource):
     def _exchange(self, period: int) -> None:
         count = self.timetable.begins(period)
         targets, fraction = self.targets(count), self.fraction_at(count)
+        sums = self.sums.get("gradient", {})
         for name, active in self._active.items():
             weight = full_tensor(self.parameters[name].detach())
-            if self.grow == "gradient" and name not in self.sums:
+            if self.grow == "gradient" and name not in sums:
                 continue
             kept = kept_entries(active, weight, fraction, targets[name], self.drop)
             if self.grow == "random":
                 grown = grown_at_random(kept, self._key(name, period), targets[name])
             else:
-                grown = grown_entries(kept, full_tensor(self.sums[name]), targets[name])
+                grown = grown_entries(kept, full_tensor(sums[name]), targets[name])
             self._active[name] = kept | grown
             if self.grow_init == "random":
                 # RigL's rule leaves what comes back at once its value, SET's gives it a new one.

@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from gradpolicy.checks import check_choice, check_flag
+from gradpolicy.checks import check_flag
 from gradpolicy.masks.base import MaskSource
 from gradpolicy.masks.selection import Density, as_density, density_at
 from gradpolicy.tensors.mask import Mask
-from gradpolicy.tensors.seeded import LEVELS, RandomMask
+from gradpolicy.tensors.pattern import pattern_of
+from gradpolicy.tensors.seeded import RandomMask, check_level, density_of_level
 
 
 class Random(MaskSource):
@@ -19,7 +20,8 @@ class Random(MaskSource):
 
     Args:
         density: The chance ``p``; a number or a schedule of the count.
-        level: What is drawn together: ``"entry"``, ``"row"`` or ``"tensor"``.
+        level: What is drawn together: ``"entry"``, ``"row"``, ``"tensor"`` or blocks, ``"16x16"``; or
+            ``"2:4"``: 2 of every 4 entries of a row.
         rescale: Divide the gradients by the density.
         **timetable: ``every``, ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`. Two random
             policies on one parameter need different seeds to be independent.
@@ -41,16 +43,22 @@ class Random(MaskSource):
 
     def __init__(
         self,
-        density: float | Density = 0.1,
+        density: float | Density | None = None,
         *,
         level: str = "entry",
         rescale: bool = False,
         **timetable: Any,
     ) -> None:
         super().__init__(**timetable)
-        self.density = as_density("Random.density", density)
-        self.level = check_choice("Random.level", level, LEVELS)
+        self.level = check_level("Random.level", level)
+        self.density = as_density("Random.density", density_of_level("Random", density, level))
         self.rescale = check_flag("Random.rescale", rescale)
+
+    def prepare(self) -> None:
+        """Check that the parameters divide into the level's pattern."""
+        pattern = pattern_of(self.level)
+        for name, parameter in self.parameters.items() if pattern else ():
+            pattern.check(name, tuple(parameter.shape))  # type: ignore[union-attr]
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
         """Return a seeded mask for each parameter; the same until the next change."""

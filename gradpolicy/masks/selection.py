@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,12 @@ from gradpolicy.schedules import Constant, Ramp
 Density = Callable[[int], float]
 """A schedule: the share at a count of effective steps (or epochs, as the source's ``unit`` says)."""
 DISTRIBUTIONS = ("uniform", "erk")
+Parts = Callable[[], Iterator[Tensor]]
+"""A function that gives a tensor's scores, each time anew, in flat parts from first to last."""
+CHUNK = 1 << 16
+"""How many scores are held at a time."""
+DIGIT = 16
+"""How many bits of a score one pass over all of them finds."""
 ROUNDING = 1e-14
 """By so large a part of it the product of a share and a count may miss a whole number."""
 
@@ -99,46 +105,107 @@ def highest(scores: Tensor, kept: int) -> Tensor:
     Returns:
         A bool tensor of the same shape with exactly ``min(kept, scores.numel())`` True.
     """
-    return highest_together({"": scores}, kept)[""]
+    flat = scores.detach().flatten()
+    if kept <= 0 or kept >= flat.numel():
+        return torch.full_like(scores, kept > 0, dtype=torch.bool)
+    # A sum is NaN where an entry is, and is the cheapest pass over all of them.
+    flat = torch.where(flat.isnan(), -math.inf, flat) if bool(flat.sum().isnan()) else flat
+    threshold = _smallest(flat, flat.numel() - kept)
+    marks = flat >= threshold
+    surplus = int(torch.count_nonzero(marks)) - kept
+    if surplus:
+        ties = (flat == threshold).nonzero().flatten()
+        marks[ties[len(ties) - surplus :]] = False
+    return marks.reshape(scores.shape)
 
 
 def highest_together(scores: Mapping[str, Tensor], kept: int) -> dict[str, Tensor]:
     """Mark the ``kept`` highest scores of all tensors taken together, as :func:`highest` does."""
+    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in scores.values()))
+    parts: dict[str, Parts] = {
+        name: lambda tensor=tensor: iter(tensor.detach().flatten().split(CHUNK))  # type: ignore[misc]
+        for name, tensor in scores.items()
+    }
     total = sum(tensor.numel() for tensor in scores.values())
-    if kept <= 0 or kept >= total:
-        return {name: torch.full_like(tensor, kept > 0, dtype=torch.bool) for name, tensor in scores.items()}
-    parts = _comparable(scores)
-    threshold = _smallest(parts, total - kept)
-    chosen = [part >= threshold for part in parts]
-    surplus = sum(int(torch.count_nonzero(marks)) for marks in chosen) - kept
-    for part, marks in zip(reversed(parts), reversed(chosen), strict=True):
-        if surplus <= 0:
-            break
-        ties = (part == threshold).nonzero().flatten()
-        marks[ties[max(len(ties) - surplus, 0) :]] = False
-        surplus -= len(ties)
     return {
-        name: marks.reshape(tensor.shape).to(tensor.device)
-        for marks, (name, tensor) in zip(chosen, scores.items(), strict=True)
+        name: torch.cat(marks).reshape(scores[name].shape)
+        for name, marks in marks_of_highest(parts, kept, total, dtype)
     }
 
 
-def _comparable(scores: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return the scores as flat tensors of one dtype on one device, NaN as −∞."""
-    device = next(iter(scores.values())).device
-    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in scores.values()))
-    parts = [tensor.detach().flatten().to(device, dtype) for tensor in scores.values()]
-    # A sum is NaN where an entry is, and is the cheapest pass over all of them.
-    return [
-        torch.where(part.isnan(), -math.inf, part) if bool(part.sum().isnan()) else part for part in parts
-    ]
+def marks_of_highest(
+    parts: Mapping[str, Parts], kept: int, total: int, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[str, list[Tensor]]]:
+    """Mark the highest scores of all tensors together, of which only a part is held at a time.
+
+    Args:
+        parts: For each tensor a function that gives its scores anew, in flat parts.
+        kept: How many are marked.
+        total: How many scores there are.
+        dtype: What they are compared in: float64 or, for anything else, float32.
+
+    Yields:
+        Each name, with the marks of its parts.
+    """
+    bits = 64 if dtype == torch.float64 else 32
+    least, above = 0, 0
+    if 0 < kept < total:
+        least, above = _least_key(parts, kept, bits)
+    ties = kept - above
+    for name, scores in parts.items():
+        marks = []
+        for part in scores():
+            if not 0 < kept < total:
+                marks.append(torch.full_like(part, kept > 0, dtype=torch.bool))
+                continue
+            keys = _keys(part, bits)
+            chosen = keys >= least
+            equal = (keys == least).nonzero().flatten()
+            chosen[equal[max(ties, 0) :]] = False
+            ties -= len(equal)
+            marks.append(chosen)
+        yield name, marks
 
 
-def _smallest(parts: list[Tensor], place: int) -> Tensor:
-    """Return the value at a place of all scores sorted together, from 0."""
-    scores = torch.cat(parts)
+def _least_key(parts: Mapping[str, Parts], kept: int, bits: int) -> tuple[int, int]:
+    """Return the key of the score in place ``kept`` from the top, and how many keys are above it.
+
+    Each pass over the scores counts 16 bits of the keys that begin as the one sought does.
+    """
+    found, above = 0, 0
+    for shift in range(bits - DIGIT, -1, -DIGIT):
+        first = shift == bits - DIGIT
+        counts = torch.zeros(1 << DIGIT, dtype=torch.int64)
+        for scores in parts.values():
+            for part in scores():
+                keys = _keys(part, bits)
+                if not first:
+                    keys = keys[(keys >> (shift + DIGIT)) == found]
+                # The highest digit has the sign.
+                digits = (keys >> shift) + (1 << (DIGIT - 1)) if first else (keys >> shift) & 0xFFFF
+                counts += torch.bincount(digits, minlength=1 << DIGIT).cpu()
+        # How many scores have this digit or a higher one.
+        reached = counts.flip(0).cumsum(0).flip(0)
+        digit = int((reached >= kept - above).nonzero()[-1])
+        above += int(reached[digit] - counts[digit])
+        found = digit - (1 << (DIGIT - 1)) if first else (found << DIGIT) | digit
+    return found, above
+
+
+def _keys(scores: Tensor, bits: int) -> Tensor:
+    """Return whole numbers in the order of the scores: their bits, of negative ones turned round."""
+    floats, whole = (torch.float64, torch.int64) if bits == 64 else (torch.float32, torch.int32)
+    # Negative zero becomes zero, and NaN comes last.
+    scores = torch.nan_to_num(scores.to(floats), nan=-math.inf, posinf=math.inf, neginf=-math.inf) + 0.0
+    keys = scores.view(whole)
+    return keys ^ ((keys >> (bits - 1)) & ((1 << (bits - 1)) - 1))
+
+
+def _smallest(scores: Tensor, place: int) -> Tensor:
+    """Return the value at a place of the flat scores as they are sorted, from 0."""
     if scores.device.type != "cpu" or scores.dtype not in (torch.float32, torch.float64):
         return torch.kthvalue(scores, place + 1).values
     # Twenty times as fast as torch where few scores are equal.
+    scores = scores.clone()
     scores.numpy().partition(place)
     return scores[place].clone()

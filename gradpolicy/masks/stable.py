@@ -92,7 +92,7 @@ class Stable(GradientSource, LayerSource):
 
     def _compare(self) -> None:
         """Take the interval's norms, and freeze what has settled since the interval before."""
-        sums = self.sums
+        sums = self.sums.get("gradient", {})
         norms = [
             sum(float(full_tensor(sums[name].abs().sum())) for name in layer.parameters if name in sums)
             for layer in self.layer_groups

@@ -1,29 +1,36 @@
-"""Masks of the entries that score highest, by gradients or weights."""
+"""Masks of the entries that score highest, by whatever score."""
 
+import functools
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradpolicy.checks import check_choice, check_flag
-from gradpolicy.errors import PolicyError
-from gradpolicy.masks.gradient_source import GradientSource, wide
+from gradpolicy.errors import PolicyError, shown, under
+from gradpolicy.masks.batches import ActivationNorms, norms_of_all, sums_over_loader
+from gradpolicy.masks.gradient_source import STATISTICS, GradientSource, wide
+from gradpolicy.masks.layers import Groups, layers_of, read_groups
+from gradpolicy.masks.scores import SCORES, Score
+from gradpolicy.masks.scores.score import GATHERED, as_score
 from gradpolicy.masks.selection import (
+    CHUNK,
     Density,
     as_density,
     density_at,
     highest,
-    highest_together,
     kept_count,
+    marks_of_highest,
 )
 from gradpolicy.tensors.mask import Mask
-from gradpolicy.tensors.seeded import LEVELS
+from gradpolicy.tensors.pattern import pattern_of
+from gradpolicy.tensors.seeded import check_level, density_of_level
 from gradpolicy.tensors.sharding import full_tensor, local_shard, shard_like
 
-SCORES = ("gradient", "weight", "fisher", "movement", "change")
-SCOPES = ("global", "tensor")
+SCOPES = ("model", "tensor", "row")
 BEFORE = ("train", "freeze")
 
 
@@ -34,21 +41,32 @@ class TopK(GradientSource):
     ``by``        score of an entry                               known as
     ============  ==============================================  ==========================================
     gradient      ``|Σ g|``                                       gradient magnitude
-    weight        ``|w|``                                         magnitude
-    fisher        ``Σ g²`` (diagonal of the empirical Fisher)     Child-Tuning_D, FISH mask
+    magnitude     ``|w|``                                         also ``weight``
+    fisher        ``Σ g²`` (diagonal of the empirical Fisher)     Child-Tuning_D
     movement      ``−Σ w · g``                                    movement pruning
     change        ``|w − w₀|``, w₀ from the start of training     lottery-ticket sparse fine-tuning
+    snip          ``|Σ w · g|``                                   SNIP
+    wanda         ``|w| · ‖x‖₂``, x what the layer gets           Wanda
+    lift          ``|w|`` after an approximation of low rank      LIFT
     ============  ==============================================  ==========================================
+
+    ``by`` may also be a function of what it asks for, ``lambda weight, gradient: …``, its dotted path, or a
+    :class:`~gradpolicy.masks.scores.Score`: one of these; ``FisherBySample`` or ``SalUn`` of the same module,
+    which have a loader of their own; or a subclass.
 
     Sums run over the ``window`` effective steps before a choice; the score of a row or tensor is the mean of
     its entries'. ``k = n − ⌈(1 − p)(n − 1)⌉`` of ``n`` are chosen (``p · n`` where that is whole), of equal
     scores the first.
 
     Args:
-        density: The share that trains; a number or a schedule of the count.
+        density: The share that trains; a number or a schedule of the count. None: 0.1, or what the
+            level says.
         by: The score, as above.
-        scope: ``"global"``: the highest of all parameters together; ``"tensor"``: of each by itself.
-        level: What is chosen: ``"entry"``, ``"row"`` or ``"tensor"``.
+        largest: Choose the highest scores, or the lowest.
+        within: ``"model"``: the highest of all parameters together; ``"tensor"``: of each by itself;
+            ``"row"``: of each row; groups, each as globs: of each group's parameters together.
+        level: What is chosen: ``"entry"``, ``"row"``, ``"tensor"``, ``"2:4"`` (the best 2 of every 4 entries
+            of a row) or blocks, ``"16x16"``.
         window: How many steps of gradients are summed.
         before: What happens until there are scores: ``"train"`` (everything) or ``"freeze"`` (nothing moves
             while gradients are gathered, as Child-Tuning_D and FISH do it).
@@ -72,12 +90,15 @@ class TopK(GradientSource):
         [False, True, False, True]
     """
 
+    keeps_masks = True
+
     def __init__(
         self,
-        density: float | Density = 0.1,
+        density: float | Density | None = None,
         *,
-        by: str = "gradient",
-        scope: str = "global",
+        by: str | Callable[..., Tensor] | type[Score] | Score = "gradient",
+        largest: bool = True,
+        within: str | Groups = "model",
         level: str = "entry",
         window: int | None = 1,
         before: str = "train",
@@ -86,38 +107,61 @@ class TopK(GradientSource):
         **timetable: Any,
     ) -> None:
         super().__init__(window=window, every=every, **timetable)
-        self.by = check_choice("TopK.by", by, SCORES)
-        self.scope = check_choice("TopK.scope", scope, SCOPES)
-        self.level = check_choice("TopK.level", level, LEVELS)
+        self.score = as_score("TopK.by", by, SCORES)
+        self.by = by if isinstance(by, str) else repr(self.score)
+        self.largest = check_flag("TopK.largest", largest)
+        self.groups = None if isinstance(within, str) else read_groups("TopK.within", within)
+        self.within = within if self.groups else check_choice("TopK.within", within, SCOPES)
+        self.level = check_level("TopK.level", level)
+        if within == "row" and level != "entry":
+            raise PolicyError("TopK.within: 'row' goes with level='entry'")
+        self._pattern = pattern_of(level)
+        # Entries are what is chosen, also N of every M of them.
+        self._by_entry = level == "entry" or (self._pattern is not None and self._pattern.kept is not None)
+        self._in_rows = self._by_entry and (level != "entry" or within == "row")
         self.before = check_choice("TopK.before", before, BEFORE)
         self.rewind = check_flag("TopK.rewind", rewind)
+        asks = self.score.asks
         if rewind and by != "change":
             raise PolicyError("TopK.rewind: goes with by='change' only")
         if by == "change" and self.timetable.start == 0:
             raise PolicyError(
                 "TopK.start: by='change' needs steps in which the weights change; give start above 0"
             )
-        self.density = as_density("TopK.density", density)
-        self.needs_gradients = by not in ("weight", "change")
+        self.density = as_density("TopK.density", density_of_level("TopK", density, level))
+        self.statistics = [each for each in asks if each in STATISTICS]
+        self.needs_gradients = self.score.loader is None and any(each in GATHERED for each in asks)
         self._masks: dict[str, Mask] = {}
         self._initial: dict[str, Tensor] = {}
+        self._norms: ActivationNorms | None = None
         self._to_rewind = False
 
     def prepare(self) -> None:
-        """Keep the weights that changes are measured from."""
+        """Keep the weights that changes are measured from, and find layers whose inputs are asked for."""
         super().prepare()
         self._masks = dict.fromkeys(self.parameters, self.before == "train")
         self._initial = {}
         self._to_rewind = False
-        if self.by == "change":
+        if self._pattern is not None:
+            for name, parameter in self.parameters.items():
+                self._pattern.check(name, tuple(parameter.shape))
+        self._scopes()
+        if "initial" in self.score.asks:
             self._initial = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self.release()
+        observes_inputs = self.needs_gradients and "activation_norm" in self.score.asks
+        if self.model is None and (observes_inputs or self.score.loader is not None):
+            raise PolicyError(f"TopK.by: {self.by} needs the model; use the source in a policy")
+        if self.model is not None and observes_inputs:
+            self._norms = ActivationNorms(self.model, self.parameters)
 
-    def statistic(self, weight: Tensor, gradient: Tensor) -> Tensor:
-        """Return what is summed over the window."""
-        if self.by == "fisher":
-            return _real_product(gradient, gradient)
-        return -_real_product(weight, gradient) if self.by == "movement" else gradient
+    def release(self) -> None:
+        """Take the hooks off the layers."""
+        if self._norms is not None:
+            self._norms.close()
+        self._norms = None
 
+    @torch.no_grad()
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
         """Return the last choice, or a new one if it is due and the scores are there."""
         if self.overdue(step, epoch):
@@ -129,7 +173,7 @@ class TopK(GradientSource):
 
     @property
     def resets_state(self) -> bool:
-        """Return True if the weights go back to w₀, where their optimizer state is reset."""
+        """True if the weights go back to w₀: their optimizer then begins anew."""
         return self._to_rewind
 
     def apply(self) -> None:
@@ -140,16 +184,32 @@ class TopK(GradientSource):
             self._to_rewind = False
 
     def scores(self) -> dict[str, Tensor]:
-        """Return the score of each entry, row or tensor; −∞ where there was no gradient."""
-        scores = {name: full_tensor(self._score(name, p)) for name, p in self.parameters.items()}
-        if self.level == "entry":
-            return scores
-        return {name: _mean_over(score, self.level) for name, score in scores.items()}
+        """Return the score of each entry, row, tensor or block; −∞ where there was no gradient."""
+        return {
+            name: torch.cat([part.flatten() for part in self._units(name)]).reshape(self._shape(name))
+            for name in self.parameters
+        }
+
+    @torch.no_grad()
+    def preview(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Mask] | None:
+        """Return the choice that one step's gradients would make; None by how far weights moved."""
+        if "initial" in self.score.asks:
+            return None
+        self.sums = {}
+        if self.needs_gradients:
+            self.observe_more(gradients)
+        return self._choose(density_at(self.density, self.timetable.start))
+
+    def describe(self) -> dict[str, Any]:
+        """Return the arguments, without those that are as ever."""
+        described = super().describe()
+        return {key: value for key, value in described.items() if (key, value) != ("largest", True)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the masks, the gradients gathered so far, and w₀ where it is needed."""
         initial = {name: full_tensor(weight) for name, weight in self._initial.items()}
-        return {**super().state_dict(), "masks": dict(self._masks), "initial": initial}
+        squares = dict(self._norms.squares) if self._norms is not None else {}
+        return {**super().state_dict(), "masks": dict(self._masks), "initial": initial, "squares": squares}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned."""
@@ -158,40 +218,108 @@ class TopK(GradientSource):
             name: mask.to(self.parameters[name].device) if isinstance(mask, Tensor) else mask
             for name, mask in state["masks"].items()
         }
+        if self._norms is not None:
+            squares = state["squares"].items()
+            self._norms.squares = {name: each.to(self.parameters[name].device) for name, each in squares}
         self._initial = {
             name: shard_like(weight, self.parameters[name]) for name, weight in state["initial"].items()
         }
 
-    def _score(self, name: str, parameter: Tensor) -> Tensor:
-        weight = wide(parameter.detach())
-        if self.by == "weight":
-            return weight.abs()
-        if self.by == "change":
-            return (weight - wide(self._initial[name])).abs()
-        gathered = self.sums.get(name)
-        if gathered is None:
-            return torch.full_like(weight.real, -math.inf)
-        return gathered.abs() if self.by == "gradient" else gathered
-
     def _choose(self, density: float) -> dict[str, Mask]:
-        scores = self.scores()
-        if self.scope == "global":
-            total = sum(score.numel() for score in scores.values())
-            chosen = highest_together(scores, kept_count(density, total))
-        else:
-            chosen = {name: highest(s, kept_count(density, s.numel())) for name, s in scores.items()}
+        if self.score.loader is not None and self.model is not None:
+            self.sums = sums_over_loader(self.model, self.parameters, self.score)
+        elif self._norms is not None:
+            self.sums["activation_norm"] = norms_of_all(self._norms.squares)
+            self._norms.squares = {}
+        doubles = {torch.float64, torch.complex128} & {p.dtype for p in self.parameters.values()}
+        dtype = torch.float64 if doubles else torch.float32
+        chosen: dict[str, Mask] = {}
+        for names in self._scopes():
+            total = sum(math.prod(self._shape(name)) for name in names)
+            parts = {name: functools.partial(self._units, name) for name in names}
+            found = (
+                ((name, self._best_of_rows(name, density)) for name in names)
+                if self._in_rows
+                else marks_of_highest(parts, kept_count(density, total), total, dtype)
+            )
+            for name, marks in found:
+                chosen[name] = self._as_mask(name, torch.cat(marks).reshape(self._shape(name)))
+                # What is not needed any more makes room for the masks.
+                for sums in self.sums.values():
+                    sums.pop(name, None)
+        return {name: chosen[name] for name in self.parameters}
+
+    def _scopes(self) -> list[list[str]]:
+        """Return the names of the parameters that are compared with each other."""
+        if self.groups is None:
+            return [list(self.parameters)] if self.within == "model" else [[name] for name in self.parameters]
+        found = [list(group.parameters) for group in layers_of(self.groups, self.parameters)]
+        members = Counter(name for names in found for name in names)
+        for name in self.parameters:
+            if members[name] != 1:
+                raise PolicyError(f"TopK.within: {shown(name)} must be in one group, not {members[name]}")
+        return found
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of what is chosen of a parameter: of its entries, rows, blocks, or one."""
+        shape = tuple(self.parameters[name].shape)
+        if self._by_entry:
+            return shape
+        if self._pattern is not None:
+            return shape[0] // self._pattern.rows, math.prod(shape[1:]) // self._pattern.columns
+        return (*shape[:1], *(1,) * (len(shape) - 1)) if self.level == "row" else (1,) * len(shape)
+
+    def _as_mask(self, name: str, marks: Tensor) -> Mask:
         if self.level == "tensor":
-            return {name: bool(mask) for name, mask in chosen.items()}
-        return dict(chosen)
+            return bool(marks)
+        shape = tuple(self.parameters[name].shape)
+        return marks if self._pattern is None else self._pattern.spread(marks, shape)
 
+    def _best_of_rows(self, name: str, density: float) -> list[Tensor]:
+        """Return the marks of the best N of every M entries, or of every row's best."""
+        pattern, width = self._pattern, math.prod(self._shape(name)[1:])
+        if pattern is not None:
+            return [pattern.best(part) for part in self._units(name)]
+        rows = (row for part in self._units(name) for row in part.reshape(-1, width))
+        return [highest(row, kept_count(density, width)) for row in rows]
 
-def _real_product(first: Tensor, second: Tensor) -> Tensor:
-    """Return the product; of complex numbers the sum of the products of their parts."""
-    return (first * second.conj()).real if first.is_complex() else first * second
+    def _units(self, name: str) -> Iterator[Tensor]:
+        """Yield the scores of what is chosen, flat, a part of the tensor at a time."""
+        parts = self._entries(name)
+        if self._by_entry:
+            yield from (part.flatten() for part in parts)
+        elif self.level == "row":
+            yield from (part.flatten(1).mean(1) if part.dim() > 1 else part.flatten() for part in parts)
+        else:
+            whole = torch.cat([part.reshape(-1, *part.shape[1:]) for part in parts])
+            yield (whole.mean()[None] if self._pattern is None else self._pattern.pooled(whole).flatten())
 
-
-def _mean_over(score: Tensor, level: str) -> Tensor:
-    """Return the mean score of each row, ``(n, 1, …)``, or of the tensor, ``(1, 1, …)``."""
-    first = 1 if level == "row" else 0
-    dims = tuple(range(first, score.dim()))
-    return score.mean(dim=dims, keepdim=True) if dims else score
+    def _entries(self, name: str) -> Iterator[Tensor]:
+        """Yield the scores of the entries, some rows at a time; −∞ where there was no gradient."""
+        weight = full_tensor(self.parameters[name].detach())
+        inputs: dict[str, Tensor | None] = {"weight": weight}
+        for kind in self.score.asks:
+            if kind != "weight":
+                found = self._initial.get(name) if kind == "initial" else self.sums.get(kind, {}).get(name)
+                inputs[kind] = None if found is None else full_tensor(found)
+        if inputs.get("activation_norm", weight) is None:
+            raise PolicyError(f"activation_norm: the layer of {shown(name)} did not run through its forward")
+        rows = len(weight) if weight.dim() else 1
+        step = max(CHUNK * rows // max(weight.numel(), 1), 1) if self.score.by_rows else max(rows, 1)
+        for start in range(0, max(rows, 1), step):
+            own = {
+                kind: each[start : start + step] if each.dim() and len(each) == rows else each
+                for kind, each in inputs.items()
+                if each is not None
+            }
+            if len(own) < len(inputs):
+                yield torch.full_like(wide(own["weight"]).real, -math.inf)
+                continue
+            with under(f"TopK.by: {self.by} of {name}"):
+                scores = self.score(**{kind: wide(own[kind]) for kind in self.score.asks})
+                if scores.shape != own["weight"].shape or not scores.is_floating_point():
+                    raise PolicyError(
+                        f"must give a real number for each entry, of shape {tuple(weight.shape)}; got "
+                        f"{scores.dtype} of {tuple(scores.shape)}"
+                    )
+            yield scores if self.largest else -scores

@@ -5,6 +5,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,13 +23,14 @@ from gradpolicy.freezing.diagnostics import buffer_warnings, changed_buffers, co
 from gradpolicy.freezing.freezer import check_same_options
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.masks.base import MaskSource
+from gradpolicy.masks.topk import TopK
 from gradpolicy.optim.optimizers import plain_optimizers
 from gradpolicy.optim.other_optimizers import put_back_remarks
 from gradpolicy.planning.plan_table import Plan, PlanModule, PlanRow
 from gradpolicy.planning.plan_warnings import gets_gradient, trained_in_vain, vain_warnings
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
 from gradpolicy.rates import Rates
-from gradpolicy.tensors.mask import intersect
+from gradpolicy.tensors.mask import active_entries, intersect
 from gradpolicy.when import When, Window
 from gradpolicy.where import named_parameters, pick_each, plain_name
 
@@ -94,7 +96,10 @@ def plan(
         changed = changed_buffers(buffers, duplicate)
         parameters = _trainable(duplicate)
         sizes = {name: parameter.numel() for name, parameter in parameters.items()}
-    sources, masks = _freeze_masks(freeze, matched, gradients, seed)
+        sources, masks = _freeze_masks(freeze, matched, duplicate, gradients, seed)
+        budgets = {
+            name: _budget(source, gradients, lambda: step(duplicate)) for name, source in sources.items()
+        }
     put_back = tuple(put_back_remarks(_partly_frozen(freeze, masks), optimized, trained_by))
     vain = trained_in_vain(policies, matched, gradients)
     # Those that hold later leave the first step alone.
@@ -102,7 +107,8 @@ def plan(
     _check_cuts(flow, rows, gradients, first)
     for name, policy in policies.items():
         if isinstance(policy, Freeze):
-            rows[name] = _freeze_row(name, policy, matched[name], sources[name], masks[name], vain[name])
+            row = _freeze_row(name, policy, matched[name], sources[name], masks[name], vain[name])
+            rows[name] = replace(row, budget=budgets[name], vain=vain[name])
         elif isinstance(policy, Rates):
             rows[name] = _rates_row(name, policy, matched[name])
     planned = tuple(rows[name] for name in policies)
@@ -314,6 +320,7 @@ def _cuts(policies: Mapping[str, FlowPolicy], rows: Mapping[str, PlanRow]) -> tu
 def _freeze_masks(
     policies: Mapping[str, Freeze],
     matched: Mapping[str, Mapping[str, nn.Parameter]],
+    duplicate: nn.Module,
     gradients: Mapping[str, Tensor | None],
     seed: int,
 ) -> tuple[dict[str, MaskSource], dict[str, dict[str, Any]]]:
@@ -330,7 +337,9 @@ def _freeze_masks(
             policies_of.setdefault(key, {})[name] = policy
         with under(f"policy.{name}"):
             sources[name] = copy.deepcopy(policy.mask)
-            sources[name].setup(matched[name], seed=seed)
+            sources[name].model = duplicate
+            copies = named_parameters(duplicate)
+            sources[name].setup({key: copies[key] for key in matched[name]}, seed=seed)
             masks[name] = _first_masks(sources[name], policy.when, gradients)
     for key, holders in policies_of.items():
         check_same_options(key, holders)
@@ -343,6 +352,25 @@ def _first_masks(source: MaskSource, when: When, gradients: Mapping[str, Tensor 
         source.observe({name: gradient for name, gradient in known.items() if gradient is not None})
     step, epoch = (when.start, 0) if when.unit == "step" else (0, when.start)
     return dict(source.masks(step, epoch))
+
+
+def _budget(
+    source: MaskSource, gradients: Mapping[str, Tensor | None], step: Callable[[], object]
+) -> dict[str, float]:
+    """Return the parameters' shares of what a source would choose by one step, the largest first."""
+    if not isinstance(source, TopK) or any(p.is_meta for p in source.parameters.values()):
+        return {}
+    if "activation_norm" in source.score.asks and source.needs_gradients:
+        step()
+    known = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+    chosen = source.preview({name: known[name] for name in source.parameters if name in known})
+    source.release()
+    counts = {
+        name: active_entries(mask, source.parameters[name].shape) for name, mask in (chosen or {}).items()
+    }
+    total = max(sum(counts.values()), 1)
+    shares = {name: count / total for name, count in counts.items()}
+    return dict(sorted(shares.items(), key=lambda each: -each[1]))
 
 
 def _partly_frozen(

@@ -34,6 +34,9 @@ class PlanRow:
         when: When it holds, as a person writes it; empty where it holds throughout training.
         course: For a freeze policy: its mask source, when masks may change, what becomes of frozen state; for
             rates: what parameters have of their own at first.
+        budget: For a source that chooses by scores: which share of what it would choose by the first step's
+            gradients lies in which parameter, the largest first.
+        vain: The parameters that get no gradient, or only zeros.
     """
 
     name: str
@@ -50,6 +53,8 @@ class PlanRow:
     phases: tuple[str, ...] = ("fit",)
     when: str = ""
     course: str = ""
+    budget: Mapping[str, float] = field(default_factory=dict)
+    vain: tuple[str, ...] = ()
 
     @property
     def active_entries(self) -> int:
@@ -62,6 +67,13 @@ class PlanRow:
         lines = [f"{self.name}: {self.course}."] if self.course else []
         if self.groups:
             lines.append(f"{self.name} goes by {len(self.groups)} groups: {', '.join(self.groups)}.")
+        if self.budget:
+            most = [
+                f"{share:.1%} to {name}{' (no gradient)' if name in self.vain else ''}"
+                for name, share in list(self.budget.items())[:5]
+                if share > 0
+            ]
+            lines.append(f"{self.name}: by this step its choice would go {', '.join(most)}.")
         return lines
 
     def to_dict(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from gradpolicy.checks import check_choice
 from gradpolicy.compiling import compiled
 from gradpolicy.errors import PolicyError, shown
+from gradpolicy.tensors.pattern import Pattern, pattern_of
 
 LEVELS = ("entry", "row", "tensor")
 _WORD = 0xFFFFFFFF
@@ -31,6 +32,30 @@ _SHIFTS = (17, 11, 15, 14)
 # Entries hashed at a time: on a CPU small enough that a chunk's words stay in a core's cache.
 _CPU_CHUNK = 1 << 16
 _DEVICE_CHUNK = 1 << 26
+
+
+def check_level(key: str, level: object) -> str:
+    """Return a level: ``"entry"``, ``"row"``, ``"tensor"``, N of M (``"2:4"``) or blocks (``"16x16"``).
+
+    Raises:
+        PolicyError: For anything else.
+    """
+    if pattern_of(level) is not None:
+        return str(level)
+    return check_choice(key, level, (*LEVELS, "2:4", "16x16"))
+
+
+def density_of_level(kind: str, density: Any, level: str) -> Any:
+    """Return the density, which N of M says itself; without either it is 0.1.
+
+    Raises:
+        PolicyError: If the two contradict each other.
+    """
+    pattern = pattern_of(level)
+    share = None if pattern is None else pattern.share
+    if share is not None and density not in (None, share):
+        raise PolicyError(f"{kind}.density: level {level!r} means {share:g}, got {shown(density)}")
+    return (0.1 if share is None else share) if density is None else density
 
 
 @dataclass(frozen=True)
@@ -62,7 +87,7 @@ class RandomMask:
     level: str = "entry"
 
     def __post_init__(self) -> None:
-        check_choice("RandomMask.level", self.level, LEVELS)
+        check_level("RandomMask.level", self.level)
         if not 0.0 <= self.density <= 1.0:
             raise PolicyError(f"RandomMask.density: must lie between 0 and 1, got {shown(self.density)}")
 
@@ -91,10 +116,29 @@ class RandomMask:
         if self.level == "tensor" or not shape:
             return bernoulli(key, self.density, 0, 1, device).reshape((1,) * len(shape))
         begin, end, _ = slice(start, stop).indices(shape[0])
+        pattern = pattern_of(self.level)
+        if pattern is not None:
+            return self._of_pattern(pattern, key, shape, begin, max(begin, end)).to(device)
         width = math.prod(shape[1:]) if self.level == "entry" else 1
         drawn = bernoulli(key, self.density, begin * width, end * width, device)
         inner = shape[1:] if self.level == "entry" else (1,) * (len(shape) - 1)
         return drawn.reshape(max(end - begin, 0), *inner)
+
+    def _of_pattern(self, pattern: Pattern, key: int, shape: tuple[int, ...], begin: int, end: int) -> Tensor:
+        """Return rows of a mask of N of M, or of blocks."""
+        pattern.check(self.name, shape)
+        width = math.prod(shape[1:])
+        if pattern.kept is None:
+            columns = width // pattern.columns
+            first, last = begin // pattern.rows, -(-end // pattern.rows)
+            blocks = bernoulli(key, self.density, first * columns, last * columns).reshape(-1, columns)
+            mask = pattern.spread(blocks, ((last - first) * pattern.rows, width))
+            return mask[begin - first * pattern.rows :][: end - begin].reshape(-1, *shape[1:])
+        step = max(_CPU_CHUNK // width, 1)
+        ranges = ((start, min(start + step, end)) for start in range(begin, end, step))
+        words = (words_at(key, torch.arange(start * width, stop * width)) for start, stop in ranges)
+        marks = [pattern.best(each) for each in words]
+        return torch.cat([torch.zeros(0, dtype=torch.bool), *marks]).reshape(end - begin, *shape[1:])
 
     def state(self) -> dict[str, Any]:
         """Return the numbers as a plain dict, which a checkpoint holds under ``weights_only=True``."""

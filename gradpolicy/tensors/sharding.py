@@ -67,3 +67,13 @@ def write_entries(tensor: Tensor, indices: Tensor, values: Tensor) -> None:
     marks = local_shard(shard_like(written.reshape(tensor.shape), tensor))
     own = local_shard(tensor)
     own.copy_(torch.where(marks, local_shard(shard_like(content.reshape(tensor.shape), tensor)), own))
+
+
+def sum_over_processes(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor over all processes; the tensor itself where there is one."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return tensor
+    total = tensor.clone()
+    distributed.all_reduce(total)
+    return total

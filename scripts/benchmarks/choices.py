@@ -35,7 +35,7 @@ def mask_choice() -> list[Row]:
     baseline = unmasked()
     sources: dict[str, GradientSource] = {
         "TopK by Fisher information, of all together": masks.TopK(0.1, by="fisher", every=1),
-        "TopK by Fisher information, each tensor": masks.TopK(0.1, by="fisher", scope="tensor", every=1),
+        "TopK by Fisher information, each tensor": masks.TopK(0.1, by="fisher", within="tensor", every=1),
         "PruneAndGrow by gradient (RigL)": masks.PruneAndGrow(0.1, every=1, stop=1000),
         "PruneAndGrow at random (SET)": masks.PruneAndGrow(0.1, grow="random", every=1),
     }

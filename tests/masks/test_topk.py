@@ -39,7 +39,7 @@ def test_scores_follow_their_definitions(prepared, weights, by: str, score) -> N
 
 
 def test_weight_needs_no_gradient_and_chooses_at_once(prepared, weights) -> None:
-    source = prepared(gp.masks.TopK(0.5, by="weight", scope="tensor"), weights)
+    source = prepared(gp.masks.TopK(0.5, by="weight", within="tensor"), weights)
     masks = source.masks(0, 0)
     assert not source.needs_gradients
     for name, weight in weights.items():
@@ -215,7 +215,7 @@ def test_half_precision_gradients_are_summed_in_float32(prepared) -> None:
     ("arguments", "message"),
     [
         ({"by": "fischer"}, "did you mean 'fisher'"),
-        ({"scope": "layer"}, "scope"),
+        ({"within": "layer"}, "within"),
         ({"level": "column"}, "level"),
         ({"before": "wait"}, "before"),
         ({"rewind": True}, "by='change' only"),

@@ -1,0 +1,27 @@
+"""Fisher information, diagonal and empirical, of whole batches or of single samples."""
+
+from torch import Tensor
+
+from gradpolicy.masks.scores.score import Score
+
+
+class Fisher(Score):
+    """``Σ g²`` of the gradients of batches: Child-Tuning_D.
+
+    Source: Xu et al. 2021, arXiv:2109.05687.
+    """
+
+    by_rows = True
+
+    def __call__(self, second_moment: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the scores."""
+        return second_moment
+
+
+class FisherBySample(Fisher):
+    """``Σ gᵢ²`` of the gradients of single samples, of a loader of its own: the FISH mask.
+
+    Source: Sung, Nair, Raffel 2021, arXiv:2111.09839.
+    """
+
+    by_sample = True

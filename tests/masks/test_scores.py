@@ -1,0 +1,187 @@
+"""Scores: each against its published formula by hand, what a score may ask for, and what a choice costs."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradpolicy as gp
+from gradpolicy.errors import PolicyError
+from gradpolicy.masks import scores
+from gradpolicy.masks.selection import highest, kept_count
+
+
+@pytest.fixture
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4)).double()
+
+
+@pytest.fixture
+def batches() -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(5, 8, dtype=torch.double), torch.randint(4, (5,))) for _ in range(3)]
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def chosen(model: nn.Module, batches, mask: gp.masks.TopK) -> dict[str, Tensor]:
+    """The masks after as many steps as there are batches, in which nothing moves."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with gp.training(model, optimizer, [gp.Freeze(mask, params="*.weight")]) as optimizer:
+        for batch in [*batches, batches[0]]:
+            loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {
+            name: optimizer.get_mask(p).clone() for name, p in model.named_parameters() if "weight" in name
+        }
+
+
+def gradients(model: nn.Module, batch) -> dict[str, Tensor]:
+    weights = {name: p for name, p in model.named_parameters() if "weight" in name}
+    return dict(zip(weights, torch.autograd.grad(loss(model, batch), list(weights.values())), strict=True))
+
+
+def by_hand(values: dict[str, Tensor], density: float) -> dict[str, Tensor]:
+    together = torch.cat([each.flatten() for each in values.values()])
+    threshold = together.sort(descending=True).values[kept_count(density, len(together)) - 1]
+    return {name: each >= threshold for name, each in values.items()}
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    for name, mask in theirs.items():
+        assert torch.equal(ours[name], mask)
+
+
+def test_snip_is_the_connection_sensitivity(model, batches) -> None:
+    """SNIP multiplies a connection by c = 1; its score is |∂L/∂c|."""
+    expected = {}
+    for place, layer in ((0, model[0]), (2, model[2])):
+        c = torch.ones_like(layer.weight, requires_grad=True)
+        total = 0
+        for batch in batches:
+            weights = {f"{place}.weight": layer.weight.detach() * c}
+            total = total + nn.functional.cross_entropy(
+                torch.func.functional_call(model, weights, (batch[0],)), batch[1]
+            )
+        expected[f"{place}.weight"] = torch.autograd.grad(total, c)[0].abs()
+    mask = gp.masks.TopK(0.2, by="snip", window=3)
+    assert_same(chosen(model, batches, mask), by_hand(expected, 0.2))
+
+
+@pytest.mark.parametrize("by", [scores.Fisher, scores.FisherBySample])
+def test_fisher_squares_the_gradients_of_batches_or_of_samples(model, batches, by) -> None:
+    samples = [(x[i : i + 1], y[i : i + 1]) for x, y in batches for i in range(len(x))]
+    found = [gradients(model, each) for each in (samples if by is scores.FisherBySample else batches)]
+    expected = {name: sum(each[name].square() for each in found) for name in found[0]}
+    ours = chosen(model, batches, gp.masks.TopK(0.3, by=by(loader=batches, loss=loss)))
+    assert_same(ours, by_hand(expected, 0.3))
+
+
+def test_wanda_compares_weights_by_their_inputs_within_each_row(model, batches) -> None:
+    mask = gp.masks.TopK(0.5, by="wanda", within="row", window=3)
+    inputs = torch.cat([x for x, _ in batches])
+    hidden = torch.relu(model[0](inputs))
+    ours = chosen(model, batches, mask)
+    for name, x in (("0.weight", inputs), ("2.weight", hidden)):
+        metric = model.get_parameter(name).abs() * x.norm(dim=0)
+        # As Wanda's code: the lowest half of each row is pruned.
+        pruned = torch.sort(metric, dim=1, stable=True).indices[:, : metric.shape[1] // 2]
+        assert torch.equal(ours[name], torch.ones_like(metric, dtype=torch.bool).scatter(1, pruned, False))
+    assert not model[0]._forward_pre_hooks
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_wanda_takes_the_input_channels_of_a_convolution(groups: int) -> None:
+    layer = nn.Conv2d(4, 6, 3, groups=groups, padding=1)
+    source = gp.masks.TopK(0.5, by="wanda", level="tensor")
+    source.model = layer
+    source.setup({"weight": layer.weight}, seed=0)
+    x = torch.randn(2, 4, 5, 5)
+    layer(x)
+    norms = x.square().sum((0, 2, 3)).sqrt().reshape(groups, -1).repeat_interleave(6 // groups, 0)
+    torch.testing.assert_close(source._norms.squares["weight"].sqrt()[..., 0, 0], norms)
+    source.release()
+
+
+def test_lift_ranks_the_low_rank_approximation(model) -> None:
+    source = gp.masks.TopK(0.2, by=scores.LIFT(rank=2), within="tensor")
+    source.setup({"w": model[0].weight}, seed=0)
+    u, s, v = torch.linalg.svd(model[0].weight.detach(), full_matrices=False)
+    expected = (u[:, :2] @ torch.diag(s[:2]) @ v[:2]).abs()
+    torch.testing.assert_close(source.scores()["w"], expected)
+
+
+def test_salun_is_the_saliency_on_the_forget_set_alone(model, batches) -> None:
+    forget = batches[:2]
+    first, second = (gradients(model, each) for each in forget)
+    expected = {name: (first[name] + second[name]).abs() for name in first}
+    assert_same(
+        chosen(model, batches[2:], gp.masks.TopK(0.5, by=scores.SalUn(forget, loss))), by_hand(expected, 0.5)
+    )
+
+
+def test_a_function_asks_by_the_names_of_its_arguments(model, batches) -> None:
+    found = [gradients(model, each) for each in batches]
+    weights = {name: model.get_parameter(name).detach() for name in found[0]}
+    total = {name: sum(each[name] for each in found) for name in weights}
+    expected = {name: -(weights[name].abs() + total[name].square()) for name in weights}
+    mask = gp.masks.TopK(0.3, by=lambda weight, gradient: weight.abs() + gradient**2, largest=False, window=3)
+    assert_same(chosen(model, batches, mask), by_hand(expected, 0.3))
+
+
+def test_groups_are_ranked_each_by_itself(model) -> None:
+    source = gp.masks.TopK(0.25, by="magnitude", within=[["0.*"], ["2.*"]])
+    source.setup(dict(model.named_parameters()), seed=0)
+    masks = source.masks(0, 0)
+    for group in ("0", "2"):
+        own = torch.cat([p.abs().flatten() for name, p in model.named_parameters() if name[0] == group])
+        ours = torch.cat([mask.flatten() for name, mask in masks.items() if name[0] == group])
+        assert torch.equal(ours, highest(own, kept_count(0.25, len(own))))
+
+
+@pytest.mark.parametrize(
+    ("by", "message"),
+    [
+        (lambda weights: weights, "unknown input 'weights'; did you mean 'weight'"),
+        (3, "must be a name, a function or a Score"),
+        ("salun", "needs a loader and a loss of its own"),
+        ("wand", "did you mean 'wanda'"),
+    ],
+)
+def test_what_is_no_score_is_an_error(by, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        gp.masks.TopK(by=by)
+
+
+def test_scores_of_another_shape_are_an_error(prepared) -> None:
+    source = prepared(gp.masks.TopK(by=lambda weight: weight.sum()), {"w": torch.ones(3, 4)})
+    with pytest.raises(PolicyError, match="must give a real number for each entry"):
+        source.masks(0, 0)
+
+
+def test_wanda_of_a_bias_is_an_error(model, batches) -> None:
+    with pytest.raises(PolicyError, match=r"'0\.bias' is no weight of a Linear or Conv"):
+        gp.plan(model, [gp.Freeze(gp.masks.TopK(by="wanda"))], lambda copy: loss(copy, batches[0]))
+
+
+def test_the_plan_says_where_the_choice_would_go(batches) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(8, 4, bias=False), nn.Linear(8, 4, bias=False)
+            nn.init.constant_(self.unused.weight, 9.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    model = Model().double()
+    for by in ("magnitude", "snip", lambda activation_norm, weight: activation_norm + 0 * weight):
+        params = "*" if isinstance(by, str) else "used.*"
+        policy = gp.Freeze(gp.masks.TopK(0.25, by=by, window=50), params=params)
+        (row,) = gp.plan(model, {"top": policy}, lambda copy: loss(copy, batches[0])).rows
+        assert sum(row.budget.values()) == pytest.approx(1.0)
+        if by == "magnitude":
+            assert row.budget["unused.weight"] == 1.0
+            assert "100.0% to unused.weight (no gradient)" in row.remarks[-1]
+    assert not model.used._forward_pre_hooks
