@@ -223,6 +223,8 @@ class Freezer:
         bound = self._policies.values()
         changes = {each.name: each.update(step, epoch, phase) for each in bound}
         changed = set().union(*changes.values()) if self._combined else set(self.parameters)
+        for each in bound:
+            each.source.gathers = bool(each.gradient_names(step, epoch))
         resetting = [each for each in bound if each.in_effect and each.source.resets_state]
         reset = set().union(*(each.parameters for each in resetting))
         concerned = changed | reset

@@ -34,6 +34,7 @@ ARGUMENT_KINDS: tuple[str, ...] = (
     "gradpolicy.distributed.compression.ActiveEntries",
     "gradpolicy.masks.MaskSource",
     "gradpolicy.masks.RandomMask",
+    "gradpolicy.masks.scores.Score",
     "gradpolicy.policies.Policy",
     "gradpolicy.rates.LayerDecay",
     "gradpolicy.schedules.Schedule",

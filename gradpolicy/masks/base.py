@@ -71,6 +71,8 @@ class MaskSource:
     keeps_masks: bool = False
     # The model of the parameters, for a source that looks at more than these; set before setup.
     model: nn.Module | None = None
+    # True while the gradients of the step are asked for; set before its forward pass.
+    gathers: bool = True
     # Groups of parameters that freeze and thaw together, from the input to the output.
     layer_groups: Sequence[Layer] = ()
 

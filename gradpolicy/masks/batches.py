@@ -1,7 +1,7 @@
 """Norms of activations, and sums over a score's own loader."""
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ class ActivationNorms:
     Args:
         model: The model.
         parameters: The weights of the layers, by name.
+        counts: Whether a forward pass of now counts.
 
     Attributes:
         squares: The sums, by the weights' names, of shapes that broadcast to them.
@@ -32,8 +33,11 @@ class ActivationNorms:
         PolicyError: If a parameter is no weight of a ``Linear`` or ``Conv``.
     """
 
-    def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, parameters: Mapping[str, Tensor], counts: Callable[[], bool] = lambda: True
+    ) -> None:
         self.squares: dict[str, Tensor] = {}
+        self.counts = counts
         layers = [each for each in model.modules() if isinstance(each, nn.Linear | nn.modules.conv._ConvNd)]
         self._names = {
             id(each): name for each in layers for name, p in parameters.items() if p is each.weight
@@ -55,8 +59,8 @@ class ActivationNorms:
     @torch.no_grad()
     def _add(self, layer: Any, inputs: tuple) -> None:
         name = self._names.get(id(layer))
-        counts = layer.training or torch.is_grad_enabled()
-        if name is None or not counts or torch._C._current_graph_task_id() != -1:
+        trains = layer.training or torch.is_grad_enabled()
+        if name is None or not (trains and self.counts()) or torch._C._current_graph_task_id() != -1:
             return
         x = wide(inputs[0].detach())
         if isinstance(layer, nn.Linear):
@@ -72,11 +76,13 @@ class ActivationNorms:
         self.squares[name] = self.squares[name] + squares if name in self.squares else squares
 
 
-def sums_over_loader(model: nn.Module, parameters: Mapping[str, Tensor], score: Score) -> Sums:
-    """Return what a score asks for, summed over the loader of its own.
+def sums_over_loader(
+    model: nn.Module, parameters: Mapping[str, Tensor], score: Score, batches: Iterable[Any]
+) -> Sums:
+    """Return what a score asks for, summed over batches of its own loader.
 
     Raises:
-        PolicyError: If the parameters are sharded.
+        PolicyError: If the parameters are sharded, or there is no batch.
     """
     sharded = next((name for name, p in parameters.items() if is_sharded(p)), None)
     if sharded is not None:
@@ -88,11 +94,12 @@ def sums_over_loader(model: nn.Module, parameters: Mapping[str, Tensor], score: 
     statistics = [each for each in score.asks if each in STATISTICS]
     norms = ActivationNorms(model, parameters) if "activation_norm" in score.asks else None
     sums: Sums = {each: {} for each in statistics}
+    loss = None
     try:
         model.eval()
         for parameter in parameters.values():
             parameter.requires_grad_(True)
-        for batch in _pieces(score):
+        for batch in _pieces(batches, score.by_sample):
             with torch.enable_grad():
                 loss = score.loss(model, batch)
             if not statistics:
@@ -109,6 +116,8 @@ def sums_over_loader(model: nn.Module, parameters: Mapping[str, Tensor], score: 
             parameter.requires_grad_(needed)
         for module, was in training.items():
             module.training = was
+    if loss is None:
+        raise PolicyError(f"score {score!r}: its loader gives no batch")
     if norms is not None:
         sums["activation_norm"] = {name: each.sqrt() for name, each in norms.squares.items()}
     return sums
@@ -119,10 +128,10 @@ def norms_of_all(squares: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: sum_over_processes(each).sqrt() for name, each in squares.items()}
 
 
-def _pieces(score: Score) -> Iterator[Any]:
-    """Yield the batches of a score's loader, or their samples, each as a batch of one."""
-    for batch in score.loader or ():
-        if not score.by_sample:
+def _pieces(batches: Iterable[Any], by_sample: bool) -> Iterator[Any]:
+    """Yield the batches, or their samples, each as a batch of one."""
+    for batch in batches:
+        if not by_sample:
             yield batch
             continue
         count = next(len(each) for each in tree_leaves(batch) if isinstance(each, Tensor))

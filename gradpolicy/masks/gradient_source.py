@@ -99,6 +99,8 @@ class GradientSource(MaskSource):
                     sums[name] += value
                 else:
                     sums[name] = value.clone() if value is gradient else value
+                # The next one is made when this one's memory is free.
+                del value
 
     def state_dict(self) -> dict[str, Any]:
         """Return the gradients gathered so far, and the last decision."""

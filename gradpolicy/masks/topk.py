@@ -1,6 +1,7 @@
 """Masks of the entries that score highest, by whatever score."""
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -135,6 +136,8 @@ class TopK(GradientSource):
         self._initial: dict[str, Tensor] = {}
         self._norms: ActivationNorms | None = None
         self._to_rewind = False
+        # How many batches of the score's loader are read; None: all.
+        self._most_batches: int | None = None
 
     def prepare(self) -> None:
         """Keep the weights that changes are measured from, and find layers whose inputs are asked for."""
@@ -153,7 +156,7 @@ class TopK(GradientSource):
         if self.model is None and (observes_inputs or self.score.loader is not None):
             raise PolicyError(f"TopK.by: {self.by} needs the model; use the source in a policy")
         if self.model is not None and observes_inputs:
-            self._norms = ActivationNorms(self.model, self.parameters)
+            self._norms = ActivationNorms(self.model, self.parameters, lambda: self.gathers)
 
     def release(self) -> None:
         """Take the hooks off the layers."""
@@ -192,12 +195,13 @@ class TopK(GradientSource):
 
     @torch.no_grad()
     def preview(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Mask] | None:
-        """Return the choice that one step's gradients would make; None by how far weights moved."""
+        """Return the choice by one step's gradients, or one batch; None by how far weights moved."""
         if "initial" in self.score.asks:
             return None
         self.sums = {}
         if self.needs_gradients:
             self.observe_more(gradients)
+        self._most_batches = 1
         return self._choose(density_at(self.density, self.timetable.start))
 
     def describe(self) -> dict[str, Any]:
@@ -227,7 +231,8 @@ class TopK(GradientSource):
 
     def _choose(self, density: float) -> dict[str, Mask]:
         if self.score.loader is not None and self.model is not None:
-            self.sums = sums_over_loader(self.model, self.parameters, self.score)
+            batches = itertools.islice(self.score.loader, self._most_batches)
+            self.sums = sums_over_loader(self.model, self.parameters, self.score, batches)
         elif self._norms is not None:
             self.sums["activation_norm"] = norms_of_all(self._norms.squares)
             self._norms.squares = {}
@@ -290,9 +295,12 @@ class TopK(GradientSource):
             yield from (part.flatten() for part in parts)
         elif self.level == "row":
             yield from (part.flatten(1).mean(1) if part.dim() > 1 else part.flatten() for part in parts)
+        elif self._pattern is not None:
+            yield from (self._pattern.pooled(part).flatten() for part in parts)
         else:
-            whole = torch.cat([part.reshape(-1, *part.shape[1:]) for part in parts])
-            yield (whole.mean()[None] if self._pattern is None else self._pattern.pooled(whole).flatten())
+            sums = [(part.sum(dtype=torch.float64), part.dtype, part.numel()) for part in parts]
+            mean = sum(each[0] for each in sums) / sum(each[2] for each in sums)
+            yield torch.as_tensor(mean, dtype=sums[0][1])[None]
 
     def _entries(self, name: str) -> Iterator[Tensor]:
         """Yield the scores of the entries, some rows at a time; −∞ where there was no gradient."""
@@ -305,7 +313,10 @@ class TopK(GradientSource):
         if inputs.get("activation_norm", weight) is None:
             raise PolicyError(f"activation_norm: the layer of {shown(name)} did not run through its forward")
         rows = len(weight) if weight.dim() else 1
-        step = max(CHUNK * rows // max(weight.numel(), 1), 1) if self.score.by_rows else max(rows, 1)
+        height = self._pattern.rows if self._pattern is not None else 1
+        step = max(rows, 1)
+        if self.score.by_rows:
+            step = max(CHUNK * rows // max(weight.numel(), 1) // height, 1) * height
         for start in range(0, max(rows, 1), step):
             own = {
                 kind: each[start : start + step] if each.dim() and len(each) == rows else each

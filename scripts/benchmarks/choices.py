@@ -1,12 +1,13 @@
-"""Time in which a mask source decides about 20 M entries, against a step of torch's fused AdamW."""
+"""Time and memory in which a mask source decides about 20 M entries."""
 
+import functools
 import itertools
 from collections.abc import Callable
 
 import torch
 
 from benchmarks.measure import HERE, Row, device_seconds, paired_ratio
-from benchmarks.optimizers import unmasked
+from benchmarks.optimizers import apart, peak_bytes, unmasked
 from gradpolicy import masks
 from gradpolicy.masks.gradient_source import GradientSource
 
@@ -15,8 +16,7 @@ TENSORS, SIDE = 5, 2000
 
 def decision(source: GradientSource) -> Callable[[], object]:
     """One decision after the other, each by the same gradients."""
-    parameters = {f"layers.{place}.weight": torch.randn(SIDE, SIDE, device=HERE) for place in range(TENSORS)}
-    gradients = {name: torch.randn_like(weight) for name, weight in parameters.items()}
+    parameters, gradients = tensors(TENSORS, SIDE)
     source.setup(parameters, seed=0)
     steps = itertools.count(1)
 
@@ -45,4 +45,39 @@ def mask_choice() -> list[Row]:
     ]
 
 
-BENCHMARKS: dict[str, Callable[[], list[Row]]] = {"mask_choice": mask_choice}
+def choice_memory() -> list[Row]:
+    """What a choice adds to what is held before it, of 20 matrices; the masks are a quarter of these."""
+    options = [{"by": by} for by in ("magnitude", "gradient", "snip", "fisher", "change", "lift")]
+    options += [{"by": "snip", "level": level} for level in ("row", "2:4", "16x16")]
+    options.append({"by": "snip", "within": "tensor"})
+    return [
+        {
+            "what": f"TopK, {', '.join(map(str, each.values()))}: peak of a choice, of the parameters",
+            "ratio": apart(_peak_of_choice, each) / (4 * 20 * 1000**2),
+            "target": 0.3,
+            "unit": "bytes",
+        }
+        for each in options
+    ]
+
+
+def _peak_of_choice(options: dict[str, str]) -> int:
+    peak = 0
+    for side in (32, 1000):  # The first loads what a choice runs.
+        parameters, gradients = tensors(20, side)
+        source = masks.TopK(None if options.get("level") == "2:4" else 0.1, start=1, **options)
+        source.setup(parameters, seed=0)
+        if source.needs_gradients:
+            source.observe(gradients)
+        del gradients
+        peak = peak_bytes(functools.partial(source.masks, 1, 0))
+    return peak
+
+
+def tensors(count: int, side: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Parameters, and a gradient for each."""
+    parameters = {f"layers.{place}.weight": torch.randn(side, side, device=HERE) for place in range(count)}
+    return parameters, {name: torch.randn_like(weight) for name, weight in parameters.items()}
+
+
+BENCHMARKS: dict[str, Callable[[], list[Row]]] = {"mask_choice": mask_choice, "choice_memory": choice_memory}

@@ -220,16 +220,21 @@ def memory() -> Iterator[Row]:
 
 
 def peak_of_changes(state: str, density: float) -> int:
-    """By how many bytes memory grows while masks change; on a CPU measured in a process of its own.
+    """By how many bytes memory grows while masks change."""
+    return apart(_peak_here, state, density)
+
+
+def apart(measure: Callable[..., int], *arguments: object) -> int:
+    """Measure memory; on a CPU in a process of its own.
 
     What malloc keeps of freed memory would hide a part. There it gives freed tensors back at once.
     """
     if HERE.type == "cuda":
-        return _peak_here(state, density)
+        return measure(*arguments)
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)
     try:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            return pool.submit(_peak_here, state, density).result()
+            return pool.submit(measure, *arguments).result()
     finally:
         del os.environ["MALLOC_MMAP_THRESHOLD_"]
 

@@ -1,7 +1,8 @@
 """Masks, rates and steps against those of the authors' published code, on the same inputs.
 
 rigl-torch is run. What the code of the other repositories does was recorded on fixed inputs; each file names
-the repository and its commit. `git show e1e659a:tests/masks/recorded/record.py` is the script that ran them.
+the repository and its commit. `git show e1e659a:tests/masks/recorded/record.py` is the script that ran them;
+those of scores (snip, wanda, salun, lift) were recorded like these, on a CPU.
 """
 
 import importlib
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 import gradpolicy as gp
 from gradpolicy.freezing import Freezer
 from gradpolicy.masks.prune_and_grow import kept_entries
+from gradpolicy.masks.scores import LIFT, SalUn
 
 STEPS, EVERY, END = 40, 4, 30
 RECORDED = Path(__file__).parent / "recorded"
@@ -233,6 +235,69 @@ def test_fish_chooses_the_same_entries(ratio: str) -> None:
         torch.equal(optimizer.get_mask(parameter).expand(parameter.shape), theirs[name])
         for name, parameter in model.named_parameters()
     )
+
+
+def chosen_by(
+    mask: gp.masks.TopK, model: nn.Module, batches: list[tuple[Tensor, Tensor]]
+) -> dict[str, Tensor]:
+    """The masks after a step by each batch, in which nothing moves."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with gp.training(model, optimizer, [gp.Freeze(mask)]) as optimizer:
+        for x, y in [*batches, batches[0]]:
+            cross_entropy(model, (x, y)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: optimizer.get_mask(p).expand(p.shape) for name, p in model.named_parameters()}
+
+
+def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def recorded_scores(name: str):
+    """A network of two layers, its batches, and the part under a prefix."""
+    everything, under = recorded(name)
+    model = nn.Sequential(nn.Linear(8, 12, bias=False), nn.Tanh(), nn.Linear(12, 4, bias=False))
+    model.load_state_dict(under("weight"))
+    count = sum(key.startswith("x/") for key in everything)
+    return model, [(everything[f"x/{i}"], everything[f"y/{i}"]) for i in range(count)], under
+
+
+def assert_same_masks(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+    assert theirs
+    for name, mask in theirs.items():
+        assert torch.equal(ours[name], mask.bool()), name
+
+
+def test_snip_chooses_the_same_connections() -> None:
+    """Its code draws the weights anew before; recorded with that left out."""
+    model, batches, under = recorded_scores("snip")
+    assert_same_masks(chosen_by(gp.masks.TopK(0.25, by="snip"), model, batches), under("mask"))
+
+
+@pytest.mark.parametrize(("key", "options"), [("half", {"density": 0.5, "within": "row"}), ("2:4", {})])
+def test_wanda_keeps_the_same_weights(key: str, options: dict) -> None:
+    model, batches, under = recorded_scores("wanda")
+    source = gp.masks.TopK(by="wanda", window=4, level="entry" if options else "2:4", **options)
+    assert_same_masks(chosen_by(source, model, batches), under(f"mask/{key}"))
+
+
+@pytest.mark.parametrize("density", [0.1, 0.5])
+def test_salun_chooses_the_same_entries(density: float) -> None:
+    """Its code also takes a step for each batch; recorded with a learning rate of 0."""
+    model, batches, under = recorded_scores("salun")
+    theirs = under(f"mask/{density}")
+    share = sum(int(mask.sum()) for mask in theirs.values()) / sum(mask.numel() for mask in theirs.values())
+    source = gp.masks.TopK(share, by=SalUn(batches, cross_entropy))
+    assert_same_masks(chosen_by(source, model, batches[:1]), theirs)
+
+
+def test_lift_chooses_the_same_principal_weights(prepared) -> None:
+    _, under = recorded("lift")
+    for name, theirs in under("mask").items():
+        source = gp.masks.TopK(float(theirs.float().mean()), by=LIFT(rank=3))
+        prepared(source, {name: under("weight")[name]})
+        assert torch.equal(source.masks(0, 0)[name], theirs.bool())
 
 
 @pytest.mark.parametrize("curve", ["linear", "squared", "cubic"])

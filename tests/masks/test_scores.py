@@ -91,6 +91,26 @@ def test_wanda_compares_weights_by_their_inputs_within_each_row(model, batches) 
     assert not model[0]._forward_pre_hooks
 
 
+def test_norms_are_those_of_the_window_alone(model, batches) -> None:
+    mask = gp.masks.TopK(0.5, by="wanda", within="row", start=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with gp.training(model, optimizer, [gp.Freeze(mask, params="0.weight")]) as optimizer:
+        for x, y in batches:
+            if mask._norms is not None and mask._norms.squares:
+                torch.testing.assert_close(mask._norms.squares["0.weight"][0], batches[1][0].square().sum(0))
+            loss(model, (x, y)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        metric = model[0].weight.abs() * batches[1][0].norm(dim=0)
+        assert torch.equal(optimizer.get_mask(model[0].weight), metric >= metric.sort().values[:, 4:5])
+
+
+@pytest.mark.parametrize(("loader", "message"), [(iter([]), "can be read once only"), ([], "gives no batch")])
+def test_a_loader_must_give_batches_and_again(model, batches, loader, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        chosen(model, batches, gp.masks.TopK(0.5, by=scores.SalUn(loader, loss)))
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_wanda_takes_the_input_channels_of_a_convolution(groups: int) -> None:
     layer = nn.Conv2d(4, 6, 3, groups=groups, padding=1)

@@ -28,3 +28,6 @@ class LIFT(Score):
         left, values, right = torch.linalg.svd(weight.flatten(1), full_matrices=False)
         best = (left[:, : self.rank] * values[: self.rank]) @ right[: self.rank]
         return best.abs().reshape(weight.shape)
+
+    def __repr__(self) -> str:
+        return f"LIFT(rank={self.rank})"

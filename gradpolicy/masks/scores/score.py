@@ -1,7 +1,7 @@
 """A score: the inputs that it may ask for, and functions and classes as scores."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,7 +42,8 @@ class Score:
         by_sample: True if gradients are taken sample by sample, which needs a loader.
 
     Raises:
-        PolicyError: If only one of loader and loss is given, or sums by sample have no loader.
+        PolicyError: If only one of loader and loss is given, sums by sample have no loader, or it can be
+            read once only.
 
     Example:
         >>> import torch
@@ -67,6 +68,8 @@ class Score:
             raise PolicyError(f"{kind}: give loader and loss together: batches, and (model, batch) -> loss")
         if loader is None and (self.by_sample or self.needs_loader):
             raise PolicyError(f"{kind}: needs a loader and a loss of its own")
+        if isinstance(loader, Iterator):
+            raise PolicyError(f"{kind}.loader: can be read once only, and a plan reads it too; give a list")
         self.loader = loader
         self.loss: Any = import_by_name(loss) if isinstance(loss, str) else loss
         self.asks = _asked(kind, self.__call__)
