@@ -242,6 +242,10 @@ class TopK(GradientSource):
         for names in self._scopes():
             total = sum(math.prod(self._shape(name)) for name in names)
             parts = {name: functools.partial(self._units, name) for name in names}
+            if len(names) == 1 and not self.score.by_rows:
+                # What is computed as a whole, and held as one, is computed once.
+                whole = list(self._units(names[0]))
+                parts = {names[0]: functools.partial(iter, whole)}
             found = (
                 ((name, self._best_of_rows(name, density)) for name in names)
                 if self._in_rows

@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -47,13 +48,15 @@ def mask_choice() -> list[Row]:
 
 def choice_memory() -> list[Row]:
     """What a choice adds to what is held before it, of 20 matrices; the masks are a quarter of these."""
-    options = [{"by": by} for by in ("magnitude", "gradient", "snip", "fisher", "change", "lift")]
+    options: list[dict[str, Any]] = [
+        {"by": by} for by in ("magnitude", "gradient", "snip", "fisher", "change", "lift")
+    ]
     options += [{"by": "snip", "level": level} for level in ("row", "2:4", "16x16")]
     options.append({"by": "snip", "within": "tensor"})
     return [
         {
             "what": f"TopK, {', '.join(map(str, each.values()))}: peak of a choice, of the parameters",
-            "ratio": apart(_peak_of_choice, each) / (4 * 20 * 1000**2),
+            "ratio": apart(_peak_of_choice, each) / (4 * 20 * 1024**2),
             "target": 0.3,
             "unit": "bytes",
         }
@@ -61,9 +64,9 @@ def choice_memory() -> list[Row]:
     ]
 
 
-def _peak_of_choice(options: dict[str, str]) -> int:
+def _peak_of_choice(options: dict[str, Any]) -> int:
     peak = 0
-    for side in (32, 1000):  # The first loads what a choice runs.
+    for side in (32, 1024):  # The first loads what a choice runs.
         parameters, gradients = tensors(20, side)
         source = masks.TopK(None if options.get("level") == "2:4" else 0.1, start=1, **options)
         source.setup(parameters, seed=0)

@@ -51,6 +51,7 @@ def at(path: object, key: str = "user.part") -> object:
         ("policy.cut.when", "gradpolicy.When", gp.When),
         ("policy.trunk.mask", "gradpolicy.masks.Random", gp.masks.Random),
         ("policy.trunk.mask.density", "gradpolicy.masks.Cubic", gp.masks.Cubic),
+        ("policy.trunk.mask.by", "gradpolicy.masks.scores.LIFT", gp.masks.scores.LIFT),
         ("policy.back.factor", "gradpolicy.schedules.Ganin", gp.schedules.Ganin),
         ("policy.back.rule", "gradpolicy.get_rule", gp.get_rule),
         ("callbacks.stop", "lightning.pytorch.callbacks.Timer", lightning.pytorch.callbacks.Timer),
