@@ -131,7 +131,7 @@ class TopK(GradientSource):
             )
         self.density = as_density("TopK.density", density_of_level("TopK", density, level))
         self.statistics = [each for each in asks if each in STATISTICS]
-        self.needs_gradients = self.score.loader is None and any(each in GATHERED for each in asks)
+        self.needs_gradients = self.score.batches is None and any(each in GATHERED for each in asks)
         self._masks: dict[str, Mask] = {}
         self._initial: dict[str, Tensor] = {}
         self._norms: ActivationNorms | None = None
@@ -153,7 +153,7 @@ class TopK(GradientSource):
             self._initial = {name: p.detach().clone() for name, p in self.parameters.items()}
         self.release()
         observes_inputs = self.needs_gradients and "activation_norm" in self.score.asks
-        if self.model is None and (observes_inputs or self.score.loader is not None):
+        if self.model is None and (observes_inputs or self.score.batches is not None):
             raise PolicyError(f"TopK.by: {self.by} needs the model; use the source in a policy")
         if self.model is not None and observes_inputs:
             self._norms = ActivationNorms(self.model, self.parameters, lambda: self.gathers)
@@ -230,8 +230,8 @@ class TopK(GradientSource):
         }
 
     def _choose(self, density: float) -> dict[str, Mask]:
-        if self.score.loader is not None and self.model is not None:
-            batches = itertools.islice(self.score.loader, self._most_batches)
+        if self.score.batches is not None and self.model is not None:
+            batches = itertools.islice(self.score.batches, self._most_batches)
             self.sums = sums_over_loader(self.model, self.parameters, self.score, batches)
         elif self._norms is not None:
             self.sums["activation_norm"] = norms_of_all(self._norms.squares)

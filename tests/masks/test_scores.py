@@ -74,7 +74,7 @@ def test_fisher_squares_the_gradients_of_batches_or_of_samples(model, batches, b
     samples = [(x[i : i + 1], y[i : i + 1]) for x, y in batches for i in range(len(x))]
     found = [gradients(model, each) for each in (samples if by is scores.FisherBySample else batches)]
     expected = {name: sum(each[name].square() for each in found) for name in found[0]}
-    ours = chosen(model, batches, gp.masks.TopK(0.3, by=by(loader=batches, loss=loss)))
+    ours = chosen(model, batches, gp.masks.TopK(0.3, by=by(batches=batches, loss=loss)))
     assert_same(ours, by_hand(expected, 0.3))
 
 
@@ -165,7 +165,7 @@ def test_groups_are_ranked_each_by_itself(model) -> None:
     [
         (lambda weights: weights, "unknown input 'weights'; did you mean 'weight'"),
         (3, "must be a name, a function or a Score"),
-        ("salun", "needs a loader and a loss of its own"),
+        ("salun", "needs batches and a loss of its own"),
         ("wand", "did you mean 'wanda'"),
     ],
 )

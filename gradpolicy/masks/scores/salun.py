@@ -6,13 +6,13 @@ from gradpolicy.masks.scores.score import Score
 
 
 class SalUn(Score):
-    """``|Σ ∇L|`` over the samples to forget: the loader and loss of its own are needed.
+    """``|Σ ∇L|`` over the samples to forget: batches and a loss of its own are needed.
 
     Source: Fan et al. 2024, arXiv:2310.12508.
     """
 
     by_rows = True
-    needs_loader = True
+    needs_batches = True
 
     def __call__(self, gradient: Tensor) -> Tensor:  # type: ignore[override]
         """Return the scores."""

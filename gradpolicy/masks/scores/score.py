@@ -33,7 +33,7 @@ class Score:
     The sums run over the training steps before a choice, or over the batches of a loader of the score's own.
 
     Args:
-        loader: Batches to sum over instead, in one pass before the choice, without an update and with all
+        batches: A loader, or a list of batches, to sum over instead, in one pass before the choice, without an update and with all
             modules in ``eval`` mode. On many processes each must get the same batches.
         loss: A function ``(model, batch) -> loss`` for them, or its dotted path.
 
@@ -42,7 +42,7 @@ class Score:
         by_sample: True if gradients are taken sample by sample, which needs a loader.
 
     Raises:
-        PolicyError: If only one of loader and loss is given, sums by sample have no loader, or it can be
+        PolicyError: If only one of batches and loss is given, sums by sample have no batches, or it can be
             read once only.
 
     Example:
@@ -56,21 +56,21 @@ class Score:
 
     by_rows = False
     by_sample = False
-    needs_loader = False
+    needs_batches = False
 
     def __init__(
         self,
-        loader: Iterable[Any] | None = None,
+        batches: Iterable[Any] | None = None,
         loss: Callable[[nn.Module, Any], Tensor] | str | None = None,
     ) -> None:
         kind = type(self).__name__
-        if (loader is None) != (loss is None):
-            raise PolicyError(f"{kind}: give loader and loss together: batches, and (model, batch) -> loss")
-        if loader is None and (self.by_sample or self.needs_loader):
-            raise PolicyError(f"{kind}: needs a loader and a loss of its own")
-        if isinstance(loader, Iterator):
-            raise PolicyError(f"{kind}.loader: can be read once only, and a plan reads it too; give a list")
-        self.loader = loader
+        if (batches is None) != (loss is None):
+            raise PolicyError(f"{kind}: give batches and loss together, a loader and (model, batch) -> loss")
+        if batches is None and (self.by_sample or self.needs_batches):
+            raise PolicyError(f"{kind}: needs batches and a loss of its own")
+        if isinstance(batches, Iterator):
+            raise PolicyError(f"{kind}.batches: can be read once only, and a plan reads it too; give a list")
+        self.batches = batches
         self.loss: Any = import_by_name(loss) if isinstance(loss, str) else loss
         self.asks = _asked(kind, self.__call__)
 
@@ -79,7 +79,7 @@ class Score:
         raise TypeError(f"{type(self).__name__} must define __call__ with the inputs that it asks for")
 
     def __deepcopy__(self, memo: dict) -> "Score":
-        # A score has no state, and its loader may hold all data.
+        # A score has no state, and its batches may hold all data.
         return self
 
     def __repr__(self) -> str:
