@@ -33,7 +33,8 @@ class Score:
     The sums run over the training steps before a choice, or over the batches of a loader of the score's own.
 
     Args:
-        batches: A loader, or a list of batches, to sum over instead, in one pass before the choice, without an update and with all
+        batches: A loader, or a list of batches, to sum over instead: in one pass before the choice, without
+            an update, with all
             modules in ``eval`` mode. On many processes each must get the same batches.
         loss: A function ``(model, batch) -> loss`` for them, or its dotted path.
 
