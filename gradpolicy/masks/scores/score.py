@@ -34,8 +34,7 @@ class Score:
 
     Args:
         batches: A loader, or a list of batches, to sum over instead: in one pass before the choice, without
-            an update, with all
-            modules in ``eval`` mode. On many processes each must get the same batches.
+            an update, with all modules in ``eval`` mode. On many processes each must get the same batches.
         loss: A function ``(model, batch) -> loss`` for them, or its dotted path.
 
     Attributes:
