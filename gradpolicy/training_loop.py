@@ -120,6 +120,8 @@ def training(
     try:
         masked = loop.begin(optimizers, toggle_requires_grad)
         yield masked if several else masked[0]
+        if loop.freezer is not None:
+            loop.freezer.finish()
         finished = True
     except RuntimeError as error:
         if is_cut(error):

@@ -263,6 +263,25 @@ class Freezer:
         """Note that a parameter got a gradient, where gradients are masked before :meth:`observe`."""
         self._missing.note(name, gradient)
 
+    def report(self, metrics: Mapping[str, Any]) -> None:
+        """Hand the metrics of a validation to the sources of the policies in effect."""
+        for name, each in self._policies.items():
+            if each.in_effect:
+                with under(f"policy.{name}"):
+                    each.source.report(metrics)
+
+    def is_finished(self, step: int, epoch: int) -> bool:
+        """Return True if a source says, after so many updates and epochs, that training need not go on."""
+        return any(
+            each.in_effect and each.source.is_finished(step, epoch) for each in self._policies.values()
+        )
+
+    def finish(self) -> None:
+        """Have sources write to the weights what the end of the training demands."""
+        for each in self._policies.values():
+            if each.in_effect:
+                each.source.finish()
+
     def gradient_scales(self) -> dict[str, float]:
         """Return the factors on the gradients of parameters in this step."""
         return self._scales("gradient_scale")

@@ -125,6 +125,8 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Leaves the model and the optimizer as they were found."""
+        if self.freezer is not None:
+            self.freezer.finish()
         self._remove(quiet=False)
 
     def remove(self) -> None:
@@ -191,6 +193,19 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         self._check_operations_met("fit", thaws=not all(trains))
         if self._measures:
             self._measured = self._measure("fit", self.updates(state))
+        self._stop_if_finished(state, control)
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Hand what was evaluated during the training to mask sources, such as phases that end by it."""
+        if self._trainer is not None and self.freezer is not None:
+            self.freezer.report(kwargs["metrics"])
+            self._stop_if_finished(state, control)
+
+    def _stop_if_finished(self, state: TrainerState, control: TrainerControl) -> None:
+        if self.freezer is not None and self.freezer.is_finished(self.updates(state), int(state.epoch or 0)):
+            control.should_training_stop = True
 
     def on_log(
         self,

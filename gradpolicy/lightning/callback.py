@@ -242,6 +242,7 @@ class GradientPolicies(TrainingPolicies, Callback):
     ) -> None:
         """Check after the first batch that operations were called; measure an update that took place."""
         self._check_operations_met("fit", thaws=any(not p.requires_grad for p in pl_module.parameters()))
+        self._stop_if_finished(trainer, trainer.current_epoch)
         updates = self.updates(trainer)
         if self._measures and updates > self._updates_seen:
             self._measures = False
@@ -261,6 +262,22 @@ class GradientPolicies(TrainingPolicies, Callback):
         if trainer.state.fn is TrainerFn.FITTING:
             self._measure_evaluation(trainer)
             self._update_flow(trainer, "fit")
+            if self.freezer is not None and not trainer.sanity_checking:
+                self.freezer.report(trainer.callback_metrics)
+                self._stop_if_finished(trainer, trainer.current_epoch)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop after an epoch with which the last phase of a mask source ends."""
+        self._stop_if_finished(trainer, trainer.current_epoch + 1)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Have mask sources write what the end demands, such as the best weights of a phase."""
+        if self.freezer is not None:
+            self.freezer.finish()
+
+    def _stop_if_finished(self, trainer: Trainer, epoch: int) -> None:
+        if self.freezer is not None and self.freezer.is_finished(self.updates(trainer), epoch):
+            trainer.should_stop = True
 
     def _begin_evaluation(self, trainer: Trainer, pl_module: LightningModule, phase: str) -> None:
         self._install_flow(pl_module, STEP_POINTS)

@@ -192,6 +192,16 @@ class MaskSource:
     def release(self) -> None:
         """Take what the source put on the model off again; called at the end of training."""
 
+    def report(self, metrics: Mapping[str, Any]) -> None:
+        """Take the metrics of a validation, by name; every rank calls it."""
+
+    def is_finished(self, step: int, epoch: int) -> bool:
+        """Return True if training need not go on."""
+        return False
+
+    def finish(self) -> None:
+        """Write to the weights what the end of the training demands."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs beyond the arguments: plain containers and tensors."""
         return {}

@@ -18,6 +18,7 @@ MaskFunction = Callable[[str, Tensor, int], Mask]
 _OPTIONAL = (
     *("due", "overdue", "observe", "observe_more", "wants_gradients", "gradient_names"),
     *("gradient_scale", "learning_rate_scale", "apply", "state_dict", "load_state_dict"),
+    *("report", "is_finished", "finish"),
 )
 
 

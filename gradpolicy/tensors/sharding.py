@@ -48,6 +48,17 @@ def finite_everywhere(tensors: Iterable[Tensor]) -> bool:
     return all_finite([*plain, *sums])
 
 
+def mean_of_ranks(value: float) -> float:
+    """Return the mean of what each process gives, the same on all; of one process, the value."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return value
+    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+    total = torch.tensor(value, dtype=torch.float64, device=device)
+    distributed.all_reduce(total)
+    return float(total) / distributed.get_world_size()
+
+
 def write_entries(tensor: Tensor, indices: Tensor, values: Tensor) -> None:
     """Write values at flat indices of the whole tensor, each process those of its part.
 

@@ -141,6 +141,11 @@ def _striped(name: str, parameter: Tensor, step: int) -> Tensor:
 
 
 masks = gp.masks
+_PHASES: list[dict[str, object]] = [
+    {"params": "head.*", "until": {"steps": 15}},
+    {"params": ["head.*", "blocks.[345].*"], "until": {"steps": 20}},
+    {"params": "*"},
+]
 PICTURES: dict[str, Callable[[], Figure]] = {
     "fixed": lambda: layer_picture(train(masks.Fixed(["*.bias", "head.*"])), 'Fixed(["*.bias", "head.*"])'),
     "rows": lambda: entry_picture(train(masks.Rows([0, 3], size=4)), "Rows([0, 3], size=4)"),
@@ -152,6 +157,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
         train(masks.BlockCyclic("reverse", every=5)), 'BlockCyclic("reverse", every=5)'
     ),
     "gradual": lambda: layer_picture(train(masks.Gradual(), epoch_of=7), "Gradual(), epochs of 7 steps"),
+    "phases": lambda: layer_picture(train(masks.Phases(_PHASES)), "Phases: 15 steps, 20 steps, to the end"),
     "progressive": lambda: layer_picture(
         train(masks.Progressive(60, first=0.6)), "Progressive(60, first=0.6)", rates
     ),

@@ -12,10 +12,16 @@ from torch import nn
 from gradpolicy.errors import PolicyError
 from gradpolicy.masks import SOURCES, MaskSource
 from gradpolicy.masks.base import StaticSource
+from gradpolicy.masks.phases import Phases
 from gradpolicy.tensors.mask import Mask, as_tensor, check_mask
 
 # Values for arguments without a default.
-REQUIRED = {"rows": [0], "total": 8, "function": lambda name, parameter, step: len(name) % 2 == step % 4 // 2}
+REQUIRED = {
+    "phases": [{"params": "embed.*", "until": {"steps": 2}}, {"params": "*", "until": {"steps": 3}}],
+    "rows": [0],
+    "total": 8,
+    "function": lambda name, parameter, step: len(name) % 2 == step % 4 // 2,
+}
 each_source = pytest.mark.parametrize("kind", SOURCES.values(), ids=SOURCES)
 
 
@@ -24,7 +30,7 @@ def example(kind: type[MaskSource], **more: int) -> MaskSource:
     own = inspect.signature(kind).parameters.values()
     needed = [each.name for each in own if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
     assert REQUIRED.keys() >= set(needed), f"give REQUIRED in {__file__} a value for {needed} of {kind}"
-    timetable = {} if issubclass(kind, StaticSource) else {"every": 2, "unit": "step"}
+    timetable = {} if issubclass(kind, (StaticSource, Phases)) else {"every": 2, "unit": "step"}
     return kind(**{name: REQUIRED[name] for name in needed}, **timetable, **more)
 
 

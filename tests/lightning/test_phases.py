@@ -1,0 +1,148 @@
+"""Phases under Lightning: metrics end them, and a run killed in any of them ends with the same bits."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+import gradpolicy as gp
+from gradpolicy.errors import PolicyError
+
+EPOCHS = [
+    {"params": "head.*", "until": {"epochs": 2}},
+    {"params": ["head.*", "trunk.2.*"], "until": {"epoch": 3}},
+    {"params": "*"},
+]
+METRICS = [
+    {"params": "head.*", "until": {"metric": "val/script", "patience": 1}, "best": True},
+    {"params": ["head.*", "trunk.2.*"], "until": {"metric": "val/script", "patience": 2}, "best": True},
+    {"params": "*"},
+]
+# Without it no gradient would reach the trunk, which rounds.
+PASSED = {"through": gp.StraightThrough(ops=["round"])}
+# The first phase ends with the third validation, the second with the sixth.
+VALUES = [3.0, 2.0, 2.5, 1.0, 1.5, 1.2, 5.0, 4.0]
+
+
+class Follow(Callback):
+    """Notes the phase of each batch, and saves a checkpoint after each epoch."""
+
+    def __init__(self, policies, folder=None):
+        self.source, self.folder, self.phases = policies.policies["thaw"].mask, folder, []
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.phases.append(self.source.phase)
+
+    def on_validation_end(self, trainer, module):
+        if self.folder is not None:
+            trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}.ckpt")
+
+
+@pytest.fixture
+def fit(two_layers, loader, make_trainer):
+    """Trains a copy of the model in phases, with a validation whose values are written down."""
+
+    def run(phases, epochs=8, folder=None, resumed=None, **settings):
+        model = copy.deepcopy(two_layers)
+        policies = gp.GradientPolicies({"thaw": gp.Freeze(gp.masks.Phases(phases)), **PASSED}, log=False)
+        follow = Follow(policies, folder)
+        model.validation_step = lambda batch, batch_idx: model.log("val/script", VALUES[model.current_epoch])
+        trainer = make_trainer(max_epochs=epochs, callbacks=[policies, follow], **settings)
+        trainer.fit(model, loader, loader, ckpt_path=resumed, weights_only=True if resumed else None)
+        return model, follow.phases, trainer
+
+    return run
+
+
+def phase_of_epochs(phases):
+    assert all(phases[i : i + 4] == [phases[i]] * 4 for i in range(0, len(phases), 4))
+    return phases[::4]
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize(
+    ("phases", "course"), [(EPOCHS, [0] * 2 + [1] + [2] * 5), (METRICS, [0] * 3 + [1] * 3 + [2] * 2)]
+)
+def test_a_run_killed_in_any_phase_ends_with_the_same_bits(fit, tmp_path, phases, course):
+    # Lightning#21901, #6891, #8502 and finetuning-scheduler#29, #30: what had thawed froze again when
+    # resumed; param groups that phases had added did not fit, or were added twice; without a metric it
+    # raised.
+    whole, seen, _ = fit(phases, folder=tmp_path)
+    assert phase_of_epochs(seen) == course
+    for epoch in range(7):
+        model, seen, trainer = fit(phases, resumed=tmp_path / f"{epoch}.ckpt")
+        assert phase_of_epochs(seen) == course[epoch + 1 :]
+        assert all(p.requires_grad for p in model.parameters())
+        (group,) = trainer.optimizers[0].param_groups
+        assert len(group["params"]) == len(set(group["params"])) == len(list(model.parameters()))
+        assert all(map(torch.equal, model.state_dict().values(), whole.state_dict().values()))
+
+
+def test_what_a_phase_does_not_train_keeps_its_bits_and_what_it_trains_moves(fit, two_layers):
+    # Lightning#21901 again, without a resume.
+    for epochs, moved in ((1, {"head"}), (3, {"head", "trunk.2"}), (4, {"head", "trunk.2", "trunk.0"})):
+        model, _, _ = fit(EPOCHS, epochs=epochs)
+        pairs = zip(model.named_parameters(), two_layers.parameters(), strict=True)
+        assert {n.rpartition(".")[0] for (n, p), old in pairs if not torch.equal(p, old)} == moved
+
+
+def test_phases_may_train_the_same_parameters(fit):
+    # finetuning-scheduler#3: "Phases are not disjoint".
+    _, seen, _ = fit([{"params": ["head.*", "trunk.*"], "until": {"epochs": 1}}, {"params": "*"}], epochs=2)
+    assert phase_of_epochs(seen) == [0, 1]
+
+
+def test_the_best_weights_of_a_phase_come_back_when_it_ends(fit, tmp_path):
+    model, _, _ = fit(METRICS[:1], folder=tmp_path)
+    best = torch.load(tmp_path / "1.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(value, best[name]) for name, value in model.state_dict().items())
+
+
+def test_an_end_of_the_last_phase_ends_the_training(fit):
+    for until, batches in (
+        ({"steps": 6}, 6),
+        ({"epochs": 2}, 8),
+        ({"metric": "val/script", "patience": 1}, 12),
+    ):
+        _, seen, trainer = fit([{"params": "head.*", "until": until}])
+        assert (len(seen), trainer.global_step) == (batches, batches)
+
+
+def test_a_metric_that_is_not_logged_is_an_error_with_the_nearest(fit):
+    with pytest.raises(
+        PolicyError, match=r"policy\.thaw: .*'val/scrip' was not logged; did you mean 'val/script'"
+    ):
+        fit([{"params": "head.*", "until": {"metric": "val/scrip"}}])
+
+
+def test_a_loop_killed_at_any_step_ends_with_the_same_bits(two_layers, loader):
+    batches = list(itertools.chain(*[loader] * 2))
+
+    def train(steps, state=None):
+        model = copy.deepcopy(two_layers)
+        phases = gp.masks.Phases(
+            [
+                {"params": "head.*", "until": {"metric": "loss", "patience": 1}, "best": True},
+                {"params": "trunk.*", "until": {"steps": 2}},
+                {"params": "*"},
+            ]
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        with gp.training(model, optimizer, {"thaw": gp.Freeze(phases), **PASSED}) as optimizer:
+            if state is not None:
+                model.load_state_dict(state[0])
+                optimizer.load_state_dict(state[1])
+            for step in steps:
+                model.training_step(batches[step], step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                phases.report({"loss": VALUES[step]})
+            return copy.deepcopy((model.state_dict(), optimizer.state_dict(), phases.phase))
+
+    whole, _, last = train(range(8))
+    assert last == 2
+    for cut in range(1, 8):
+        model, _, _ = train(range(cut, 8), train(range(cut)))
+        assert all(map(torch.equal, model.values(), whole.values()))
