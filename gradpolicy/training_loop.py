@@ -22,6 +22,7 @@ from gradpolicy.optim.masked_optimizer import wrapper_of
 from gradpolicy.optim.zero_redundancy import as_masked
 from gradpolicy.policies import Freeze, Policy
 from gradpolicy.rules.registry import keyword_names
+from gradpolicy.tensors.packed_mask import unpack_masks
 from gradpolicy.tensors.sharding import is_sharded
 from gradpolicy.training_policies import STATE, TrainingPolicies, calling
 from gradpolicy.where import named_parameters
@@ -386,7 +387,9 @@ class _Loop(TrainingPolicies):
             "time": self._time,
         }
         if optimizer is self.masked_optimizers[0]:
-            state |= self.state_dict()
+            own = self.state_dict()
+            # What torch.distributed.checkpoint reads has the same size whatever the masks are.
+            state |= unpack_masks(own) if optimizer.saves_dense else own
         saved["param_groups"][0][STATE] = state
 
     def _take_state(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from gradpolicy.optim.optimizers import plain_optimizers
 from gradpolicy.optim.zero_redundancy import as_masked
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.rates import Rates
+from gradpolicy.tensors.packed_mask import pack_masks, unpack_masks
 from gradpolicy.where import named_parameters, once_each, pick_each
 
 Kind = TypeVar("Kind")
@@ -336,7 +337,7 @@ class TrainingPolicies:
         """Return the state of the mask sources, and the policies of the run."""
         return {
             "policies": {name: repr(policy) for name, policy in self.policies.items()},
-            "freezer": self.freezer.state_dict() if self.freezer is not None else {},
+            "freezer": pack_masks(self.freezer.state_dict()) if self.freezer is not None else {},
             "measured": self._measurements.state() if self._measurements is not None else {},
         }
 
@@ -346,7 +347,7 @@ class TrainingPolicies:
             changed = sorted(name for name in {*saved, *declared} if saved.get(name) != declared.get(name))
             self._warn(f"the checkpoint was written under other policies; changed: {', '.join(changed)}")
         if self.freezer is not None and state["freezer"]:
-            self.freezer.load_state_dict(state["freezer"])
+            self.freezer.load_state_dict(unpack_masks(state["freezer"]))
 
     def _add_former_steps(self, steps: int) -> None:
         """Count the steps that were taken without masks, in an earlier fit or before a checkpoint."""

@@ -17,6 +17,7 @@ CONFIGS = Path(__file__).parents[1] / "conf"
 # Where the `main` of each subcommand is that takes its own words.
 COMMANDS = {
     "attribute": "gradpolicy.commands.attribute",
+    "checkpoint": "gradpolicy.commands.checkpoint",
     "delta": "gradpolicy.commands.delta",
     "init": "gradpolicy.commands.init",
     "report": "gradpolicy.commands.report",

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from gradpolicy.checkpoint_file import UnreadableError, could_not_save, load_file
 from gradpolicy.distributed.agreement import of_every_rank
 from gradpolicy.distributed.shard_reader import load_all, read_metadata
+from gradpolicy.optim.checkpoint import dense
 from gradpolicy.tensors.sharding import shard_like
 from gradpolicy.whole_file import sync_folder, write_text, written_whole
 
@@ -266,6 +267,7 @@ def cut_as(state: Mapping[str, Any], parameters: list[Tensor]) -> dict[str, Any]
         matches = isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
         return shard_like(value, parameter) if matches else value
 
+    state = dense(dict(state))
     entries = {
         number: {key: cut(value, parameters[number]) for key, value in entry.items()}
         for number, entry in state["state"].items()

@@ -1,9 +1,14 @@
 """The record of each masked parameter's mask and ages in a state_dict.
 
-    {"state": ..., "param_groups": [{..., "gradpolicy": {"general": text, "parameters": {position: record}}}]}
+    {"state": ..., "param_groups": [{..., "gradpolicy": {"general": ..., "parameters": {position: record}}}]}
 
-`torch.distributed.checkpoint.state_dict` passes on only "state" and "param_groups". Two more things follow
-from what others do with them:
+A state_dict is as small as what is held, unless it must be dense. Then "state" is the optimizer's own:
+moments of the active entries alone, one after the other in memory, and nothing for tensors whose state was
+dropped. The record says which entries these are, and all that is needed to make the dense form of it without
+the model (:func:`widened`).
+
+A dense state_dict is what torch alone loads, and what `torch.distributed.checkpoint` needs to cut tensors
+anew. Its functions pass on only "state" and "param_groups". Two more things follow from what others do:
 
 - With `full_state_dict=True`, an entry that the loading optimizer does not have yet arrives only if it is a
   tensor of at least one dimension, and `torch.distributed.checkpoint.load` reads only what its target has, in
@@ -16,6 +21,7 @@ from what others do with them:
 from __future__ import annotations
 
 import json
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from math import prod
@@ -25,15 +31,17 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
+from gradpolicy.optim.layout import Layout
 from gradpolicy.optim.masked_parameter import MaskedParameter, Options
 from gradpolicy.optim.other_optimizers import first_state, is_torchs_own
 from gradpolicy.optim.wrapped import Wrapped
+from gradpolicy.tensors.packed_mask import pack, unpack
 from gradpolicy.tensors.sharding import is_sharded
 
 Record = dict[str, Any]
-"""The saved mask of one parameter: "ages" (a tensor) and settings that JSON can hold."""
+"""The saved mask of one parameter: "ages" (a tensor), "held" if its state is not dense, and settings."""
 KEY = "gradpolicy"
-VERSION = 2
+VERSION, DENSE_VERSION = 3, 2
 _SAMPLED = 64
 """So many values of a tensor tell whether it has changed."""
 _TEXT_BYTES = 1024
@@ -42,10 +50,29 @@ _TEXT_BYTES = 1024
 # --- saving
 
 
+def must_be_dense(wrapped: Wrapped) -> bool:
+    """Return True if torch will cut tensors anew: they are sharded, or torch.distributed.checkpoint asks."""
+    if any(is_sharded(parameter) for parameter in wrapped.parameters()):
+        return True
+    frame = sys._getframe()
+    while frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return True
+
+
 def save(
-    wrapped: Wrapped, masked_of: Mapping[Tensor, MaskedParameter], effective_steps: int
+    wrapped: Wrapped, masked_of: Mapping[Tensor, MaskedParameter], effective_steps: int, *, dense: bool
 ) -> dict[str, Any]:
-    """Return the wrapped optimizer's state_dict, with dense state, and in its param groups the records."""
+    """Return the wrapped optimizer's state_dict, and in its param groups the records.
+
+    Args:
+        wrapped: The wrapped optimizer.
+        masked_of: Its masked parameters.
+        effective_steps: Its count of updates.
+        dense: True if the state is to be as the wrapped optimizer alone would hold it.
+    """
     result = wrapped.optimizer.state_dict()
     state, records = result["state"], {}
     parameters = wrapped.parameters()
@@ -53,34 +80,72 @@ def save(
         masked = masked_of.get(parameter)
         if masked is None:
             continue
-        record = records[index] = _record(masked)
+        record = records[index] = _record(masked) if dense else _held_record(masked)
         if not is_sharded(parameter):
             record["begun"] = bool(state.get(index))
         # A process may have dropped all of its state while others have theirs.
-        own = _dense_state(masked, bool(wrapped.optimizer.state) or effective_steps > 0)
+        begun = bool(wrapped.optimizer.state) or effective_steps > 0
+        # The next mask changes which tensors a state holds: what is saved is a dict of its own.
+        own = _dense_state(masked, begun) if dense else dict(state.get(index, {}))
         if own:
             state[index] = own
     # Processes gather shards in this order, and on each of them another parameter may have begun first.
     result["state"] = {index: state[index] for index in range(len(parameters)) if index in state} | state
+    return _with_records(result, records, effective_steps, dense=dense)
+
+
+def _with_records(
+    result: dict[str, Any], records: dict[int, Record], effective_steps: int, *, dense: bool
+) -> dict[str, Any]:
+    """Put records into the param groups of a state_dict."""
     for first, group in _with_first_index(result["param_groups"]) if records else ():
-        own_records = {
-            str(index - first): _as_tensors(record, result["state"].get(index, {}))
+        own = {
+            str(index - first): (record, result["state"].get(index, {}))
             for index, record in records.items()
             if first <= index < first + len(group["params"])
         }
-        general = {"version": VERSION, "effective_steps": effective_steps}
-        device = next((each["settings"].device for each in own_records.values()), torch.device("cpu"))
-        group[KEY] = {"general": _as_bytes(general, device), "parameters": own_records}
+        general: Any = {"version": DENSE_VERSION if dense else VERSION, "effective_steps": effective_steps}
+        if dense:
+            saved = {place: _as_tensors(*each) for place, each in own.items()}
+            device = next((each["settings"].device for each in saved.values()), torch.device("cpu"))
+            general = _as_bytes(general, device)
+        else:
+            saved = {place: {**record, "mark": _checksum(state)} for place, (record, state) in own.items()}
+        group[KEY] = {"general": general, "parameters": saved}
     return result
 
 
-def _record(masked: MaskedParameter) -> Record:
+def _record(masked: MaskedParameter, ages: Tensor | None = None) -> Record:
     return {
-        "ages": masked.signed_ages(),
+        "ages": masked.signed_ages() if ages is None else ages,
         "mask_shape": None if masked.mask_shape is None else list(masked.mask_shape),
         "updates": masked.updates,
         **masked.options._asdict(),
     }
+
+
+def _held_record(masked: MaskedParameter) -> Record:
+    """Return the record of a state as it is held; "held" is there if that is not the dense one."""
+    state, ages, layout = masked.follow(), masked.ages, masked.layout
+    packed = ages.index is not None
+    starts = {} if masked.rule is None else masked.rule.state(masked.group)
+    starts = {name: start for name, start in starts.items() if name in state}
+    if not packed and all(state[name] is not None for name in starts):
+        return _record(masked)
+    signed, index = masked.signed_ages(), None
+    if packed:
+        flags = ages.of_all_blocks() > 0
+        signed, index = ages.dense()[flags], pack(flags)
+        signed = signed[:1].clone() if bool((signed == signed[0]).all()) else signed
+    held = {
+        "index": index,
+        "block": ages.block,
+        "shape": list(layout.shape),
+        "order": list(layout.order),
+        "starts": starts,
+        "dtype": str(masked.parameter.dtype).removeprefix("torch."),
+    }
+    return {**_record(masked, signed), "held": held}
 
 
 def _dense_state(masked: MaskedParameter, begun: bool) -> dict[str, Any]:
@@ -154,7 +219,9 @@ def _with_first_index(groups: list[dict[str, Any]]) -> Iterator[tuple[int, dict[
         first += len(group["params"])
 
 
-def _as_record(tensors: dict[str, Tensor]) -> Record:
+def _as_record(tensors: dict[str, Any]) -> Record:
+    if "settings" not in tensors:
+        return dict(tensors)
     settings = _as_object(tensors["settings"])
     ages, shape = tensors.get("ages"), settings.pop("ages_shape")
     if ages is None or ages.numel() != prod(shape):
@@ -166,8 +233,10 @@ def _as_record(tensors: dict[str, Tensor]) -> Record:
     return {**settings, "ages": ages if is_sharded(ages) else ages.reshape(shape)}
 
 
-def _as_object(text: Tensor) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads(text.cpu().numpy().tobytes().decode())
+def _as_object(saved: Tensor | dict[str, Any]) -> dict[str, Any]:
+    if isinstance(saved, dict):
+        return saved
+    loaded: dict[str, Any] = json.loads(saved.cpu().numpy().tobytes().decode())
     return loaded
 
 
@@ -192,12 +261,91 @@ def _is_outdated(state: dict[str, Any], checksum: int | None) -> bool:
     return checksum is not None and bool(state) and not sharded and _checksum(state) != checksum
 
 
+def widened(record: Record, state: dict[str, Any], name: str) -> tuple[Record, dict[str, Any]]:
+    """Return a record and its state in dense form.
+
+    Args:
+        record: The record; one without "held" is dense already.
+        state: The state of the parameter as it was held.
+        name: Its name in messages.
+
+    Raises:
+        PolicyError: If they do not belong together.
+    """
+    held = record.get("held")
+    if held is None:
+        return record, state
+    try:
+        return _widened(record, held, state)
+    except (RuntimeError, IndexError, LookupError, TypeError, ValueError, AttributeError) as error:
+        line = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+        raise PolicyError(
+            f"{name}: its saved mask and state do not belong together ({line}); the file is damaged"
+        ) from error
+
+
+def _widened(record: Record, held: dict[str, Any], state: dict[str, Any]) -> tuple[Record, dict[str, Any]]:
+    layout = Layout(torch.Size(held["shape"]), tuple(held["shape"]), tuple(held["order"]), plain=False)
+    block, dtype, ages = held["block"], getattr(torch, held["dtype"]), record["ages"]
+    flags = torch.zeros(layout.size // block, dtype=torch.bool)
+    if held["index"] is not None:
+        flags = unpack(held["index"], len(flags))
+
+    def spread(values: Tensor, width: int, start: float) -> Tensor:
+        rows = values.new_full((len(flags), width), start)
+        rows[flags.to(values.device)] = values.view(-1, width)
+        return layout.spread(rows.view(-1), block // width)
+
+    wide = dict(state)
+    for key, start in held["starts"].items():
+        if key in wide:
+            none = torch.empty(0, dtype=dtype.to_real())
+            value = spread(none if wide[key] is None else wide[key], block, start)
+            wide[key] = torch.view_as_complex(value) if dtype.is_complex else value
+    if held["index"] is not None:
+        ages = spread(ages, 1, -1)
+        ages = ages.select(-1, 0) if dtype.is_complex else ages
+    return {**{key: value for key, value in record.items() if key != "held"}, "ages": ages}, wide
+
+
+def dense(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a saved state_dict in the form that torch alone can load; a dense one as it is.
+
+    A parameter whose state was dropped has none: torch begins it, as one that has never had a gradient.
+
+    Raises:
+        PolicyError: If it is damaged.
+    """
+    own, steps, records = split(state_dict)
+    if not any("held" in record for record in records.values()):
+        return state_dict
+    state = dict(own["state"])
+    for index, record in records.items():
+        records[index], wide = widened(record, state.get(index, {}), f"parameter {index}")
+        state |= {index: wide} if wide else {}
+    return _with_records({**own, "state": state}, records, steps or 0, dense=True)
+
+
+def take_out(wrapped: Wrapped) -> None:
+    """Make the state dense that a plain optimizer has loaded, and remove the records that it has kept."""
+    groups, parameters = wrapped.optimizer.param_groups, wrapped.parameters()
+    state = {index: wrapped.state_of(parameter) for index, parameter in enumerate(parameters)}
+    _, _, records = split({"state": state, "param_groups": groups})
+    for index, record in records.items():
+        if state[index] and "held" in record:
+            parameter = parameters[index]
+            wrapped.optimizer.state[parameter] = widened(record, state[index], wrapped.name_of(parameter))[1]
+    for group in groups:
+        group.pop(KEY, None)
+
+
 def check(record: Record, state: dict[str, Any], masked: MaskedParameter, name: str) -> None:
     """Make sure that a record and its state can be given to a parameter, before anything is loaded.
 
     Raises:
         PolicyError: If something is missing, damaged, or another parameter's.
     """
+    record, state = widened(record, state, name) if "ages" in record else (record, state)
     for key in ("ages", "mask_shape", "updates", *Options._fields):
         if key not in record:
             raise PolicyError(f"{name}: its saved record has no {key!r}")
@@ -228,7 +376,11 @@ def _refuse(what: str, shape: Any, parameter: Tensor, name: str) -> NoReturn:
 
 
 def restore(masked: MaskedParameter, record: Record) -> None:
-    """Give a parameter the mask and ages of a record; its state is loaded already, and dense."""
+    """Give a parameter the mask and ages of a record; its state is loaded already, as it was saved."""
+    state, optimizer = masked.state.values, masked.state.wrapped.optimizer
+    record, wide = widened(record, state, masked.state.wrapped.name_of(masked.parameter))
+    if wide is not state:
+        optimizer.state[masked.parameter] = wide
     masked.options = Options(record["frozen_state"], record["bias_correction"])
     shape = record["mask_shape"]
     masked.restore(

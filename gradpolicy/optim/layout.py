@@ -135,6 +135,10 @@ class Layout:
         inverse = sorted(range(len(self.order)), key=lambda position: self.order[position])
         return flat.view(shape).permute(inverse)
 
+    def spread(self, values: Tensor, block: int) -> Tensor:
+        """Return one value a block, in memory order, as a view of the logical shape, 1 within a block."""
+        return self._unflattened(values, self._dimensions_outside(block))
+
     def blocks_of(self, mask: Tensor, parameter: Tensor) -> tuple[Tensor, int]:
         """Return a mask as one flag for each block of consecutive entries.
 

@@ -65,6 +65,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         effective_steps: Updates that took place; a step that mixed precision skipped is not one. Set it where
             an optimizer is wrapped in the middle of a training.
         steps_inner: True during a step, which steps the wrapped optimizer too.
+        saves_dense: True while a dense state_dict is made, or if all are to be.
 
     Raises:
         PolicyError: If `inner` is no optimizer, or is wrapped already, or is DeepSpeed's, Fabric's or
@@ -107,9 +108,9 @@ class MaskedOptimizer(torch.optim.Optimizer):
         self._masked: dict[Tensor, MaskedParameter] = {}
         self.effective_steps = 0
         self._only_probed = False
-        for group in inner.param_groups:
-            # A plain optimizer that has loaded a state_dict of this class keeps what it does not know.
-            group.pop(checkpoint.KEY, None)
+        self.saves_dense = False
+        # A plain optimizer that has loaded a state_dict of this class keeps what it does not know.
+        checkpoint.take_out(self._wrapped)
         self._set_up()
 
     def _set_up(self) -> None:
@@ -131,7 +132,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         self._calls_closure_itself = self._wrapped.rule is None and not is_torchs_own(self.inner)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("inner", "_options", "_wrapped", "_masked", "effective_steps", "_only_probed")
+        names = ("inner", "_options", "_wrapped", "_masked", "effective_steps", "_only_probed", "saves_dense")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -568,17 +569,30 @@ class MaskedOptimizer(torch.optim.Optimizer):
     # --- saving and loading
 
     @torch.no_grad()
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, dense: bool = False) -> dict[str, Any]:
         """Return the wrapped optimizer's own state_dict, with masks and ages beside it under "gradpolicy".
 
-        Torch alone can load it: moments are dense, 0 where `drop` holds none.
+        It is as small as the state: under `drop` it holds moments of active entries, and none of tensors that
+        are frozen as a whole. Of sharded parameters, and where `torch.distributed.checkpoint` asks, it is
+        dense.
+
+        Args:
+            dense: True if torch alone is to load it: moments are then dense, 0 where `drop` holds none.
         """
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
+        before = self.saves_dense
+        self.saves_dense = dense or before or checkpoint.must_be_dense(self._wrapped)
+        try:
+            return self._state_dict()
+        finally:
+            self.saves_dense = before
+
+    def _state_dict(self) -> dict[str, Any]:
+        for prepare in self._optimizer_state_dict_pre_hooks.values():
+            prepare(self)
         for parameter in self._wrapped.parameters():
             if is_sharded(parameter):
                 self._masked.setdefault(parameter, self._known(parameter))
-        result = checkpoint.save(self._wrapped, self._masked, self.effective_steps)
+        result = checkpoint.save(self._wrapped, self._masked, self.effective_steps, dense=self.saves_dense)
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, result)
             result = result if changed is None else changed
@@ -586,7 +600,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state_dict of this class or of the wrapped optimizer alone.
+        """Load a state_dict of this class, small or dense, or of the wrapped optimizer alone.
 
         Masks and ages become what was saved. Without saved ones, masks stay and every entry's age becomes its
         tensor's step count.

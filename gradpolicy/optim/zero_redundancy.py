@@ -46,6 +46,8 @@ class MaskedZero(MaskedOptimizer):
             )
         super().__init__(inner, frozen_state, bias_correction)
         inner.optim = MaskedOptimizer(inner.optim, frozen_state, bias_correction)
+        # Ranks gather their states into one, beside records that know nothing of how the owner holds its own.
+        self.saves_dense = inner.optim.saves_dense = True
         # A parameter that was never masked has an age too, which no state here holds.
         for parameter in (known for group in inner.param_groups for known in group["params"]):
             self._masked[parameter] = self._known(parameter)

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from gradpolicy import MaskedOptimizer
 from gradpolicy.errors import PolicyError
+from gradpolicy.optim.checkpoint import dense
 
 KINDS = {
     "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1, amsgrad=True),
@@ -53,14 +54,25 @@ def assert_same(model, other):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+@pytest.mark.parametrize(
+    "form", ["keep", "zero", "drop", "drop, dense", "drop, made dense", "drop, plain torch"]
+)
 @pytest.mark.parametrize("stop", range(1, 14, 2))
-def test_resume_at_any_step_is_bit_for_bit(kind, frozen_state, stop):
+def test_resume_at_any_step_is_bit_for_bit(kind, form, stop):
+    frozen_state, _, form = form.partition(", ")
     model, optimizer = model_and_optimizer(kind, frozen_state)
     run(model, optimizer, range(stop))
     resumed, other = model_and_optimizer(kind, "keep")
     resumed.load_state_dict(model.state_dict())
-    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    saved = through_a_file(optimizer.state_dict(dense=form == "dense"))
+    if form == "made dense":
+        saved = dense(saved)
+    if form == "plain torch":  # as where a library loads a checkpoint before the optimizer is wrapped
+        other.inner.load_state_dict(saved)
+        saved = other.inner.state_dict()
+        other = MaskedOptimizer(copy.copy(other.inner))
+        assert all(p.shape == v.shape for p, own in other.state.items() for v in own.values() if v.dim())
+    other.load_state_dict(saved)
     run(model, optimizer, range(stop, 16))
     run(resumed, other, range(stop, 16))
     assert_same(model, resumed)
@@ -274,7 +286,7 @@ def test_a_target_without_room_for_masks_is_told_so(tmp_path):
         return optimizer
 
     optimizer, other = prepared(), prepared()
-    saved = optimizer.state_dict()
+    saved = optimizer.state_dict(dense=True)
     # What torch.distributed.checkpoint.load leaves out where its target has no such entry.
     del saved["param_groups"][0]["gradpolicy"]["parameters"]["0"]["ages"]
     with pytest.raises(PolicyError, match=r"ages of shape \(6, 5\) did not come through"):
@@ -313,7 +325,7 @@ def damaged(change):
         optimizer.set_mask(weight, torch.rand(4, 3) < 0.5)
         weight.grad = torch.ones(4, 3)
         optimizer.step()
-    saved = copy.deepcopy(optimizer.state_dict())
+    saved = copy.deepcopy(optimizer.state_dict(dense=True))
     record = saved["param_groups"][0]["gradpolicy"]["parameters"]["0"]
     change_settings(record, mark=None)
     change(saved, record)
