@@ -106,7 +106,7 @@ def _with_records(
         }
         general: Any = {"version": DENSE_VERSION if dense else VERSION, "effective_steps": effective_steps}
         if dense:
-            saved = {place: _as_tensors(*each) for place, each in own.items()}
+            saved: dict[str, Any] = {place: _as_tensors(*each) for place, each in own.items()}
             device = next((each["settings"].device for each in saved.values()), torch.device("cpu"))
             general = _as_bytes(general, device)
         else:

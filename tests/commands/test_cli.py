@@ -56,7 +56,7 @@ def test_without_a_subcommand_it_trains(trained: list[tuple[Path, list[str]]]) -
 def test_a_subcommand_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reprot"]) == 2
     said = capsys.readouterr().err
-    assert said == "error: gradpolicy: unknown command 'reprot'; did you mean 'report'?\n"
+    assert said == "error: gradpolicy: unknown command 'reprot'; did you mean 'report', 'checkpoint'?\n"
 
 
 @pytest.mark.parametrize("command", ["attribute", "init", "report", "sweep"])
