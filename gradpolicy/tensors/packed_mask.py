@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections.abc import Mapping
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 _BITS, _SHAPE = "packed_mask", "shape"
 _SMALLEST = 64
 """A mask of fewer flags stays as it is."""
-_SAME: weakref.WeakValueDictionary[bytes, Tensor] = weakref.WeakValueDictionary()
+_SAME: dict[bytes, TensorWeakRef] = {}
 
 
 def pack(flags: Tensor) -> Tensor:
@@ -41,7 +41,13 @@ def pack(flags: Tensor) -> Tensor:
         packed = (padded * weights).sum(1, dtype=torch.uint8).cpu()
     content = packed.numpy().data
     digest = hashlib.blake2b(content, key=f"{packed.dtype} {flat.numel()}".encode()).digest()
-    return _SAME.setdefault(digest, packed)
+    # A plain weak reference may lead to a freed object, since a tensor can outlive its Python object.
+    present = _SAME[digest]() if digest in _SAME else None
+    if present is None:
+        for dead in [key for key, reference in _SAME.items() if reference() is None]:
+            del _SAME[dead]
+        present, _SAME[digest] = packed, TensorWeakRef(packed)
+    return present
 
 
 def unpack(packed: Tensor, count: int) -> Tensor:
