@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.optim.kernels import select
+from gradpolicy.tensors.packed_mask import pack
 
 NARROW, WIDE = torch.int16, torch.int32
 LAST_NARROW = torch.iinfo(NARROW).max - 1
@@ -27,7 +28,7 @@ class Ages(NamedTuple):
         active: How many of them are active.
         oldest: No entry's age is above this.
         uncounted: Updates of active entries that are not in `signed` yet.
-        index: A bit for each block, set where it is active; None: `signed` has all blocks.
+        index: The active blocks, as bits or positions (`packed_mask.py`); None: `signed` has all blocks.
     """
 
     signed: Tensor
@@ -80,6 +81,11 @@ class Ages(NamedTuple):
         """Return `signed` for all blocks, with room for the updates that are still to be counted in."""
         return self.repacked(self._roomy(), self.index, None, self.block, 1, -1)
 
+    def of_active_blocks(self) -> Tensor:
+        """Return the signed ages of the blocks in the index, with every update counted in."""
+        signed = self._roomy()
+        return signed + self.uncounted if self.uncounted else signed
+
     def _roomy(self) -> Tensor:
         """Return `signed` in as many bits as the oldest entry needs."""
         narrow = self.signed.dtype == NARROW and self.oldest >= LAST_NARROW
@@ -114,7 +120,7 @@ class Ages(NamedTuple):
         if self.index is None or self.block == block:
             return self.index
         flags = (self.of_all_blocks() > 0).repeat_interleave(self.block // block)
-        return select(flags.device).pack_bits(flags)
+        return _index_of(flags)
 
     def turned(self, flags: Tensor, block: int, active: int, *, forget: bool, pack: bool) -> Ages:
         """Return the ages under another mask, as fine as either; they take over the memory of these.
@@ -129,9 +135,8 @@ class Ages(NamedTuple):
         fine = min(block, self.block)
         kernels = select(self.signed.device, self.signed.dtype)
         if pack and self.index is not None and block == self.block:
-            index, signed = kernels.pack_bits(flags), self._roomy()
-            signed = signed + self.uncounted if self.uncounted else signed
-            signed = self.repacked(signed, self.index, index, block, 1, 1)
+            index = _index_of(flags)
+            signed = self.repacked(self.of_active_blocks(), self.index, index, block, 1, 1)
             return Ages(signed, block, self.entries, active, self.oldest, 0, index)
         signed = self.of_all_blocks()
         if self.block > fine:
@@ -146,10 +151,14 @@ class Ages(NamedTuple):
 
     def packed(self) -> Ages:
         """Return the ages of the active blocks alone, from those of all blocks."""
-        index = select(self.signed.device).pack_bits(self.signed > 0)
+        index = _index_of(self.signed > 0)
         signed = self.repacked(self.signed, None, index, self.block, 1, 0)
         return self._replace(signed=signed, index=index)
 
 
 def _dtype_for(age: int) -> torch.dtype:
     return NARROW if age < LAST_NARROW else WIDE
+
+
+def _index_of(flags: Tensor) -> Tensor:
+    return pack(flags, select(flags.device).pack_bits)

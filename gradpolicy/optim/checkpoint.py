@@ -35,7 +35,7 @@ from gradpolicy.optim.layout import Layout
 from gradpolicy.optim.masked_parameter import MaskedParameter, Options
 from gradpolicy.optim.other_optimizers import first_state, is_torchs_own
 from gradpolicy.optim.wrapped import Wrapped
-from gradpolicy.tensors.packed_mask import pack, unpack
+from gradpolicy.tensors.packed_mask import unpack, written_once
 from gradpolicy.tensors.sharding import is_sharded
 
 Record = dict[str, Any]
@@ -45,6 +45,8 @@ VERSION, DENSE_VERSION = 3, 2
 _SAMPLED = 64
 """So many values of a tensor tell whether it has changed."""
 _TEXT_BYTES = 1024
+_HELD = "gradpolicy_"
+"""What the name of a state begins with that is saved as it is held."""
 
 
 # --- saving
@@ -86,7 +88,7 @@ def save(
         # A process may have dropped all of its state while others have theirs.
         begun = bool(wrapped.optimizer.state) or effective_steps > 0
         # The next mask changes which tensors a state holds: what is saved is a dict of its own.
-        own = _dense_state(masked, begun) if dense else dict(state.get(index, {}))
+        own = _dense_state(masked, begun) if dense else _renamed(record, state.get(index, {}))
         if own:
             state[index] = own
     # Processes gather shards in this order, and on each of them another parameter may have begun first.
@@ -127,18 +129,16 @@ def _record(masked: MaskedParameter, ages: Tensor | None = None) -> Record:
 def _held_record(masked: MaskedParameter) -> Record:
     """Return the record of a state as it is held; "held" is there if that is not the dense one."""
     state, ages, layout = masked.follow(), masked.ages, masked.layout
-    packed = ages.index is not None
     starts = {} if masked.rule is None else masked.rule.state(masked.group)
     starts = {name: start for name, start in starts.items() if name in state}
-    if not packed and all(state[name] is not None for name in starts):
+    if ages.index is None and all(state[name] is not None for name in starts):
         return _record(masked)
-    signed, index = masked.signed_ages(), None
-    if packed:
-        flags = ages.of_all_blocks() > 0
-        signed, index = ages.dense()[flags], pack(flags)
+    signed = masked.signed_ages()
+    if ages.index is not None:
+        signed = ages.of_active_blocks()
         signed = signed[:1].clone() if bool((signed == signed[0]).all()) else signed
     held = {
-        "index": index,
+        "index": None if ages.index is None else written_once(ages.index),
         "block": ages.block,
         "shape": list(layout.shape),
         "order": list(layout.order),
@@ -146,6 +146,16 @@ def _held_record(masked: MaskedParameter) -> Record:
         "dtype": str(masked.parameter.dtype).removeprefix("torch."),
     }
     return {**_record(masked, signed), "held": held}
+
+
+def _renamed(record: Record, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state whose parts that are not dense have names of their own.
+
+    Torch's fused step of Adam on CPUs writes beyond the end of a state that is too small. It refuses one that
+    it does not find.
+    """
+    starts = record.get("held", {}).get("starts", ())
+    return {_HELD + key if key in starts else key: value for key, value in state.items()}
 
 
 def _dense_state(masked: MaskedParameter, begun: bool) -> dict[str, Any]:
@@ -208,6 +218,10 @@ def split(state_dict: dict[str, Any]) -> tuple[dict[str, Any], int | None, dict[
             record, index = _as_record(tensors), first + int(position)
             if not _is_outdated(own["state"].get(index, {}), record.pop("mark", None)):
                 records[index] = record
+            elif "held" in record:
+                raise PolicyError(
+                    f"{KEY}: the saved state of parameter {index} was changed; the file is damaged"
+                )
     return own, steps, records
 
 
@@ -296,11 +310,11 @@ def _widened(record: Record, held: dict[str, Any], state: dict[str, Any]) -> tup
         rows[flags.to(values.device)] = values.view(-1, width)
         return layout.spread(rows.view(-1), block // width)
 
-    wide = dict(state)
+    wide = {key: value for key, value in state.items() if not key.startswith(_HELD)}
     for key, start in held["starts"].items():
-        if key in wide:
-            none = torch.empty(0, dtype=dtype.to_real())
-            value = spread(none if wide[key] is None else wide[key], block, start)
+        if _HELD + key in state:
+            value = state[_HELD + key]
+            value = spread(torch.empty(0, dtype=dtype.to_real()) if value is None else value, block, start)
             wide[key] = torch.view_as_complex(value) if dtype.is_complex else value
     if held["index"] is not None:
         ages = spread(ages, 1, -1)

@@ -1,9 +1,9 @@
-"""Masks as small as they can be in a file: a bit for each flag, or positions where these take less."""
+"""Masks as small as they can be: a bit for each flag, or positions where these take less."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
@@ -17,37 +17,40 @@ _SMALLEST = 64
 _SAME: dict[bytes, TensorWeakRef] = {}
 
 
-def pack(flags: Tensor) -> Tensor:
-    """Return flags as bits (uint8), or as positions (int32) where fewer than one in 32 is set.
+def pack_bits(flags: Tensor) -> Tensor:
+    """Return a bit for each flag, padded with 0 to whole words of 64 bits (uint8, on the flags' device)."""
+    padded = torch.nn.functional.pad(flags.reshape(-1).view(torch.uint8), (0, -flags.numel() % 64)).view(
+        -1, 8
+    )
+    weights = (1 << torch.arange(8, device=flags.device)).to(torch.uint8)
+    return (padded * weights).sum(1, dtype=torch.uint8)
 
-    Equal flags give the same tensor as long as somebody holds it, and `torch.save` writes a tensor once.
+
+def pack(flags: Tensor, dense: Callable[[Tensor], Tensor] = pack_bits) -> Tensor:
+    """Return flags as bits (uint8), or as positions (int32) where fewer than one in 32 is set.
 
     Args:
         flags: Bool, of any shape.
+        dense: What makes the bits.
 
     Returns:
-        A vector on the CPU, not to be written to; :func:`unpack` takes it back.
+        A vector on the device of the flags; :func:`unpack` takes it back.
 
     Example:
-        >>> pack(torch.tensor([True, False, True]))
-        tensor([5], dtype=torch.uint8)
+        >>> pack(torch.arange(100) == 7)
+        tensor([7], dtype=torch.int32)
     """
-    flat = flags.reshape(-1)
-    if 32 * int(flat.count_nonzero()) < flat.numel() < 2**31:
-        packed = flat.nonzero().view(-1).to("cpu", torch.int32)
-    else:
-        padded = torch.nn.functional.pad(flat.view(torch.uint8), (0, -flat.numel() % 8)).view(-1, 8)
-        weights = (1 << torch.arange(8, device=flat.device)).to(torch.uint8)
-        packed = (padded * weights).sum(1, dtype=torch.uint8).cpu()
-    content = packed.numpy().data
-    digest = hashlib.blake2b(content, key=f"{packed.dtype} {flat.numel()}".encode()).digest()
-    # A plain weak reference may lead to a freed object, since a tensor can outlive its Python object.
-    present = _SAME[digest]() if digest in _SAME else None
-    if present is None:
-        for dead in [key for key, reference in _SAME.items() if reference() is None]:
-            del _SAME[dead]
-        present, _SAME[digest] = packed, TensorWeakRef(packed)
-    return present
+    if 32 * int(flags.count_nonzero()) < flags.numel() < 2**31:
+        return flags.reshape(-1).nonzero().view(-1).to(torch.int32)
+    return dense(flags)
+
+
+def as_bits(packed: Tensor, count: int) -> Tensor:
+    """Return so many packed flags as bits, whichever form they have."""
+    if packed.dtype == torch.uint8:
+        return packed
+    bits = packed.new_zeros(-(-count // 64) * 8, dtype=torch.uint8)
+    return bits.scatter_add_(0, (packed >> 3).long(), (1 << (packed & 7)).to(torch.uint8))
 
 
 def unpack(packed: Tensor, count: int) -> Tensor:
@@ -68,10 +71,27 @@ def unpack(packed: Tensor, count: int) -> Tensor:
     return (packed.unsqueeze(1) >> shifts).bitwise_and_(1).view(-1)[:count].bool()
 
 
+def written_once(packed: Tensor) -> Tensor:
+    """Return packed flags on the CPU, as the same tensor for equal ones: `torch.save` writes it once.
+
+    Returns:
+        A tensor that is not to be written to.
+    """
+    packed = packed.cpu()
+    digest = hashlib.blake2b(packed.numpy().data, key=str(packed.dtype).encode()).digest()
+    # A plain weak reference may lead to a freed object, since a tensor can outlive its Python object.
+    present = _SAME[digest]() if digest in _SAME else None
+    if present is None:
+        for dead in [key for key, reference in _SAME.items() if reference() is None]:
+            del _SAME[dead]
+        present, _SAME[digest] = packed, TensorWeakRef(packed)
+    return present
+
+
 def pack_masks(state: Any) -> Any:
     """Return a state in which every bool tensor is packed; sharded and small ones stay."""
     if type(state) is Tensor and state.dtype == torch.bool and state.numel() >= _SMALLEST:
-        return {_BITS: pack(state), _SHAPE: list(state.shape)}
+        return {_BITS: written_once(pack(state)), _SHAPE: list(state.shape)}
     return _in_each(pack_masks, state)
 
 

@@ -19,6 +19,7 @@ from small_bert import VOCABULARY, ddp_policies, make_bert, make_data, train_wit
 from transformers import Trainer, TrainerCallback
 
 import gradpolicy as gp
+from gradpolicy.commands.cli import main
 from gradpolicy.integrations.transformers import GradientPoliciesCallback
 
 PAGE = (Path(__file__).parents[2] / "docs" / "integrations" / "transformers.md").read_text()
@@ -398,12 +399,16 @@ def test_a_training_that_failed_leaves_no_policies_behind(train, bert):
     assert torch.equal(moved, half("", moved, 0))
 
 
-def test_a_checkpoint_holds_masks_and_loads_without_the_callback(train, bert, tmp_path):
+def test_a_checkpoint_holds_masks_and_made_dense_loads_without_the_callback(train, bert, tmp_path):
     policies = {"half": gp.Freeze(half, params="classifier.weight", frozen_state="drop")}
     settings = {"save_strategy": "steps", "save_steps": 6}
     train(bert, policies, **settings)
     checkpoint = tmp_path / "run" / "checkpoint-6"
-    plain = make_bert()
+    plain, saved = make_bert(), checkpoint / "optimizer.pt"
+    with pytest.raises(KeyError, match="exp_avg"):
+        train(plain, {}, resume=str(checkpoint), **settings)
+    small = saved.rename(tmp_path / "small.pt")
+    assert main(["checkpoint", "dense", str(small), "--out", str(saved)]) == 0
     trainer, _ = train(plain, {}, resume=str(checkpoint), **settings)
     assert type(trainer.optimizer.optimizer) is torch.optim.AdamW
     assert (plain.classifier.weight != bert.classifier.weight).any()

@@ -435,3 +435,40 @@ def test_bf16_ages_are_exact():
     optimizer.step()
     optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
     assert optimizer.age(weight).tolist() == [70002, 70001, 70002, 70002]
+
+
+@pytest.mark.parametrize("share", [0.5, 0.1, 0.032, 0.01, 0.001])
+def test_state_in_memory_and_in_a_file_is_that_of_active_entries_and_a_small_index(share):
+    count = 1_000_000
+    weight = torch.nn.Parameter(torch.zeros(count))
+    optimizer = MaskedOptimizer(torch.optim.AdamW([weight], fused=True), frozen_state="drop")
+    # Entries that join at another time have other ages.
+    for part in (share / 2, share):
+        optimizer.set_mask(weight, torch.arange(count) % 1000 < 1000 * part)
+        weight.grad = torch.ones(count)
+        optimizer.step()
+    active = int(optimizer.get_mask(weight).sum())
+    index = count / 8 if share >= 0.03 else 4 * active
+    assert optimizer.state_bytes() <= (8 + 2) * active + index + 64
+    file = io.BytesIO()
+    torch.save({"optimizer": optimizer.state_dict()}, file)
+    assert (8 + 2) * active + index <= file.tell() <= (8 + 2) * active + index + 6000
+
+
+def test_plain_torch_refuses_a_small_state_and_steps_from_the_dense_one_as_from_its_own():
+    masked, plain = (torch.nn.Parameter(torch.ones(1000)) for _ in range(2))
+    optimizer = MaskedOptimizer(torch.optim.AdamW([masked], lr=0.1, fused=True), frozen_state="drop")
+    optimizer.set_mask(masked, torch.arange(1000) % 10 == 0)
+    masked.grad = plain.grad = torch.linspace(-1, 1, 1000)
+    optimizer.step()
+    alone = torch.optim.AdamW([plain], lr=0.1, fused=True)
+    alone.load_state_dict(optimizer.state_dict())
+    with pytest.raises(KeyError, match="exp_avg"):
+        alone.step()
+    alone = torch.optim.AdamW([plain], lr=0.1, fused=True)
+    alone.load_state_dict(optimizer.state_dict(dense=True))
+    alone.step()
+    state = alone.state[plain]
+    mask = (torch.arange(1000) % 10 == 0).float()
+    assert torch.equal(optimizer.state_dict(dense=True)["state"][0]["exp_avg"] != 0, (mask * plain.grad) != 0)
+    torch.testing.assert_close(state["exp_avg"], 0.1 * plain.grad * (0.9 * mask + 1))

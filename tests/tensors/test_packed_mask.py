@@ -5,7 +5,7 @@ import io
 import pytest
 import torch
 
-from gradpolicy.tensors.packed_mask import pack, pack_masks, unpack, unpack_masks
+from gradpolicy.tensors.packed_mask import as_bits, pack, pack_masks, unpack, unpack_masks
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 1000, 4097])
@@ -14,7 +14,9 @@ def test_a_mask_comes_back_and_takes_a_bit_a_flag_or_four_bytes_a_set_one(count,
     flags = torch.rand(count, generator=torch.Generator().manual_seed(0)) < share
     packed = pack(flags)
     assert torch.equal(unpack(packed, count), flags)
-    assert packed.nbytes <= min(-(-count // 8), max(4 * int(flags.sum()), -(-count // 8) * (share >= 1 / 32)))
+    active = int(flags.sum())
+    assert packed.nbytes == (4 * active if 32 * active < count else 8 * -(-count // 64))
+    assert torch.equal(unpack(as_bits(packed, count), count), flags)
 
 
 def test_equal_masks_are_written_once_and_others_are_kept_apart():

@@ -2,7 +2,7 @@
 
 All tensors are contiguous and lie in memory order. A *block* is so many consecutive entries that share an
 age: one entry, a row, or the whole tensor. Ages are signed, see `ages.py`. Where only active blocks have
-state, an *index* has a bit for each block, set where it is active, padded with 0 to whole words of 64 bits.
+state, an *index* says which: a bit for each block or, where few are active, positions (`packed_mask.py`).
 State and ages are *packed* then: those of active blocks alone, one after the other.
 """
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.optim.update_rules import State, UpdateRule
+from gradpolicy.tensors.packed_mask import pack_bits, unpack
 
 STRETCH = 1 << 15
 """Entries that a CPU takes at once."""
@@ -105,10 +106,8 @@ class Kernels:
         ages.copy_(torch.where(flags, own, -1 if forget else -own))
 
     def pack_bits(self, flags: Tensor) -> Tensor:
-        """Return the index of the blocks whose flag is set."""
-        padded = torch.nn.functional.pad(flags.view(torch.uint8), (0, -flags.numel() % 64)).view(-1, 8)
-        weights = (1 << torch.arange(8, device=flags.device)).to(torch.uint8)
-        return (padded * weights).sum(1, dtype=torch.uint8)
+        """Return a bit for each flag; see `packed_mask.pack_bits`."""
+        return pack_bits(flags)
 
     def fill_frozen(
         self, values: Tensor, ages: Tensor | None, index: Tensor | None, block: int, fill: float | Tensor
@@ -123,7 +122,11 @@ class Kernels:
             fill: The number, or the other tensor.
         """
         rows = values.view(-1, block)
-        active = (_bits(index, len(rows)) if ages is None else ages > 0).view(-1, 1)
+        if ages is None:
+            assert index is not None
+            active = unpack(index, len(rows)).view(-1, 1)
+        else:
+            active = (ages > 0).view(-1, 1)
         other = fill.reshape(-1, block) if isinstance(fill, Tensor) else fill
         rows.copy_(torch.where(active, rows, other))
 
@@ -149,9 +152,9 @@ class Kernels:
         rows = values.view(-1, block)
         if source is not None:
             dense = values.new_full((blocks, block), fill)
-            dense[_bits(source, blocks)] = rows
+            dense[unpack(source, blocks)] = rows
             rows = dense
-        return (rows if target is None else rows[_bits(target, blocks)]).reshape(-1)
+        return (rows if target is None else rows[unpack(target, blocks)]).reshape(-1)
 
 
 REFERENCE = Kernels()
@@ -160,13 +163,6 @@ REFERENCE = Kernels()
 def compiles(device: torch.device) -> bool:
     """Return True if updates on a device go through `torch.compile`."""
     return device.type != "cpu"
-
-
-def _bits(index: Tensor | None, blocks: int) -> Tensor:
-    """Return a flag for each block of an index."""
-    assert index is not None
-    shifts = torch.arange(8, dtype=torch.uint8, device=index.device)
-    return (index.unsqueeze(1) >> shifts).bitwise_and_(1).view(-1)[:blocks].bool()
 
 
 # --- updates
@@ -193,7 +189,9 @@ def _batches(updates: Sequence[EntryUpdate], device: torch.device) -> Iterator[l
 def _active_blocks(update: EntryUpdate) -> Tensor | None:
     """Return the places of active rows or packed blocks; None where all entries are updated in place."""
     if update.index is not None:
-        return _bits(update.index, update.parameter.numel() // update.block).nonzero().view(-1)
+        if update.index.dtype != torch.uint8:
+            return update.index.long()
+        return unpack(update.index, update.parameter.numel() // update.block).nonzero().view(-1)
     return (update.ages > 0).nonzero().view(-1) if update.block > 1 else None
 
 

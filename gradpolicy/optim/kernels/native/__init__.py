@@ -16,6 +16,7 @@ from torch import Tensor
 from gradpolicy.compiling import compiled, rule_defines
 from gradpolicy.optim.kernels.reference import EntryUpdate, Kernels
 from gradpolicy.optim.update_rules import UpdateRule
+from gradpolicy.tensors.packed_mask import as_bits
 
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 STATES, MAX_SETTINGS = 3, 16
@@ -37,13 +38,18 @@ class Native(Kernels):
         constants = (ctypes.c_double * MAX_SETTINGS)(*settings)
         shared = (numbers.data_ptr(), ctypes.addressof(constants))
         names = (*rule.names, *("",) * STATES)[:STATES]
+        # What C reads must live until it has returned.
+        bits = [
+            None if each.index is None else as_bits(each.index, each.parameter.numel() // each.block)
+            for each in updates
+        ]
         jobs = [
             _UPDATE_JOB.pack(
                 each.parameter.data_ptr(),
                 each.gradient.data_ptr(),
                 *[each.state[name].data_ptr() if name in each.state else 0 for name in names],
                 each.ages.data_ptr(),
-                0 if each.index is None else each.index.data_ptr(),
+                0 if index is None else index.data_ptr(),
                 *shared,
                 each.uncounted if each.age is None else each.age,
                 each.parameter.numel() // each.block,
@@ -53,7 +59,7 @@ class Native(Kernels):
                 each.age is not None,
                 each.gradient_packed,
             )
-            for each in updates
+            for each, index in zip(updates, bits, strict=True)
         ]
         _call(_function(f"update_{rule.kernel}", rule.kernel), b"".join(jobs), len(jobs))
 
@@ -73,6 +79,7 @@ class Native(Kernels):
     ) -> None:
         """See `Kernels.fill_frozen`."""
         blocks = values.numel() // block
+        index = None if index is None else as_bits(index, blocks)
         _call(
             _function("fill_frozen"),
             _block_job(values, ages=ages, index=index, blocks=blocks, block=block, fill=fill),
@@ -89,6 +96,7 @@ class Native(Kernels):
     ) -> Tensor:
         """See `Kernels.repack`."""
         count = _function("count_blocks")
+        source, target = (None if index is None else as_bits(index, blocks) for index in (source, target))
         read = blocks if source is None else count(source.data_ptr(), source.numel() * 8)
         written = blocks if target is None else count(target.data_ptr(), target.numel() * 8)
         # C would read and write beyond the tensors.
