@@ -13,6 +13,7 @@ from gradpolicy.optim.kernels import EntryUpdate, native, reference
 from gradpolicy.optim.kernels.native import NATIVE, supports
 from gradpolicy.optim.kernels.reference import REFERENCE
 from gradpolicy.optim.update_rules.adam import Adam
+from gradpolicy.tensors.packed_mask import pack_bits, unpack
 
 pytestmark = pytest.mark.skipif(not compiler(), reason="needs a C compiler")
 SIZES = [1, 63, 64, 65, 5000, 70001]
@@ -54,9 +55,9 @@ def test_values_are_repacked_from_one_index_to_another(blocks, block, dtype, sha
     )
     values = (torch.randn(blocks, block) * 100).to(dtype)
     expected = torch.where(source.unsqueeze(1), values, 7)[target]
-    for kernels in (NATIVE, REFERENCE):
+    for kernels, form in itertools.product((NATIVE, REFERENCE), (pack_bits, positions)):
         indices = [
-            None if share is None else kernels.pack_bits(flags)
+            None if share is None else form(flags)
             for share, flags in zip(shares, (source, target), strict=True)
         ]
         repacked = kernels.repack(values[source], *indices, block, blocks, 7)
@@ -89,10 +90,14 @@ def test_frozen_blocks_become_a_number_or_what_another_tensor_has(blocks, block,
     frozen = (ages < 0).repeat_interleave(block)
     for kernels, fill in itertools.product((NATIVE, REFERENCE), (0.0, 0.3, other)):
         expected = torch.where(frozen, fill if fill is other else torch.tensor(fill, dtype=dtype), values)
-        for own_ages, index in ((ages, None), (None, kernels.pack_bits(ages > 0))):
+        for own_ages, index in ((ages, None), (None, pack_bits(ages > 0)), (None, positions(ages > 0))):
             filled = values.clone()
             kernels.fill_frozen(filled, own_ages, index, block, fill)
             torch.testing.assert_close(filled, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def positions(flags):
+    return flags.nonzero().view(-1).int()
 
 
 def adam_update(blocks, block, dtype, packed, shared, ages_dtype=torch.int16):
@@ -132,13 +137,18 @@ def test_updates_agree(dtype, blocks, block, packed, shared, ages_dtype):
     ages = torch.arange(1, 101, dtype=torch.float64)
     numbers = torch.stack(rule.numbers(ages, 0.9, 0.999), 1).to(exact).contiguous()
     ends = []
-    for kernels in (NATIVE, REFERENCE):
+    for kernels, form in itertools.product(
+        (NATIVE, REFERENCE), (pack_bits, positions) if packed else (None,)
+    ):
         copies = [copied(update) for update in updates]
+        if form:
+            copies[0].index = form(unpack(copies[0].index, blocks))
         kernels.update(rule, settings, numbers, copies)
         ends.append([tensor for each in copies for tensor in (each.parameter, *each.state.values())])
     tolerance = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
-    for own, other in zip(*ends, strict=True):
-        torch.testing.assert_close(own, other, rtol=tolerance, atol=tolerance)
+    for own, *others in zip(*ends, strict=True):
+        for other in others:
+            torch.testing.assert_close(own, other, rtol=tolerance, atol=tolerance)
 
 
 @pytest.fixture
