@@ -1,4 +1,4 @@
-"""Masks as small as they can be: a bit for each flag, or positions where these take less."""
+"""Small masks: a bit for each flag, or positions where these take less."""
 
 from __future__ import annotations
 
