@@ -10,7 +10,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import CheckpointIO
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.launch.config import Settings
@@ -127,8 +126,9 @@ def build_plugins(nodes: Any) -> list[Any]:
     ]
     writers = [plugin for plugin in plugins if isinstance(plugin, CheckpointIO)]
     for writer in writers:
-        if isinstance(writer, _WrappingCheckpointIO) and writer.checkpoint_io is None:
-            writer.checkpoint_io = WholeCheckpointIO()
+        # One that wraps another, such as AsyncCheckpointIO.
+        if getattr(writer, "checkpoint_io", writer) is None:
+            writer.checkpoint_io = WholeCheckpointIO()  # type: ignore[attr-defined]
     return plugins if writers else [*plugins, WholeCheckpointIO()]
 
 

@@ -130,19 +130,6 @@ def run_of(checkpoint: Path) -> Path | None:
     return next((each for each in checkpoint.absolute().parents if RunRecord.load(each) is not None), None)
 
 
-def newest_run(log_dir: Path) -> Path:
-    """Return the directory of the newest run below a directory, sweeps and studies left out.
-
-    Raises:
-        PolicyError: If there is none.
-    """
-    found = _runs(log_dir, None)
-    runs = [each for each in found if isinstance(each, Path)]
-    if not runs:
-        raise PolicyError(f"there is no run below {log_dir}")
-    return runs[0]
-
-
 def _last_of(candidates: Iterable[Path | str], log_dir: Path) -> Path:
     """Return the last checkpoint of the first run that has one; say what is newer and was passed over."""
     passed: list[str] = []
