@@ -5,29 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from gradpolicy.launch.processes import quoted
 
 CONF = Path(__file__).parents[2] / "conf"
 Train = Callable[..., object]
-
-
-def test_a_run_leaves_config_checkpoints_metrics_and_pictures(train) -> None:
-    ended = train("callbacks=default", "tags=[first,try]")
-    assert ended.code == 0
-    left = {path.relative_to(ended.run).as_posix() for path in ended.run.rglob("*") if path.is_file()}
-    assert {
-        "config.yaml",
-        "result.json",
-        "checkpoints/best.ckpt",
-        "checkpoints/last.ckpt",
-        "csv/version_0/metrics.csv",
-        "pictures/guided.png",
-    } <= left
-    config = yaml.safe_load((ended.run / "config.yaml").read_text())
-    assert config["tags"] == ["first", "try"]
-    assert config["model"]["optimizer"] == config["optimizer"]
 
 
 def test_a_run_that_fails_leaves_a_report_that_says_why(train) -> None:
@@ -48,34 +30,6 @@ def test_the_trainers_switches_hold_for_callbacks_too(train) -> None:
     )
     assert ended.code == 0
     assert not any(ended.run.rglob("*.ckpt"))
-
-
-def test_a_run_prints_its_plan_and_then_its_results(train) -> None:
-    ended = train("extras.report=true")
-    headings = [
-        line.rstrip() for line in ended.out.splitlines() if line.rstrip() in ("Config", "Plan", "Results")
-    ]
-    assert headings == ["Plan", "Results"]
-    last = ended.out.partition("Results")[2]
-    rows = dict(line.split(maxsplit=1) for line in last.splitlines() if line.strip())
-    assert {"test/accuracy", "test/loss", "val/accuracy_best", "time"} <= rows.keys()
-    assert rows["report"] == str(ended.run / "report.html")
-    assert "policy/" not in last
-    assert ended.result.seconds > 0
-    assert "v_num" not in ended.out
-    assert ended.err == ""
-
-
-def test_the_config_is_printed_after_the_plan_if_it_is_asked_for(train) -> None:
-    printed = train("extras.print_config=true").out
-    assert printed.index("Plan") < printed.index("\nConfig") < printed.index("Results")
-
-
-def test_metrics_hold_both_accuracies_and_what_policies_did(train) -> None:
-    metrics = train("trainer.log_every_n_steps=1").result.metrics
-    assert {"test/accuracy", "test/probe_accuracy", "val/accuracy_best"} <= metrics.keys()
-    assert metrics["policy/random_freeze/active_share"] == pytest.approx(0.5, abs=0.02)
-    assert {"policy/stop/operations", "policy/straight_through/gradient_norm_before"} <= metrics.keys()
 
 
 def test_plan_only_prints_the_plan_and_leaves_nothing(train) -> None:

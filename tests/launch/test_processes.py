@@ -128,20 +128,17 @@ def stop_after_a_batch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Ba
     signal.signal(signal.SIGINT, handler)
 
 
-def test_ctrl_c_in_training_is_told_in_one_line(train, stop_after_a_batch) -> None:
-    stop_after_a_batch(KeyboardInterrupt())
-    ended = train()
-    assert ended.code == 130
-    assert ended.err == "interrupted; ckpt_path=last goes on from the last checkpoint\n"
-
-
-@pytest.mark.parametrize(("reason", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
-def test_a_run_that_is_stopped_leaves_a_report_that_says_so(
-    train, stop_after_a_batch, reason: BaseException, code: int
+@pytest.mark.parametrize(
+    ("reason", "code", "said"),
+    [(KeyboardInterrupt(), 130, "interrupted"), (SystemExit(143), 143, "ended by SIGTERM")],
+)
+def test_a_run_that_is_stopped_says_so_in_one_line_and_in_its_report(
+    train, stop_after_a_batch, reason: BaseException, code: int, said: str
 ) -> None:
     stop_after_a_batch(reason)
     ended = train("extras.report=true")
     assert ended.code == code
+    assert ended.err == f"{said}; ckpt_path=last goes on from the last checkpoint\n"
     assert (ended.result.status, ended.result.error) == ("stopped", "stopped before its end")
     assert '<span class="chip bad">stopped</span>' in (ended.run / "report.html").read_text()
 

@@ -11,7 +11,7 @@ import yaml
 
 from gradpolicy.launch.run import finished_loggers
 
-from .conftest import SHORT
+from .conftest import SHORT, Ended
 
 
 @pytest.mark.slow
@@ -21,14 +21,66 @@ def test_a_profilers_report_is_said(train, caplog) -> None:
     assert "Profiler Report" in caplog.text
 
 
-def test_what_a_run_printed_is_in_its_log_and_the_plan_beside_it(train) -> None:
-    ended = train()
-    log = "\n".join(line.rstrip() for line in (ended.run / "train.log").read_text().splitlines())
-    for said in ("Plan", "random_freeze", "test/accuracy"):
+@pytest.fixture
+def whole(train) -> Ended:
+    """A run with all that it may print and leave."""
+    ended = train(
+        "callbacks=[default,mask_pictures]",
+        "trainer.log_every_n_steps=1",
+        "extras.report=true",
+        "extras.print_config=true",
+        "optimizer.lr=0.5",
+        "tags=[first,try]",
+    )
+    assert (ended.code, ended.err) == (0, "")
+    return ended
+
+
+def test_what_a_run_prints_and_leaves(whole: Ended) -> None:
+    run, out = whole.run, whole.out
+    assert out.index("Plan") < out.index("\nConfig") < out.index("Results")
+    last = out.partition("Results")[2]
+    rows = dict(line.split(maxsplit=1) for line in last.splitlines() if line.strip())
+    assert {"test/accuracy", "test/loss", "val/accuracy_best", "time"} <= rows.keys()
+    assert rows["report"] == str(run / "report.html")
+    assert "policy/" not in last
+    assert "v_num" not in out
+
+    for name in ("checkpoints/best.ckpt", "checkpoints/last.ckpt", "csv/version_0/metrics.csv"):
+        assert (run / name).is_file()
+    assert (run / "pictures/guided.png").is_file()
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["tags"] == ["first", "try"]
+    assert config["model"]["optimizer"] == config["optimizer"]
+    assert yaml.safe_load((run / "defaults.yaml").read_text())["optimizer"]["lr"] != 0.5
+    assert yaml.safe_load((run / "csv/version_0/hparams.yaml").read_text())["seed"] == 0
+    assert json.loads((run / "run.json").read_text())["versions"]["torch"] == torch.__version__
+    assert json.loads((run / "plan.json").read_text())["rows"][0]["name"] == "stop"
+
+    log = "\n".join(line.rstrip() for line in (run / "train.log").read_text().splitlines())
+    for said in ("Plan", "random_freeze", "test/accuracy", (run / "plan.txt").read_text()):
         assert said in log
-    assert (ended.run / "plan.txt").read_text() in log
-    assert json.loads((ended.run / "plan.json").read_text())["rows"][0]["name"] == "stop"
-    assert yaml.safe_load((ended.run / "csv/version_0/hparams.yaml").read_text())["seed"] == 0
+
+    metrics = whole.result.metrics
+    assert whole.result.seconds > 0
+    assert {"test/accuracy", "test/probe_accuracy", "val/accuracy_best"} <= metrics.keys()
+    assert metrics["policy/random_freeze/active_share"] == pytest.approx(0.5, abs=0.02)
+    assert {"policy/stop/operations", "policy/straight_through/gradient_norm_before"} <= metrics.keys()
+
+    report = (run / "report.html").read_text()
+    for said in (
+        "<td><code>optimizer.lr</code></td>",
+        "Share, flips and ages",
+        "Map of the gradient",
+        "model.trunk.0.conv.weight: age",
+        f"<td>torch</td><td>{torch.__version__}</td>",
+    ):
+        assert said in report, said
+
+
+def test_a_run_prints_no_config_unless_it_is_asked_for(train) -> None:
+    lines = [line.rstrip() for line in train().out.splitlines()]
+    assert [line for line in lines if line in ("Config", "Plan", "Results")] == ["Plan", "Results"]
 
 
 def test_the_log_of_a_run_that_failed_says_why(train, tmp_path, monkeypatch) -> None:
@@ -47,22 +99,6 @@ def test_the_log_of_a_run_that_failed_says_why(train, tmp_path, monkeypatch) -> 
     lines = log.read_text().splitlines()
     assert any(line.endswith("about to fail") for line in lines)
     assert lines[-1] == "ArithmeticError: on purpose"
-
-
-def test_a_run_leaves_a_report_of_what_was_asked_and_what_came_of_it(train) -> None:
-    callbacks = "callbacks=[model_checkpoint,record,mask_pictures]"
-    ended = train("optimizer.lr=0.5", "extras.report=true", "trainer.log_every_n_steps=1", callbacks)
-    assert yaml.safe_load((ended.run / "defaults.yaml").read_text())["optimizer"]["lr"] != 0.5
-    assert json.loads((ended.run / "run.json").read_text())["versions"]["torch"] == torch.__version__
-    report = (ended.run / "report.html").read_text()
-    for said in (
-        "<td><code>optimizer.lr</code></td>",
-        "Share, flips and ages",
-        "Map of the gradient",
-        "model.trunk.0.conv.weight: age",
-        f"<td>torch</td><td>{torch.__version__}</td>",
-    ):
-        assert said in report, said
 
 
 def test_a_report_that_fails_is_one_warning(train, monkeypatch) -> None:

@@ -69,37 +69,27 @@ def test_directories_that_were_made_for_a_run_go_where_they_end_up_empty(tmp_pat
     assert list((tmp_path / "mine/train").iterdir()) == [tmp_path / "mine/train/other"]
 
 
-def test_a_run_that_began_stays(fresh: Path) -> None:
-    with pytest.raises(PolicyError):
-        fail(fresh, PolicyError("wrong"), begun=True)
+@pytest.mark.parametrize(
+    ("before", "rank", "error", "begun"),
+    [
+        ({}, 0, PolicyError("wrong"), True),
+        ({}, 0, ArithmeticError(), False),
+        ({"config.yaml": ""}, 0, PolicyError("wrong"), False),
+        ({"train.log": "epoch 1\n"}, 0, PolicyError("wrong"), False),
+        ({}, 1, PolicyError("wrong"), False),
+    ],
+    ids=["it began", "no wrong input", "a run was there", "a log was there", "another rank"],
+)
+def test_what_was_written_stays_where(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, before: dict, rank: int, error: Exception, begun: bool
+) -> None:
+    for name, text in before.items():
+        (fresh / name).write_text(text)
+    monkeypatch.setattr(rank_zero_only, "rank", rank)
+    with pytest.raises(type(error)):
+        fail(fresh, error, begun)
     assert (fresh / "half.txt").exists()
-
-
-def test_a_failure_that_is_no_wrong_input_stays_to_be_looked_at(fresh: Path) -> None:
-    with pytest.raises(ArithmeticError):
-        fail(fresh, ArithmeticError())
-    assert (fresh / "half.txt").exists()
-
-
-def test_a_directory_that_held_something_stays(fresh: Path) -> None:
-    (fresh / "config.yaml").touch()
-    with pytest.raises(PolicyError):
-        fail(fresh, PolicyError("wrong"))
-    assert (fresh / "config.yaml").exists()
-
-
-def test_a_directory_with_a_log_of_another_run_stays(fresh: Path) -> None:
-    (fresh / "train.log").write_text("epoch 1\n")
-    with pytest.raises(PolicyError):
-        fail(fresh, PolicyError("wrong"))
-    assert (fresh / "train.log").read_text() == "epoch 1\n"
-
-
-def test_only_the_first_rank_removes_what_was_written(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_zero_only, "rank", 1)
-    with pytest.raises(PolicyError):
-        fail(fresh, PolicyError("wrong"))
-    assert (fresh / "half.txt").exists()
+    assert {name: (fresh / name).read_text() for name in before} == before
 
 
 HOLDER = """

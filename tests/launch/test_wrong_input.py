@@ -95,6 +95,8 @@ NAMES_A_MODULE = (
     "+policy.theirs={{_target_: gradpolicy.Scale, factor: 2, modules: {name}}}",
     "+policy.theirs={{_target_: gradpolicy.Freeze, params: '*', mask: {{_target_: {name}}}}}",
     "+logger.theirs._target_={name}",
+    "+callbacks.theirs._target_={name}",
+    "+model.model.deep.down._target_={name}",
 )
 
 
@@ -170,13 +172,6 @@ def test_no_place_that_imports_by_name_imports_what_is_not_allowed(
     assert "their_code" in ended.message
 
 
-def test_a_target_is_refused_wherever_it_stands(train) -> None:
-    for place in ("+model.model.deep.down", "+callbacks.mine"):
-        ended = train(f"{place}._target_=os.getcwd")
-        assert (ended.code, ended.left_nothing) == (2, True), place
-        assert "os.getcwd" in ended.message
-
-
 def test_a_missing_checkpoint_is_named_with_those_beside_it(train, tmp_path: Path) -> None:
     (tmp_path / "best.ckpt").touch()
     message = train(f"ckpt_path={tmp_path}/bst.ckpt").refusal
@@ -197,12 +192,6 @@ def test_a_checkpoint_of_another_optimizer_is_refused(train) -> None:
 def test_a_file_that_is_no_checkpoint_is_refused(train, tmp_path: Path) -> None:
     (tmp_path / "notes.ckpt").write_text("hello\n")
     assert train(f"ckpt_path={tmp_path}/notes.ckpt").refusal.startswith("ckpt_path: ")
-
-
-def test_a_place_that_cannot_be_written_to_is_told(train, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    ended = train(f"hydra.run.dir={tmp_path}/file/run")
-    assert ended.refusal.startswith(f"hydra.run.dir: nothing can be written to {tmp_path}/file/run")
 
 
 def test_a_run_that_would_do_nothing_is_refused(train) -> None:
@@ -278,7 +267,7 @@ def test_a_process_says_it_in_one_line_and_exits_with_2(train_process) -> None:
         ("paths.output_dir=elsewhere", "paths.output_dir"),
         ("callbacks.model_checkpoint.dirpath=FILE/x", "callbacks.model_checkpoint.dirpath"),
         ("logger.csv.save_dir=FILE/x", "logger.csv.save_dir"),
-        ("hydra.run.dir=FILE/x", "hydra.run.dir"),
+        ("hydra.run.dir=FILE/x", "hydra.run.dir: nothing can be written to"),
         (f"hydra.run.dir={'d' * 5000}", "hydra.run.dir"),
         (f"ckpt_path={'c' * 5000}", "ckpt_path"),
     ],
@@ -288,7 +277,7 @@ def test_a_place_that_cannot_be_is_refused_before_anything_is_made(
 ) -> None:
     (tmp_path / "file").touch()
     refusal = train(override.replace("FILE", str(tmp_path / "file"))).refusal
-    assert refusal.startswith(f"{key}: ")
+    assert refusal.startswith((f"{key}: ", f"{key} {tmp_path}/file/x: "))
     assert len(refusal) < 400
 
 
