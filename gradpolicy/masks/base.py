@@ -22,9 +22,9 @@ class Layer:
     """Parameters that are frozen and thawed together.
 
     Attributes:
-        name: The module that holds them; between the numbered layers, the names of the modules.
+        name: The module that holds them, or the modules.
         parameters: The parameters' names, in model order.
-        numbered: True for a member of a stack, such as ``layers.3``; False for the embedding or the head.
+        numbered: True for a block, such as ``layers.3``; False for the embedding or the head.
     """
 
     name: str

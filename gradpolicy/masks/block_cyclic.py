@@ -6,7 +6,7 @@ from typing import Any
 from gradpolicy.checks import check_choice, check_whole
 from gradpolicy.errors import PolicyError
 from gradpolicy.masks.base import Layer
-from gradpolicy.masks.layers import Groups, LayerSource, find_layers, layers_of, read_groups
+from gradpolicy.masks.layers import LayerSource, join_layers
 from gradpolicy.tensors.seeded import shuffled
 from gradpolicy.where import match_any
 
@@ -17,17 +17,17 @@ class BlockCyclic(LayerSource):
     """One block trains for ``every`` steps, then the next; after the last comes the first again.
 
     A block is a layer (see :func:`~gradpolicy.masks.layers.find_layers`), or ``size`` neighbouring ones.
-    Everything lies in exactly one block: what comes before, between and after the numbered layers makes
+    Everything lies in exactly one block: what comes before, between and after the model's blocks makes
     blocks of its own. With ``frozen_state="zero"`` each turn starts with empty optimizer state, as in BAdam.
 
     Args:
         order: ``"forward"`` (from the input to the output), ``"reverse"``, or ``"random"`` (a new permutation
             each cycle, so that each block still has one turn a cycle).
         size: How many neighbouring layers make a block.
-        blocks: Each block as a list of globs, instead of the layers. What is in none of them does not train.
         always: Globs of parameters that train at all times.
         every: How many steps (or epochs) a turn takes; BAdam's ``K``.
-        **timetable: ``unit``, ``start``, ``stop``, ``seed``: see :class:`~gradpolicy.masks.MaskSource`.
+        **timetable: ``groups``: the blocks, instead of the layers; what is in none of them does not train.
+            ``unit``, ``start``, ``stop``, ``seed``: see :class:`~gradpolicy.masks.MaskSource`.
 
     Raises:
         PolicyError: For an unknown order, or a glob that matches nothing.
@@ -47,7 +47,6 @@ class BlockCyclic(LayerSource):
         order: str = "forward",
         *,
         size: int = 1,
-        blocks: Groups = None,
         always: str | Iterable[str] | None = None,
         every: int | None = 50,
         **timetable: Any,
@@ -55,18 +54,14 @@ class BlockCyclic(LayerSource):
         super().__init__(every=every, **timetable)
         self.order = check_choice("BlockCyclic.order", order, ORDERS)
         self.size = check_whole("BlockCyclic.size", size, least=1)
-        self.blocks = read_groups("BlockCyclic.blocks", blocks)
-        if self.blocks is not None and size != 1:
-            raise PolicyError("BlockCyclic: size goes with layers, not with blocks that are given")
+        if self.groups is not None and size != 1:
+            raise PolicyError("BlockCyclic: size goes with layers, not with groups that are given")
         self.always = always
 
     def prepare(self) -> None:
         """Find the blocks."""
-        if self.blocks is None:
-            layers = find_layers(self.parameters)
-            self.layer_groups = [_joined(layers[i : i + self.size]) for i in range(0, len(layers), self.size)]
-        else:
-            self.layer_groups = layers_of(self.blocks, self.parameters)
+        layers, size = self.find_groups(), self.size
+        self.layer_groups = [join_layers(layers[i : i + size]) for i in range(0, len(layers), size)]
         self._always = match_any(self.always, self.parameters, "parameter")
 
     def active_block(self, step: int, epoch: int) -> Layer:
@@ -86,11 +81,3 @@ class BlockCyclic(LayerSource):
     def may_freeze(self) -> set[str]:
         """Return the parameters that do not always train."""
         return self.parameters.keys() - self._always if len(self.layer_groups) > 1 else set()
-
-
-def _joined(layers: list[Layer]) -> Layer:
-    return Layer(
-        "+".join(layer.name for layer in layers),
-        tuple(name for layer in layers for name in layer.parameters),
-        all(layer.numbered for layer in layers),
-    )

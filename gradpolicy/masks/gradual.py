@@ -1,11 +1,10 @@
 """ULMFiT: unfreezes one layer group after the other, from the output to the input."""
 
-from collections import Counter
 from typing import Any
 
 from gradpolicy.checks import check_whole
 from gradpolicy.errors import PolicyError, shown
-from gradpolicy.masks.layers import Groups, LayerSource, find_layers, layers_of, names_in, read_groups
+from gradpolicy.masks.layers import LayerSource, names_in
 
 
 class Gradual(LayerSource):
@@ -15,10 +14,10 @@ class Gradual(LayerSource):
 
     Args:
         initial: How many groups train from the beginning.
-        groups: The groups from the input to the output, each as globs; None: the model's layers.
         every: After how many epochs (or steps) one more group trains.
         unit: ``"epoch"``, as in the paper, or ``"step"``.
-        **timetable: ``start``, ``stop``, ``seed``: see :class:`~gradpolicy.masks.MaskSource`.
+        **timetable: ``groups``: the groups, instead of the layers; every parameter must be in one.
+            ``start``, ``stop``, ``seed``: see :class:`~gradpolicy.masks.MaskSource`.
 
     Raises:
         PolicyError: If a glob matches nothing, a parameter is in no group or in two.
@@ -38,25 +37,19 @@ class Gradual(LayerSource):
         self,
         initial: int = 1,
         *,
-        groups: Groups = None,
         every: int = 1,
         unit: str = "epoch",
         **timetable: Any,
     ) -> None:
         super().__init__(every=check_whole("Gradual.every", every, least=1), unit=unit, **timetable)
         self.initial = check_whole("Gradual.initial", initial, least=1)
-        self.groups = read_groups("Gradual.groups", groups)
 
     def prepare(self) -> None:
         """Find the groups."""
-        if self.groups is None:
-            self.layer_groups = find_layers(self.parameters)
-            return
-        self.layer_groups = layers_of(self.groups, self.parameters)
-        members = Counter(name for group in self.layer_groups for name in group.parameters)
-        for name in self.parameters:
-            if members[name] != 1:
-                raise PolicyError(f"Gradual.groups: {shown(name)} must be in one group, not {members[name]}")
+        self.layer_groups = self.find_groups()
+        left = [name for name in self.parameters if name not in names_in(self.layer_groups)]
+        if left:
+            raise PolicyError(f"Gradual.groups: {shown(left[0])} must be in one group, not 0")
 
     def frozen_names(self, step: int, epoch: int) -> set[str]:
         """Return the parameters of the groups that do not train yet."""

@@ -1,26 +1,46 @@
-"""Layers, found from parameter names, and the base class of sources that freeze them."""
+"""Layers, found from parameters' names and shapes, and the base class of sources that freeze them."""
 
+import itertools
 import re
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
 
 from gradpolicy.errors import PolicyError, shown
 from gradpolicy.masks.base import Layer, MaskSource
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.where import as_patterns, match_names
 
-Groups = Iterable[str | Iterable[str]] | None
-"""Groups of parameters from the input to the output, each as globs; None: the layers of the model."""
+Groups = Mapping[str, str | Iterable[str]] | Iterable[str | Iterable[str]] | None
+"""Groups of parameters from the input to the output, as globs by name, or globs alone; None: the layers."""
+
+# The module of a mixture-of-experts block that holds them, and the modules beside it that choose.
+_EXPERTS = "experts"
+_ROUTERS = ("gate", "router")
 
 
 class LayerSource(MaskSource):
     """A mask source by which whole layers freeze and thaw together.
 
     A subclass sets ``layer_groups`` in :meth:`prepare`, and defines :meth:`frozen_names`.
+
+    Args:
+        groups: The layers, from the input to the output: a mapping of names to globs, or a list of groups,
+            each one glob or several; None: those that :func:`find_layers` finds.
+        **timetable: See :class:`~gradpolicy.masks.MaskSource`.
+
+    Raises:
+        PolicyError: If a group is empty.
     """
 
     repeats_masks = True
     # The parameters that train at all times.
     _always: Collection[str] = ()
+
+    def __init__(self, *, groups: Groups = None, **timetable: Any) -> None:
+        super().__init__(**timetable)
+        self.groups = read_groups(f"{type(self).__name__}.groups", groups)
 
     def frozen_names(self, step: int, epoch: int) -> set[str]:
         """Return the parameters of the layers that do not train."""
@@ -31,86 +51,192 @@ class LayerSource(MaskSource):
         frozen = self.frozen_names(step, epoch).difference(self._always)
         return {name: name not in frozen for name in self.parameters}
 
+    def find_groups(self) -> list[Layer]:
+        """Return the groups that were given, else the layers of the model.
+
+        Raises:
+            PolicyError: If a glob matches nothing, or two groups have a parameter in common.
+        """
+        if self.groups is None:
+            return find_layers(self.parameters)
+        found: list[Layer] = []
+        for group, globs in self.groups.items():
+            layer = Layer(group, tuple(match_names(globs, self.parameters, "parameter")), True)
+            for name in sorted(names_in(found).intersection(layer.parameters)):
+                kind = type(self).__name__
+                raise PolicyError(f"{kind}.groups: {shown(name)} must be in one group, not 2")
+            found.append(layer)
+        return found
+
+    def describe(self) -> dict[str, Any]:
+        """Return the source's own arguments, and the groups if they were given."""
+        return {**super().describe(), **({} if self.groups is None else {"groups": self.groups})}
+
 
 def names_in(layers: Iterable[Layer]) -> set[str]:
     """Return the names of the parameters of some layers."""
     return {name for layer in layers for name in layer.parameters}
 
 
-def find_layers(names: Iterable[str], stacks: str | Iterable[str] | None = None) -> list[Layer]:
-    """Group parameters into layers, from the input to the output.
+def join_layers(layers: Collection[Layer]) -> Layer:
+    """Return neighbouring layers as one."""
+    return Layer(
+        "+".join(layer.name for layer in layers),
+        tuple(name for layer in layers for name in layer.parameters),
+        all(layer.numbered for layer in layers),
+    )
 
-    Every member of a numbered container (``layers.0.``, ``h.3.``, ``blocks.1.``) is a layer. What lies
-    before, between or after them (embedding, final norm, head) forms a layer of its own, with
-    ``numbered=False``. In a model without numbered containers every module that holds parameters is a layer.
+
+def find_layers(parameters: Mapping[str, Tensor], stacks: str | Iterable[str] | None = None) -> list[Layer]:
+    """Group parameters into layers, from the input to the output, by the model's own blocks.
+
+    Modules beside each other whose names differ in a number alone (``layers.0`` and ``layers.1``, ``layer1``
+    and ``layer2``, ``encoder_layer_0``) are a stack if two of them have two weights or more of the same
+    names. Its members are blocks; one that consists of blocks for the most part, as the stage of a network
+    does, is taken apart into these. The ``experts`` of a block are a layer of their own, and so is the
+    router beside them (``gate`` or ``router``).
+
+    What lies outside the blocks has ``numbered=False``. All that comes before the first block is one layer
+    (a stem, the embeddings), and so is all between two. After the last block each module with a weight is
+    one (a pooler, the head). A norm is no layer: the last one belongs to the head.
+
+    A model without stacks has its numbered modules for layers, or else each module, with the norms behind
+    it.
 
     Args:
-        names: The parameter names, in model order.
-        stacks: The containers that count, as globs (``"trunk.layers"``); None: the outermost of each name.
+        parameters: The parameters by name, in model order.
+        stacks: The containers whose members are the layers, whole, as globs (``"trunk.layers"``).
 
     Raises:
         PolicyError: If a glob matches no numbered container.
 
     Example:
-        >>> names = ["embed.weight", "h.0.w", "h.0.b", "h.1.w", "h.1.b", "head.weight"]
-        >>> [(layer.name, layer.numbered) for layer in find_layers(names)]
-        [('embed', False), ('h.0', True), ('h.1', True), ('head', False)]
+        >>> import torch
+        >>> names = ["embed.weight", "h.0.w", "h.0.v", "h.1.w", "h.1.v", "norm.weight", "head.weight"]
+        >>> shapes = {name: (2,) if name == "norm.weight" else (2, 2) for name in names}
+        >>> layers = find_layers({name: torch.zeros(shape) for name, shape in shapes.items()})
+        >>> [(layer.name, layer.numbered) for layer in layers]
+        [('embed', False), ('h.0', True), ('h.1', True), ('norm+head', False)]
     """
-    names = list(names)
-    chosen = _chosen_stacks(names, stacks)
-    members = {name: _member(name, chosen) for name in names}
-    if not any(members.values()):
-        return [Layer(module, tuple(inside), True) for module, inside in _by_module(names).items()]
-    runs: list[tuple[str | None, list[str]]] = []
-    run_of: dict[str, int] = {}
-    for name in names:
-        member = members[name]
-        if member in run_of:
-            runs[run_of[member]][1].append(name)
-        elif member is None and runs and runs[-1][0] is None:
-            runs[-1][1].append(name)
-        else:
-            if member is not None:
-                run_of[member] = len(runs)
-            runs.append((member, [name]))
-    return [
-        Layer(member or "+".join(_by_module(inside)), tuple(inside), member is not None)
-        for member, inside in runs
-    ]
+    # Where all are vectors, as the biases alone, each counts.
+    weights = {name for name, parameter in parameters.items() if parameter.ndim > 1} or set(parameters)
+    chosen = _chosen_stacks(list(parameters), stacks)
+    blocks = set() if chosen else _with_experts(set(_blocks(parameters, weights)), parameters)
+    if blocks:
+        found = {name: [each for each in _prefixes(name) if each in blocks] for name in parameters}
+        layer_of = {name: inside[-1] if inside else None for name, inside in found.items()}
+    else:
+        layer_of = {name: _member(name, chosen) for name in parameters}
+        if not any(layer_of.values()):
+            layer_of = {name: _module(name) for name in parameters}
+    return _in_order(layer_of, weights, norms_join=not (chosen or blocks))
 
 
-def read_groups(key: str, groups: Groups) -> list[tuple[str, ...]] | None:
-    """Return groups of parameters as tuples of globs; None where no groups are given.
+def read_groups(key: str, groups: Groups) -> dict[str, tuple[str, ...]] | None:
+    """Return groups of parameters as globs by the group's name; None where no groups are given.
 
     Args:
         key: The argument that an error names.
-        groups: A list of groups, each one glob or several.
+        groups: A mapping of names to globs, or a list of groups; each one glob or several.
 
     Raises:
-        PolicyError: If it is no list, or a group or the list of them is empty.
+        PolicyError: If it is neither, a group or all of them are empty, or two are the same.
     """
     if groups is None:
         return None
     if isinstance(groups, str) or not isinstance(groups, Iterable):
         raise PolicyError(
-            f"{key}: must be a list of groups, each a glob or a list of them, got {shown(groups)}"
+            f"{key}: must map names to globs, or be a list of groups, each a glob or a list of them, "
+            f"got {shown(groups)}"
         )
-    read = [as_patterns(group) for group in groups]
-    if not read or not all(read):
+    named = groups if isinstance(groups, Mapping) else {}
+    globs = [as_patterns(group) for group in (named.values() if named else groups)]
+    if not globs or not all(globs):
         raise PolicyError(
-            f"{key}: must name at least one glob in each of one group or more, got {shown(read)}"
+            f"{key}: must name at least one glob in each of one group or more, got {shown(globs)}"
         )
-    return read
+    names = [str(name) for name in named] or ["+".join(map(str, each)) for each in globs]
+    if len(set(names)) < len(names):
+        raise PolicyError(f"{key}: must name each group once, got {shown(names)}")
+    return dict(zip(names, globs, strict=True))
 
 
-def layers_of(groups: Iterable[tuple[str, ...]], names: Iterable[str]) -> list[Layer]:
-    """Return the groups with the parameters that their globs match.
+def _blocks(parameters: Mapping[str, Tensor], weights: set[str], parent: str = "") -> list[str]:
+    """Return the blocks below a module: the members of stacks, or what these consist of."""
+    children: dict[str, dict[str, Tensor]] = {}
+    for name, parameter in parameters.items():
+        child, dot, _ = name.removeprefix(parent).partition(".")
+        if dot and child != _EXPERTS:
+            children.setdefault(parent + child, {})[name] = parameter
+    stacks: dict[str, list[str]] = {}
+    for child in children:
+        if number := re.search(r"\d+$", child):
+            stacks.setdefault(child[: number.start()], []).append(child)
+    own = {child: weights.intersection(inside) for child, inside in children.items()}
+    members = {member for stack in stacks.values() if _alike(stack, own) for member in stack}
+    found = []
+    for child, inside in children.items():
+        below = _blocks(inside, weights, f"{child}.")
+        parts = [name for name in inside if any(name.startswith(f"{each}.") for each in below)]
+        mostly = 2 * _entries(inside, parts) > _entries(inside, inside)
+        found += [child] if child in members and not mostly else below
+    return found
 
-    Raises:
-        PolicyError: If a glob matches nothing.
+
+def _alike(modules: Iterable[str], weights: Mapping[str, set[str]]) -> bool:
+    """Return True if two of the modules have two weights or more of the same names."""
+    names = [{name.removeprefix(module) for name in weights[module]} for module in modules]
+    return any(len(one & other) > 1 for one, other in itertools.combinations(names, 2))
+
+
+def _entries(parameters: Mapping[str, Tensor], names: Iterable[str]) -> int:
+    return sum(parameters[name].numel() for name in names)
+
+
+def _with_experts(blocks: set[str], parameters: Iterable[str]) -> set[str]:
+    """Return the blocks, with the experts and routers in them as blocks of their own."""
+    inside = [name for name in parameters if not blocks.isdisjoint(_prefixes(name))]
+    parents = {name.partition(f".{_EXPERTS}.")[0] for name in inside if f".{_EXPERTS}." in name}
+    return blocks | {f"{parent}.{part}" for parent in parents for part in (_EXPERTS, *_ROUTERS)}
+
+
+def _in_order(layer_of: Mapping[str, str | None], weights: set[str], *, norms_join: bool) -> list[Layer]:
+    """Return layers, and what lies outside of them, from the input to the output.
+
+    Args:
+        layer_of: The layer of each parameter, in model order; None outside.
+        weights: The parameters that are no vectors.
+        norms_join: Join layers without a weight to the layer before them.
     """
-    names = list(names)
-    return [Layer("+".join(globs), tuple(match_names(globs, names, "parameter")), True) for globs in groups]
+    layers = {layer for layer in layer_of.values() if layer}
+    above = {prefix for name, layer in layer_of.items() if layer for prefix in _prefixes(name)}
+    units: dict[str, list[str]] = {}
+    for name, layer in layer_of.items():
+        # Outside: under the outermost module that holds no part of a layer.
+        place = layer or next(prefix for prefix in _prefixes(name) if prefix not in above)
+        units.setdefault(place, []).append(name)
+    last = max(place for place, unit in enumerate(units) if unit in layers)
+    found: list[Layer] = []
+    for place, (unit, names) in enumerate(units.items()):
+        layer = Layer(unit, tuple(names), unit in layers)
+        before = found[-1] if found else None
+        if before is None or before.numbered != layer.numbered:
+            joins = False
+        elif layer.numbered:
+            joins = norms_join and weights.isdisjoint(names) and not weights.isdisjoint(before.parameters)
+        else:
+            joins = place < last or weights.isdisjoint(names) or weights.isdisjoint(before.parameters)
+        found = [*found[:-1], join_layers([found[-1], layer])] if joins else [*found, layer]
+    return found
+
+
+def _prefixes(name: str) -> list[str]:
+    """Return the modules that hold a parameter, from the outermost, and its own name."""
+    return list(itertools.accumulate(name.split("."), "{}.{}".format))
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0] or name
 
 
 def _chosen_stacks(names: list[str], stacks: str | Iterable[str] | None) -> set[str] | None:
@@ -140,11 +266,3 @@ def _member(name: str, chosen: set[str] | None) -> str | None:
         if chosen is None or container in chosen:
             return member
     return None
-
-
-def _by_module(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the names by the module that holds them."""
-    modules: dict[str, list[str]] = {}
-    for name in names:
-        modules.setdefault(name.rpartition(".")[0] or name, []).append(name)
-    return modules

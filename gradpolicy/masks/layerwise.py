@@ -13,16 +13,17 @@ from gradpolicy.where import match_any
 class Layerwise(LayerSource):
     """``active`` layers, sampled without replacement every ``every`` steps; the rest of the stack is frozen.
 
-    Layers are the members of numbered containers (``layers.0``, ``h.3``, ``blocks.1``). What lies outside
-    of them, such as embeddings, the last norm and the head, always trains. In a model without numbered
-    containers every module with parameters is a layer.
+    Layers are the model's blocks (see :func:`~gradpolicy.masks.layers.find_layers`). What lies outside of
+    them, such as embeddings, the last norm and the head, always trains.
 
     Args:
         active: How many layers train at a time.
         always: Globs of parameters that train at all times, besides those outside the stack.
-        layers: The containers that count, as globs; None: the outermost numbered ones.
+        layers: The containers whose members are the layers, whole, as globs (``"model.layers"``); None: the
+            model's blocks, with experts and routers by themselves.
         every: After how many steps (or epochs) the layers are sampled anew.
-        **timetable: ``unit``, ``start``, ``stop``, ``seed``: see :class:`~gradpolicy.masks.MaskSource`.
+        **timetable: ``groups``: the layers, instead of the model's blocks. ``unit``, ``start``, ``stop``,
+            ``seed``: see :class:`~gradpolicy.masks.MaskSource`.
 
     Raises:
         PolicyError: If there are fewer layers than ``active``, or a glob matches nothing.
@@ -53,10 +54,13 @@ class Layerwise(LayerSource):
         self.active = check_whole("Layerwise.active", active, least=1)
         self.always = always
         self.layers = layers
+        if layers is not None and self.groups is not None:
+            raise PolicyError("Layerwise: takes layers or groups, not both")
 
     def prepare(self) -> None:
         """Find the layers."""
-        found = [layer for layer in find_layers(self.parameters, self.layers) if layer.numbered]
+        layers = find_layers(self.parameters, self.layers) if self.layers else self.find_groups()
+        found = [layer for layer in layers if layer.numbered]
         if self.active > len(found):
             names = ", ".join(layer.name for layer in found)
             raise PolicyError(

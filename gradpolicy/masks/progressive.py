@@ -7,7 +7,7 @@ from typing import Any
 from gradpolicy.checks import check_choice, check_flag, check_share, check_whole
 from gradpolicy.errors import PolicyError
 from gradpolicy.masks.base import Layer
-from gradpolicy.masks.layers import LayerSource, find_layers
+from gradpolicy.masks.layers import LayerSource
 
 POWERS = {"linear": 1, "squared": 2, "cubic": 3}
 
@@ -22,7 +22,7 @@ class Progressive(LayerSource):
 
     where ``α`` is the optimizer's learning rate in that step and ``t`` the share of the training that is
     over. In the paper ``α`` is constant; an LR scheduler's course, a warm-up say, is multiplied with the
-    annealing. ``1 / tᵢ`` makes every layer travel equally far. What lies after the numbered layers goes with
+    annealing. ``1 / tᵢ`` makes every layer travel equally far. What lies after the last block goes with
     the last of them.
 
     Args:
@@ -32,8 +32,9 @@ class Progressive(LayerSource):
         anneal: Anneal the learning rates as above; otherwise only freeze.
         scale: Start with ``α / tᵢ``; only with ``anneal``.
         every: After how many steps (or epochs) masks and learning rates change.
-        **timetable: ``unit``, ``start``, ``stop``, ``seed``: see
-            :class:`~gradpolicy.masks.MaskSource`. ``total`` is counted from ``start``.
+        **timetable: ``groups``: the layers, instead of the model's; what is in none of them always trains.
+            ``unit``, ``start``, ``stop``, ``seed``: see :class:`~gradpolicy.masks.MaskSource`. ``total`` is
+            counted from ``start``.
 
     Raises:
         PolicyError: For an unknown curve or a share that is 0; with ``anneal``, when training begins, under
@@ -75,7 +76,7 @@ class Progressive(LayerSource):
 
     def prepare(self) -> None:
         """Give every layer its share of the training."""
-        layers = self.layer_groups = _with_what_follows(find_layers(self.parameters))
+        layers = self.layer_groups = _with_what_follows(self.find_groups())
         last = max(len(layers) - 1, 1)
         self.shares, self._share_of = {}, {}
         for place, layer in enumerate(layers):
@@ -110,7 +111,7 @@ class Progressive(LayerSource):
 
 
 def _with_what_follows(layers: list[Layer]) -> list[Layer]:
-    """Return the layers, with what comes after the last numbered one joined to it."""
+    """Return the layers, with what comes after the last block joined to it."""
     end = max(place for place, layer in enumerate(layers) if layer.numbered)
     tail = tuple(name for layer in layers[end:] for name in layer.parameters)
     return [*layers[:end], Layer(layers[end].name, tail, True)]

@@ -8,7 +8,7 @@ import torch
 from gradpolicy.checks import check_share, check_whole
 from gradpolicy.errors import PolicyError
 from gradpolicy.masks.gradient_source import GradientSource
-from gradpolicy.masks.layers import LayerSource, find_layers, names_in
+from gradpolicy.masks.layers import LayerSource, names_in
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.tensors.sharding import full_tensor
 
@@ -19,14 +19,15 @@ class Stable(GradientSource, LayerSource):
     Over each interval of ``every`` steps the gradients are summed. With ``Gₗ`` the L1 norm of layer ``l``'s
     sum, the layer's change is ``ηₗ = |Gₗ' − Gₗ| / Gₗ'`` against the interval before. Of the layers that
     train, those in front of the first with ``η`` at or above the ``percentile`` of them all are frozen, for
-    good. What lies before the first numbered layer (embeddings) freezes together with it; what lies after the
+    good. What lies before the first block (embeddings) freezes together with it; what lies after the
     last one never does.
 
     Args:
         percentile: From 0 (nothing freezes) to 100 (all before the layer that changes most).
         every: The interval, in steps (or epochs).
-        **timetable: ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`. The first comparison
-            comes after two intervals from ``start``.
+        **timetable: ``groups``: the layers, instead of the model's; what is in none of them always trains.
+            ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`. The first comparison comes
+            after two intervals from ``start``.
 
     Raises:
         PolicyError: For a percentile outside [0, 100].
@@ -46,7 +47,7 @@ class Stable(GradientSource, LayerSource):
     def prepare(self) -> None:
         """Find the layers; all train."""
         super().prepare()
-        found = find_layers(self.parameters)
+        found = self.find_groups()
         first = next(place for place, layer in enumerate(found) if layer.numbered)
         self._front = names_in(found[:first])
         self.layer_groups = [layer for layer in found if layer.numbered]

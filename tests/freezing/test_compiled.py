@@ -157,7 +157,7 @@ def off_after_a_step(model, policy):
 @pytest.mark.parametrize("form", COMPILED)
 def test_gradients_of_layers_that_may_thaw_stay_on_in_compiled_code_alone(form):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), COMPILED[form](nn.Linear(2, 2)))
-    policy = gp.Freeze(gp.masks.BlockCyclic(blocks=["0.*", ["1.*", "2.*"]], every=2))
+    policy = gp.Freeze(gp.masks.BlockCyclic(groups=["0.*", ["1.*", "2.*"]], every=2))
     assert off_after_a_step(model, policy) == ["1.weight", "1.bias"]
 
 

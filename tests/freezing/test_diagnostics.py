@@ -45,7 +45,7 @@ def told(model, policies, steps, each_step=lambda model, step: None, ends=True):
 
 
 def in_turn(every):
-    return gp.Freeze(gp.masks.BlockCyclic(blocks=["b.*", "c.*"], always="a.*", every=every))
+    return gp.Freeze(gp.masks.BlockCyclic(groups=["b.*", "c.*"], always="a.*", every=every))
 
 
 def test_a_thawed_layer_without_a_gradient_is_named_when_it_freezes_again():

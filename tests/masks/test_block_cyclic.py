@@ -45,7 +45,7 @@ def test_neighbouring_layers_may_form_a_block(prepared) -> None:
 
 def test_blocks_may_be_given(prepared, trained) -> None:
     """BAdam's own default: the layers take turns, embedding and head never train."""
-    source = prepared(gp.masks.BlockCyclic(blocks=["blocks.0.*", ["blocks.1.*", "blocks.2.*"]], every=1))
+    source = prepared(gp.masks.BlockCyclic(groups=["blocks.0.*", ["blocks.1.*", "blocks.2.*"]], every=1))
     assert [len(trained(source.masks(step, 0))) for step in range(4)] == [2, 4, 2, 4]
     assert all(source.masks(step, 0)["embed.weight"] is False for step in range(4))
 
@@ -59,6 +59,6 @@ def test_wrong_arguments_are_errors(prepared) -> None:
     with pytest.raises(PolicyError, match="did you mean 'reverse'"):
         gp.masks.BlockCyclic("reversed")
     with pytest.raises(PolicyError, match="size goes with layers"):
-        gp.masks.BlockCyclic(blocks=["head.*"], size=2)
+        gp.masks.BlockCyclic(groups=["head.*"], size=2)
     with pytest.raises(PolicyError, match="did you mean 'head"):
-        prepared(gp.masks.BlockCyclic(blocks=["haed.*"]))
+        prepared(gp.masks.BlockCyclic(groups=["haed.*"]))

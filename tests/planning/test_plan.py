@@ -212,6 +212,11 @@ def test_warnings_are_in_colour_and_plain_text_where_there_is_none(two_layers, b
         (gp.masks.Layerwise(active=1), ("blocks.0", "blocks.1"), "blocks.0.1, blocks.1.1 go"),
         (gp.masks.Gradual(), ("blocks.0", "blocks.1", "head"), "blocks.0.1, blocks.1.1 go"),
         (gp.masks.BlockCyclic(), ("blocks.0", "blocks.1", "head"), "blocks.0.1, blocks.1.1 go"),
+        (
+            gp.masks.Gradual(groups={"body": "blocks.*", "top": "head.*"}),
+            ("body", "top"),
+            "blocks.0.1, blocks.1.1 go",
+        ),
         (gp.masks.Progressive(total=10), ("blocks.0", "blocks.1"), "blocks.0.1 goes"),
         (gp.masks.Stable(), ("blocks.0", "blocks.1"), "blocks.0.1 goes"),
         (gp.masks.Fixed(["head.*"]), (), "blocks.0.1, blocks.1.1 go"),
