@@ -208,25 +208,27 @@ def _in_order(layer_of: Mapping[str, str | None], weights: set[str], *, norms_jo
         weights: The parameters that are no vectors.
         norms_join: Join layers without a weight to the layer before them.
     """
-    layers = {layer for layer in layer_of.values() if layer}
-    above = {prefix for name, layer in layer_of.items() if layer for prefix in _prefixes(name)}
+    blocks = {block for block in layer_of.values() if block}
+    above = {prefix for name, block in layer_of.items() if block for prefix in _prefixes(name)}
     units: dict[str, list[str]] = {}
-    for name, layer in layer_of.items():
-        # Outside: under the outermost module that holds no part of a layer.
-        place = layer or next(prefix for prefix in _prefixes(name) if prefix not in above)
-        units.setdefault(place, []).append(name)
-    last = max(place for place, unit in enumerate(units) if unit in layers)
+    for name, block in layer_of.items():
+        # Outside: the outermost module that holds no part of a layer.
+        unit = block or next(prefix for prefix in _prefixes(name) if prefix not in above)
+        units.setdefault(unit, []).append(name)
+    last = max(place for place, unit in enumerate(units) if unit in blocks)
     found: list[Layer] = []
     for place, (unit, names) in enumerate(units.items()):
-        layer = Layer(unit, tuple(names), unit in layers)
-        before = found[-1] if found else None
-        if before is None or before.numbered != layer.numbered:
-            joins = False
-        elif layer.numbered:
-            joins = norms_join and weights.isdisjoint(names) and not weights.isdisjoint(before.parameters)
+        layer = Layer(unit, tuple(names), unit in blocks)
+        before = found[-1] if found else layer
+        bare, bare_before = weights.isdisjoint(names), weights.isdisjoint(before.parameters)
+        if layer.numbered:
+            joins = norms_join and bare and not bare_before
         else:
-            joins = place < last or weights.isdisjoint(names) or weights.isdisjoint(before.parameters)
-        found = [*found[:-1], join_layers([found[-1], layer])] if joins else [*found, layer]
+            joins = place < last or bare or bare_before
+        if found and joins and before.numbered == layer.numbered:
+            found[-1] = join_layers([before, layer])
+        else:
+            found.append(layer)
     return found
 
 
