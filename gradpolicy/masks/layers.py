@@ -1,4 +1,4 @@
-"""Layers, found from parameters' names and shapes, and the base class of sources that freeze them."""
+"""Layers, found in parameters, and the base class of sources that freeze them."""
 
 import itertools
 import re
