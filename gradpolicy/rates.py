@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from gradpolicy.errors import KnowsItsArguments, PolicyError, shown, under
 from gradpolicy.masks.layers import Groups, find_layers, layers_of, read_groups
 from gradpolicy.policies import Policy, WhenLike
@@ -20,8 +22,8 @@ class LayerDecay(KnowsItsArguments):
 
     Args:
         decay: The factor from one layer to the one before it, above 0.
-        groups: Groups of parameters from the input to the output, each as globs; None: the layers that
-            :func:`~gradpolicy.masks.layers.find_layers` finds in the parameters.
+        groups: Groups of parameters from the input to the output, as globs by name or in a list; None: the
+            layers that :func:`~gradpolicy.masks.layers.find_layers` finds in the parameters.
 
     Raises:
         PolicyError: If the decay is no number above 0.
@@ -29,9 +31,10 @@ class LayerDecay(KnowsItsArguments):
     Source: Clark et al. 2020, "ELECTRA", arXiv:2003.10555; Bao et al. 2021, "BEiT", arXiv:2106.08254.
 
     Example:
-        >>> names = ["embed.weight", "h.0.weight", "h.0.bias", "h.1.weight", "head.weight"]
-        >>> LayerDecay(0.5).factors(names)
-        {'embed.weight': 0.125, 'h.0.weight': 0.25, 'h.0.bias': 0.25, 'h.1.weight': 0.5, 'head.weight': 1.0}
+        >>> import torch
+        >>> names = ["embed.weight", "h.0.weight", "h.1.weight", "head.weight"]
+        >>> LayerDecay(0.5).factors({name: torch.zeros(2, 2) for name in names})
+        {'embed.weight': 0.125, 'h.0.weight': 0.25, 'h.1.weight': 0.5, 'head.weight': 1.0}
     """
 
     def __init__(self, decay: float, *, groups: Groups = None) -> None:
@@ -44,16 +47,18 @@ class LayerDecay(KnowsItsArguments):
         groups = "" if self.groups is None else f", groups={self.groups!r}"
         return f"LayerDecay({self.decay}{groups})"
 
-    def factors(self, names: Iterable[str]) -> dict[str, float]:
+    def factors(self, parameters: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the factor of each parameter.
 
         Raises:
-            PolicyError: If a group matches none of them.
+            PolicyError: If a group matches none of them, or two have one in common.
         """
-        names = list(names)
-        layers = find_layers(names) if self.groups is None else layers_of(self.groups, names)
+        if self.groups is None:
+            layers = find_layers(parameters)
+        else:
+            layers = layers_of("LayerDecay.groups", self.groups, parameters)
         depth = {name: place for place, layer in enumerate(layers) for name in layer.parameters}
-        return {name: self.decay ** (len(layers) - 1 - depth[name]) for name in names if name in depth}
+        return {name: self.decay ** (len(layers) - 1 - depth[name]) for name in parameters if name in depth}
 
 
 class Rates(Policy):
@@ -111,7 +116,7 @@ class Rates(Policy):
         found: dict[str, Settings] = {}
         for pattern, own in self.params.items():
             with under(pattern):
-                matched = [name for name in pick(named, pattern) if name not in found]
+                matched = {name: p for name, p in pick(named, pattern).items() if name not in found}
                 if not matched:
                     raise PolicyError("a pattern before it has all that it matches")
                 factor = own.get("lr")

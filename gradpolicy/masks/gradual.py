@@ -3,7 +3,6 @@
 from typing import Any
 
 from gradpolicy.checks import check_whole
-from gradpolicy.errors import PolicyError, shown
 from gradpolicy.masks.layers import LayerSource, names_in
 
 
@@ -46,10 +45,7 @@ class Gradual(LayerSource):
 
     def prepare(self) -> None:
         """Find the groups."""
-        self.layer_groups = self.find_groups()
-        left = [name for name in self.parameters if name not in names_in(self.layer_groups)]
-        if left:
-            raise PolicyError(f"Gradual.groups: {shown(left[0])} must be in one group, not 0")
+        self.layer_groups = self.find_groups(every=True)
 
     def frozen_names(self, step: int, epoch: int) -> set[str]:
         """Return the parameters of the groups that do not train yet."""

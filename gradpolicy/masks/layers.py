@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -51,22 +52,11 @@ class LayerSource(MaskSource):
         frozen = self.frozen_names(step, epoch).difference(self._always)
         return {name: name not in frozen for name in self.parameters}
 
-    def find_groups(self) -> list[Layer]:
-        """Return the groups that were given, else the layers of the model.
-
-        Raises:
-            PolicyError: If a glob matches nothing, or two groups have a parameter in common.
-        """
+    def find_groups(self, *, every: bool = False) -> list[Layer]:
+        """Return the groups that were given, else the layers of the model, as :func:`layers_of` does."""
         if self.groups is None:
             return find_layers(self.parameters)
-        found: list[Layer] = []
-        for group, globs in self.groups.items():
-            layer = Layer(group, tuple(match_names(globs, self.parameters, "parameter")), True)
-            for name in sorted(names_in(found).intersection(layer.parameters)):
-                kind = type(self).__name__
-                raise PolicyError(f"{kind}.groups: {shown(name)} must be in one group, not 2")
-            found.append(layer)
-        return found
+        return layers_of(f"{type(self).__name__}.groups", self.groups, self.parameters, every=every)
 
     def describe(self) -> dict[str, Any]:
         """Return the source's own arguments, and the groups if they were given."""
@@ -159,6 +149,31 @@ def read_groups(key: str, groups: Groups) -> dict[str, tuple[str, ...]] | None:
     if len(set(names)) < len(names):
         raise PolicyError(f"{key}: must name each group once, got {shown(names)}")
     return dict(zip(names, globs, strict=True))
+
+
+def layers_of(
+    key: str, groups: Mapping[str, tuple[str, ...]], names: Iterable[str], *, every: bool = False
+) -> list[Layer]:
+    """Return groups with the parameters that their globs match.
+
+    Args:
+        key: The argument that an error names.
+        groups: The globs of each group.
+        names: The names of all parameters.
+        every: Each parameter must be in a group.
+
+    Raises:
+        PolicyError: If a glob matches nothing, or a parameter is in two groups, or in none but must be.
+    """
+    names = list(names)
+    found = [
+        Layer(group, tuple(match_names(globs, names, "parameter")), True) for group, globs in groups.items()
+    ]
+    members = Counter(name for layer in found for name in layer.parameters)
+    for name in names:
+        if members[name] > 1 or (every and not members[name]):
+            raise PolicyError(f"{key}: {shown(name)} must be in one group, not {members[name]}")
+    return found
 
 
 def _blocks(parameters: Mapping[str, Tensor], weights: set[str], parent: str = "") -> list[str]:

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -262,12 +261,8 @@ class TopK(GradientSource):
         """Return the names of the parameters that are compared with each other."""
         if self.groups is None:
             return [list(self.parameters)] if self.within == "model" else [[name] for name in self.parameters]
-        found = [list(group.parameters) for group in layers_of(self.groups, self.parameters)]
-        members = Counter(name for names in found for name in names)
-        for name in self.parameters:
-            if members[name] != 1:
-                raise PolicyError(f"TopK.within: {shown(name)} must be in one group, not {members[name]}")
-        return found
+        groups = layers_of("TopK.within", self.groups, self.parameters, every=True)
+        return [list(group.parameters) for group in groups]
 
     def _shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of what is chosen of a parameter: of its entries, rows, blocks, or one."""

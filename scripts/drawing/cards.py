@@ -109,7 +109,7 @@ def rates() -> Figure:
     """Draw the factors of layer decay, and a schedule while a policy holds."""
     canvas, (left, right) = figure(2)
     panel(left, "LayerDecay", "layer", "factor on lr")
-    layers = [f"h.{place}.weight" for place in range(12)]
+    layers = {f"h.{place}.weight": torch.zeros(2, 2) for place in range(12)}
     for decay, colour in ((0.9, OTHER), (0.75, FORWARD), (0.5, BACKWARD)):
         factors = gp.LayerDecay(decay).factors(layers)
         left.plot(range(12), list(factors.values()), ".-", color=colour, label=f"decay {decay}")
