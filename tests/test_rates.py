@@ -159,9 +159,10 @@ def test_the_first_pattern_that_matches_counts(stack) -> None:
 def test_layer_decay_is_that_of_beit(stack) -> None:
     """``scale ** (layers + 1 - number)``: embedding 0, blocks from 1 on, the head last."""
     numbers = {"embed": 0, "head": 5, **{f"blocks.{place}": place + 1 for place in range(4)}}
-    found = gp.LayerDecay(0.75).factors([name for name, _ in stack.named_parameters()])
+    parameters = dict(stack.named_parameters())
+    found = gp.LayerDecay(0.75).factors(parameters)
     assert found == {name: 0.75 ** (5 - numbers[name.rpartition(".")[0]]) for name in found}
-    by_groups = gp.LayerDecay(0.5, groups=["embed.*", ["blocks.*", "head.*"]]).factors(found)
+    by_groups = gp.LayerDecay(0.5, groups=["embed.*", ["blocks.*", "head.*"]]).factors(parameters)
     assert set(by_groups.values()) == {0.5, 1.0}
 
 

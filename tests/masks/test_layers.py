@@ -288,7 +288,7 @@ def test_every_source_of_layers_takes_groups_with_names(source, prepared) -> Non
 
 @each_source
 def test_a_parameter_in_two_groups_is_an_error(source, prepared) -> None:
-    with pytest.raises(PolicyError, match=r"groups: 'head\.bias' must be in one group, not 2"):
+    with pytest.raises(PolicyError, match=r"groups: 'head\.weight' must be in one group, not 2"):
         prepared(source(["*", "head.*"]))
 
 
