@@ -14,6 +14,7 @@ from gradpolicy.masks.random import Random as Random
 from gradpolicy.masks.rows import Rows as Rows
 from gradpolicy.masks.stable import Stable as Stable
 from gradpolicy.masks.topk import TopK as TopK
+from gradpolicy.masks.zeros import Zeros as Zeros
 from gradpolicy.schedules import Constant as Constant
 from gradpolicy.schedules import Cosine as Cosine
 from gradpolicy.schedules import Cubic as Cubic

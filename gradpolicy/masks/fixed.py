@@ -11,6 +11,8 @@ from gradpolicy.checkpoint_file import check_kind
 from gradpolicy.errors import PolicyError, shown
 from gradpolicy.masks.base import StaticSource
 from gradpolicy.tensors.mask import Mask, check_mask
+from gradpolicy.tensors.pattern import pattern_of
+from gradpolicy.tensors.seeded import check_level
 from gradpolicy.where import as_patterns, match_names
 
 FILE_ENDING = ".safetensors"
@@ -28,6 +30,7 @@ class Fixed(StaticSource):
             - a dict from names or globs to masks; what it does not name trains;
             - the path of a ``.safetensors`` file that holds a mask for each name, bool or uint8.
         freeze: The other way round: globs of what does not train; everything else does.
+        level: ``"2:4"`` or blocks, ``"16x16"``: masks that are tensors must follow this pattern.
         **timetable: ``every``, ``unit``, ``start``, ``stop``, ``seed``: see
             :class:`~gradpolicy.masks.base.MaskSource`. The masks never change, so that these make no
             difference, which a warning says.
@@ -49,6 +52,7 @@ class Fixed(StaticSource):
         mask: "bool | str | Path | Iterable[str] | Tensor | Mapping[str, Mask]" = False,
         *,
         freeze: str | Iterable[str] | None = None,
+        level: str = "entry",
         **timetable: Any,
     ) -> None:
         super().__init__(**timetable)
@@ -56,13 +60,14 @@ class Fixed(StaticSource):
             raise PolicyError("Fixed: give either mask (what trains) or freeze (what does not), not both")
         self.mask = mask
         self.freeze = None if freeze is None else as_patterns(freeze)
+        self.level = check_level("Fixed.level", level)
         key, given = ("mask", mask) if freeze is None else ("freeze", self.freeze)
         if isinstance(given, Mapping | list | tuple) and not given:
             raise PolicyError(f"Fixed.{key}: is empty; False means nothing, True everything")
 
     def prepare(self) -> None:
         """Read the masks, and check that they fit."""
-        given = self._read()
+        given, required = self._read(), pattern_of(self.level)
         patterns: dict[str, str] = {}
         # The last glob that matches a name counts, and the very name before all globs.
         for pattern in sorted(given, key=self.parameters.__contains__):
@@ -70,14 +75,19 @@ class Fixed(StaticSource):
         for name, parameter in self.parameters.items():
             mask = check_mask(given[patterns[name]], parameter, shown(name)) if name in patterns else True
             self._masks[name] = mask.to(parameter.device) if isinstance(mask, Tensor) else mask
+            if required is not None and isinstance(mask, Tensor):
+                required.check(name, tuple(parameter.shape))
+                if not required.holds(mask.expand(parameter.shape)):
+                    raise PolicyError(f"Fixed.level: the mask of {shown(name)} is not {required} everywhere")
 
     def describe(self) -> dict[str, Any]:
         """Return what was given, in short."""
+        level = {} if self.level == "entry" else {"level": self.level}
         if self.freeze is not None:
-            return {"freeze": list(self.freeze)}
+            return {"freeze": list(self.freeze), **level}
         if isinstance(self.mask, Tensor):
-            return {"mask": f"tensor {tuple(self.mask.shape)}"}
-        return {"mask": f"{len(self.mask)} masks" if isinstance(self.mask, Mapping) else self.mask}
+            return {"mask": f"tensor {tuple(self.mask.shape)}", **level}
+        return {"mask": f"{len(self.mask)} masks" if isinstance(self.mask, Mapping) else self.mask, **level}
 
     def _read(self) -> Mapping[str, Mask]:
         """Return the masks by name or glob."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.checks import check_choice, check_share
-from gradpolicy.errors import PolicyError
+from gradpolicy.errors import PolicyError, shown
 from gradpolicy.masks.gradient_source import GradientSource, wide
 from gradpolicy.masks.selection import (
     DISTRIBUTIONS,
@@ -21,8 +21,9 @@ from gradpolicy.masks.selection import (
 )
 from gradpolicy.schedules import Constant, Cosine, Linear, Ramp, Schedule
 from gradpolicy.tensors.mask import Mask
-from gradpolicy.tensors.seeded import bernoulli, derive, words_at
-from gradpolicy.tensors.sharding import full_tensor, local_shard, shard_like, write_entries
+from gradpolicy.tensors.pattern import pattern_of
+from gradpolicy.tensors.seeded import bernoulli, check_level, density_of_level, derive, words_at
+from gradpolicy.tensors.sharding import full_tensor, write_entries, zero_outside
 from gradpolicy.where import match_any
 
 RULES = {
@@ -63,7 +64,10 @@ class PruneAndGrow(GradientSource):
     Tensors with one dimension (biases, norms) stay dense.
 
     Args:
-        density: The share of entries that is active; a number or a schedule of the count.
+        density: The share of entries that is active; a number or a schedule of the count. None: 0.1, or
+            what the level says.
+        level: What is dropped and grown: ``"entry"``, blocks (``"16x16"``, by their mean scores), or
+            ``"2:4"``: entries, of which 2 of every 4 of a row are active at all times.
         grow: ``"gradient"`` (RigL) or ``"random"`` (SET).
         fraction: ``α``, the share that is exchanged at first.
         drop: ``"magnitude"`` or ``"sign"``; None: what belongs to ``grow``.
@@ -96,8 +100,9 @@ class PruneAndGrow(GradientSource):
 
     def __init__(
         self,
-        density: float | Density = 0.1,
+        density: float | Density | None = None,
         *,
+        level: str = "entry",
         grow: str = "gradient",
         fraction: float = 0.3,
         drop: str | None = None,
@@ -112,12 +117,20 @@ class PruneAndGrow(GradientSource):
         super().__init__(window=window, every=every, **timetable)
         self.grow = check_choice("PruneAndGrow.grow", grow, RULES)
         rule = RULES[self.grow]
-        self.drop = check_choice("PruneAndGrow.drop", drop or rule["drop"], DROPS)
+        self.level = check_level("PruneAndGrow.level", level)
+        self._pattern = pattern_of(self.level)
+        if self._pattern is None and level != "entry":
+            raise PolicyError(f"PruneAndGrow.level: must be entry, N:M or blocks, got {shown(level)}")
+        self._blocks = self._pattern if self._pattern is not None and self._pattern.kept is None else None
+        drop = drop or (rule["drop"] if self._blocks is None else "magnitude")
+        self.drop = check_choice("PruneAndGrow.drop", drop, DROPS if self._blocks is None else DROPS[:1])
         self.grow_init = check_choice("PruneAndGrow.grow_init", grow_init or rule["grow_init"], INITS)
         anneal = anneal or ("constant" if self.timetable.stop is None else rule["anneal"])
         self.anneal = check_choice("PruneAndGrow.anneal", anneal, (*ANNEALS, "constant"))
         self.distribution = check_choice("PruneAndGrow.distribution", distribution, DISTRIBUTIONS)
-        self.density = as_density("PruneAndGrow.density", density)
+        self.density = as_density("PruneAndGrow.density", density_of_level("PruneAndGrow", density, level))
+        if self._pattern is not None and self._pattern.kept is not None and distribution != "uniform":
+            raise PolicyError(f"PruneAndGrow.distribution: level {level!r} is uniform")
         self.dense = dense
         self.fraction = check_share("PruneAndGrow.fraction", fraction)
         self.fraction_at = self._annealed()
@@ -143,9 +156,12 @@ class PruneAndGrow(GradientSource):
             raise PolicyError(
                 f"PruneAndGrow: {unordered[0]!r} is complex; it takes drop='magnitude' and grow_init='zero'"
             )
+        for name, shape in shapes.items() if self._pattern is not None else ():
+            self._pattern.check(name, shape)  # type: ignore[union-attr]
         targets = self.targets(self.timetable.begins(0))
         self._active = {
-            name: grown_at_random(self._nothing(name), self._key(name, -1), targets[name]) for name in shapes
+            name: self._entries(name, self._grown(name, self._nothing(name), -1, targets[name], None))
+            for name in shapes
         }
         self._first_values = {}
         self._deviations = {}
@@ -156,11 +172,13 @@ class PruneAndGrow(GradientSource):
         self.decided = 0 if self.timetable.start == 0 else -1
 
     def targets(self, count: int) -> dict[str, int]:
-        """Return how many entries of each sparse tensor are active at a count: its share, rounded up."""
+        """Return how many entries (blocks) of each sparse tensor are active: its share, rounded up."""
         shares = densities(self._shapes, density_at(self.density, count), self.distribution)
+        size = 1 if self._blocks is None else self._blocks.rows * self._blocks.columns
+        units = {name: math.prod(shape) // size for name, shape in self._shapes.items()}
         return {
-            name: min(math.ceil(shares[name] * math.prod(shape) * (1.0 - ROUNDING)), math.prod(shape))
-            for name, shape in self._shapes.items()
+            name: min(math.ceil(shares[name] * number * (1.0 - ROUNDING)), number)
+            for name, number in units.items()
         }
 
     def _annealed(self) -> Schedule:
@@ -189,8 +207,7 @@ class PruneAndGrow(GradientSource):
             parameter = self.parameters[name].detach()
             if name in self._first_values:
                 write_entries(parameter, *self._first_values[name])
-            own = local_shard(parameter)
-            torch.where(local_shard(shard_like(active, parameter)), own, own.new_zeros(()), out=own)
+            zero_outside(parameter, active)
         self._first_values = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -214,12 +231,14 @@ class PruneAndGrow(GradientSource):
             weight = full_tensor(self.parameters[name].detach())
             if self.grow == "gradient" and name not in sums:
                 continue
-            kept = kept_entries(active, weight, fraction, targets[name], self.drop)
-            if self.grow == "random":
-                grown = grown_at_random(kept, self._key(name, period), targets[name])
-            else:
-                grown = grown_entries(kept, full_tensor(sums[name]), targets[name])
-            self._active[name] = kept | grown
+            before = active
+            if self._blocks is not None:
+                before, weight = self._blocks.blocks(active), self._blocks.pooled(weight.abs())
+            kept = kept_entries(before, weight, fraction, targets[name], self.drop)
+            gradient = None if self.grow == "random" else full_tensor(sums[name])
+            grown = self._grown(name, kept, period, targets[name], gradient)
+            self._active[name] = self._entries(name, kept | grown)
+            grown = self._entries(name, grown)
             if self.grow_init == "random":
                 # RigL's rule leaves what comes back at once its value, SET's gives it a new one.
                 new = grown if self.grow == "random" else grown & ~active
@@ -230,9 +249,28 @@ class PruneAndGrow(GradientSource):
     def _key(self, name: str, period: int) -> int:
         return derive(self.seed, period, name, "prune_and_grow")
 
+    def _grown(self, name: str, kept: Tensor, period: int, target: int, gradient: Tensor | None) -> Tensor:
+        """Return what grows beside what is kept: by a gradient, or at random."""
+        key, pattern = self._key(name, period), self._pattern
+        if pattern is not None and pattern.kept is not None:
+            scores = (
+                words_at(key, torch.arange(kept.numel(), device=kept.device)).reshape(kept.shape)
+                if gradient is None
+                else gradient.abs()
+            )
+            return pattern.best(scores.masked_fill(kept, math.inf)) & ~kept
+        if gradient is None:
+            return grown_at_random(kept, key, target)
+        return grown_entries(kept, gradient if pattern is None else pattern.pooled(gradient.abs()), target)
+
+    def _entries(self, name: str, marks: Tensor) -> Tensor:
+        """Return a mask of entries, where blocks were marked."""
+        return marks if self._blocks is None else self._blocks.spread(marks, self._shapes[name])
+
     def _nothing(self, name: str) -> Tensor:
-        """Return a mask without an active entry."""
-        return torch.zeros(self._shapes[name], dtype=torch.bool, device=self.parameters[name].device)
+        """Return a mask without an active entry, or block."""
+        nothing = torch.zeros(self._shapes[name], dtype=torch.bool, device=self.parameters[name].device)
+        return nothing if self._blocks is None else self._blocks.blocks(nothing)
 
 
 # ---- one exchange

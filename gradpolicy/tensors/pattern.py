@@ -50,6 +50,10 @@ class Pattern:
             return matrix
         return matrix.unflatten(1, (-1, self.columns)).unflatten(0, (-1, self.rows)).mean((1, 3))
 
+    def blocks(self, mask: Tensor) -> Tensor:
+        """Return which blocks a mask of whole blocks has; of N of M the matrix itself."""
+        return mask.flatten(1)[:: self.rows, :: 1 if self.kept is not None else self.columns]
+
     def spread(self, marks: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Return marks of :meth:`pooled` as a mask of the tensor."""
         if self.kept is None:

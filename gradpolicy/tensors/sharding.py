@@ -80,6 +80,12 @@ def write_entries(tensor: Tensor, indices: Tensor, values: Tensor) -> None:
     own.copy_(torch.where(marks, local_shard(shard_like(content.reshape(tensor.shape), tensor)), own))
 
 
+def zero_outside(tensor: Tensor, mask: Tensor) -> None:
+    """Set what a mask leaves out to zero, each process in its part."""
+    own = local_shard(tensor)
+    torch.where(local_shard(shard_like(mask, tensor)), own, own.new_zeros(()), out=own)
+
+
 def sum_over_processes(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor over all processes; the tensor itself where there is one."""
     distributed = torch.distributed
