@@ -52,10 +52,19 @@ class Course:
         return [sum(step) / len(step) for step in self.shares]
 
 
-def train(source: gp.masks.MaskSource, steps: int = 60, epoch_of: int = 10, params: str = "*") -> Course:
-    """Trains the network under a source, and watches."""
+def train(
+    source: gp.masks.MaskSource,
+    steps: int = 60,
+    epoch_of: int = 10,
+    params: str = "*",
+    pruned: float = 0.0,
+) -> Course:
+    """Trains the network, of which a share of each matrix is 0, under a source, and watches."""
     torch.manual_seed(0)
     model = Network()
+    for parameter in model.parameters() if pruned else ():
+        if parameter.dim() > 1:
+            parameter.data *= torch.rand(parameter.shape) >= pruned
     optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
     freezer = Freezer(model, [optimizer], {"masks": gp.Freeze(source, params=params)}, seed=1)
     named = dict(model.named_parameters())
@@ -170,6 +179,9 @@ PICTURES: dict[str, Callable[[], Figure]] = {
         train(masks.PruneAndGrow(0.2, every=10, stop=60, distribution="erk")),
         "PruneAndGrow(0.2, every=10, erk)",
         (0, 20, 50),
+    ),
+    "zeros": lambda: entry_picture(
+        train(masks.Zeros(), pruned=0.8), "Zeros(), of weights pruned to 20%", (0, 20, 50)
     ),
     "stable": lambda: layer_picture(train(masks.Stable(30, every=6)), "Stable(30, every=6)"),
     "function": lambda: entry_picture(

@@ -15,6 +15,8 @@ from gradpolicy.tensors.sharding import full_tensor
 STEPS = 9
 SOURCES = {
     "fisher": lambda: gp.masks.TopK(0.3, by="fisher", window=2, every=3, before="freeze"),
+    "wanda": lambda: gp.masks.TopK(0.4, by="wanda", within="row", every=3),
+    "zeros": gp.masks.Zeros,
     "ticket": lambda: gp.masks.TopK(0.3, by="change", start=4, rewind=True),
     "rigl": lambda: gp.masks.PruneAndGrow(0.4, every=2, window=2, stop=20),
     "set": lambda: gp.masks.PruneAndGrow(0.4, every=2, grow="random"),
@@ -27,6 +29,8 @@ def run(kind: str, sharded: bool, resumed_at: int | None = None) -> dict[str, Te
     """Trains with a source and gives the whole weights; optionally with all state saved and loaded once."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(5, 5) for _ in range(3)]).double().to(here())
+    for layer in model if kind == "zeros" else ():
+        layer.weight.data[:, ::2] = 0.0
     if sharded:
         mesh = init_device_mesh(here().type, (dist.get_world_size(),))
         for layer in model:
@@ -35,7 +39,9 @@ def run(kind: str, sharded: bool, resumed_at: int | None = None) -> dict[str, Te
     optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
 
     def engine() -> Freezer:
-        policy = gp.Freeze(SOURCES[kind](), frozen_state="zero")
+        policy = gp.Freeze(
+            SOURCES[kind](), params="*.weight" if kind == "wanda" else "*", frozen_state="zero"
+        )
         return Freezer(model, [optimizer], {"policy": policy}, seed=3)
 
     freezer = engine()
@@ -58,6 +64,7 @@ def run(kind: str, sharded: bool, resumed_at: int | None = None) -> dict[str, Te
 @pytest.mark.parametrize("kind", SOURCES)
 def test_two_ranks_train_as_one(pair: ProcessPool, kind: str) -> None:
     alone = run(kind, sharded=False)
+    assert kind != "zeros" or not alone["1.weight"][:, ::2].any()
     for together in (*pair(run, kind, True), *pair(run, kind, True, 5)):
         for name, weight in alone.items():
             torch.testing.assert_close(together[name], weight, rtol=0, atol=1e-12)
