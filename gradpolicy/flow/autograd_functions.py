@@ -122,6 +122,37 @@ class ChangeOwnGradients(Function):
         return (None, None, None, *gradients)
 
 
+class AddPath(Function):
+    """Give values that have a gradient of their own, or none, another path for it: ``slope · grad``.
+
+    There 0 · infinity is 0. The values pass their own gradient on as it is.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(values: Tensor, path: Tensor, slope: Tensor | None) -> Tensor:
+        """Return the values."""
+        return values.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        """Keep the slope."""
+        _, path, slope = inputs
+        ctx.dtype, ctx.has_slope = path.dtype, slope is not None
+        if slope is not None:
+            ctx.save_for_backward(slope)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        """Pass the gradient to both."""
+        gradient = grad
+        if ctx.has_slope:
+            (slope,) = ctx.saved_tensors
+            gradient = torch.where(grad == 0, torch.zeros_like(grad), grad * slope)
+        return grad, gradient.to(ctx.dtype), None
+
+
 class AdoptHistory(Function):
     """Give a tensor that was written to through an alias the history of the alias.
 

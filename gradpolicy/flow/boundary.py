@@ -12,11 +12,13 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.flow.arguments import Argument, Signature
 from gradpolicy.flow.autograd_functions import (
+    AddPath,
     AdoptHistory,
     insert_rule,
     is_differentiable,
     may_have_gradient,
     replace_gradient,
+    run_function,
 )
 from gradpolicy.flow.bound_rule import BoundRule
 from gradpolicy.flow.containers import classes_that_hide_tensors, map_tensors, replace_at, tensors_in
@@ -195,31 +197,25 @@ class ThroughRule:
             kwargs = self.signature.in_order(kwargs)
         given = (args, kwargs) if self.argument is None else self.argument.value(args, kwargs)
         inputs = tensors_in(given)
-        chosen = [tensor for part in self._parts(result) for tensor in tensors_in(part)]
-        chosen = [tensor for tensor in chosen if is_differentiable(tensor)]
-        if not chosen:
-            raise self._error("gives no floating-point output that could have a gradient")
-        matching = [tensor for tensor in inputs if is_differentiable(tensor)]
-        pairs = len(chosen) == len(matching) > 1 and all(
-            one.shape == other.shape for one, other in zip(chosen, matching, strict=True)
-        )
         self._note(inputs)
         bound_rule = self.bound_rule
         if arguments is not None:
             bound_rule = bound_rule.for_call(Call(self.module, arguments))
+        chosen: list[Tensor] = []
+        self._map_outputs(result, lambda tensor: chosen.append(tensor) or tensor)  # type: ignore[func-returns-value]
+        if not chosen:
+            raise self._error("gives no floating-point output that could have a gradient")
+        matching = [tensor for tensor in inputs if is_differentiable(tensor)]
+        # As many outputs as inputs, of the same shapes: each belongs to its own.
+        pairs = len(chosen) > 1 and [one.shape for one in chosen] == [one.shape for one in matching]
         replaced: list[Tensor] = []
 
         def replace(tensor: Tensor) -> Tensor:
-            # As many outputs as inputs, of the same shapes: each belongs to its own.
             own_inputs = [matching[len(replaced)]] if pairs else inputs
             replaced.append(self._replaced(tensor, own_inputs, bound_rule))
             return replaced[-1]
 
-        if not self.output:
-            return map_tensors(replace, result, is_differentiable), replaced
-        for place in self.output:
-            result = replace_at(result, place, lambda part: map_tensors(replace, part, is_differentiable))
-        return result, replaced
+        return self._map_outputs(result, replace), replaced
 
     def _note(self, inputs: Iterable[Tensor]) -> None:
         """Count the call. Where no input needs a gradient the rule is never asked, but the path is cut."""
@@ -230,24 +226,24 @@ class ThroughRule:
         if not self.keeps_own:
             self.state.note("matched", f"{self.location}, cut off")
 
-    def _parts(self, result: Any) -> list:
-        """Return the outputs that the policy names.
+    def _map_outputs(self, result: Any, change: Callable[[Tensor], Tensor]) -> Any:
+        """Return a result with the tensors in the outputs that the policy names replaced.
 
         Raises:
             PolicyError: If the module does not give one of them.
         """
+        mapped = functools.partial(map_tensors, change, where=is_differentiable)
         if not self.output:
-            return [result]
-        parts: list = []
+            return mapped(result)
         for place in self.output:
             try:
-                replace_at(result, place, lambda part: parts.append(part) or part)  # type: ignore[func-returns-value]
+                result = replace_at(result, place, mapped)
             except LookupError as error:
                 names = list(map(str, error.args[0]))
                 kind = "one tensor" if isinstance(result, Tensor) else f"a {type(result).__name__}"
                 hint = f"; {nearest(str(place), names)}" if names else ""
                 raise self._error(f"gives {kind} without an output {place!r}{hint}") from None
-        return parts
+        return result
 
     def _replaced(self, tensor: Tensor, inputs: list[Tensor], bound_rule: BoundRule) -> Tensor:
         if self.state.detaches and self.keeps_own:
@@ -261,7 +257,7 @@ class ThroughRule:
             self._check_input(tensor, inputs)
         ruled = replace_gradient(bound_rule, tensor.detach(), inputs)
         if self.keeps_own and tensor.requires_grad:
-            return BothGradients.apply(tensor, ruled)
+            return run_function(AddPath, tensor, ruled, None)
         return ruled
 
     def _check_input(self, tensor: Tensor, inputs: list[Tensor]) -> None:
@@ -371,26 +367,6 @@ class FeedInput(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         """Pass the gradient on, unless it is to stop."""
         return None if ctx.cuts else grad, None
-
-
-class BothGradients(Function):
-    """One value with two histories: a module's own, and a rule's. The gradient flows to both."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(own: Tensor, ruled: Tensor) -> Tensor:
-        """Return the value, which both have."""
-        return own.detach()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        """Keep nothing."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Pass the gradient to both."""
-        return grad, grad
 
 
 class OwnGradient(Function):

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function as AutogradFunction
 
-from gradpolicy.flow.autograd_functions import replace_gradient, run_function
+from gradpolicy.flow.autograd_functions import AddPath, replace_gradient, run_function
 from gradpolicy.flow.bound_rule import BoundRule
 from gradpolicy.flow.containers import tensors_in
 from gradpolicy.flow.operation_tables import Function
@@ -95,37 +94,6 @@ class GradientPath:
             if not origin.is_counted:
                 origin.is_counted = True
                 origin.state.note("matched", origin.operation)
-
-
-class JoinPath(AutogradFunction):
-    """Gives floating-point values that were computed from a discrete tensor the gradient of its path.
-
-    ``grad_path = slope · grad`` with 0 · infinity = 0; the values pass their own gradient on as it is.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(values: Tensor, path: Tensor, slope: Tensor | None) -> Tensor:
-        """Return the values."""
-        return values.detach()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        """Keep the slope."""
-        _, path, slope = inputs
-        ctx.dtype, ctx.has_slope = path.dtype, slope is not None
-        if slope is not None:
-            ctx.save_for_backward(slope)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        """Give the path its gradient."""
-        gradient = grad
-        if ctx.has_slope:
-            (slope,) = ctx.saved_tensors
-            gradient = torch.where(grad == 0, torch.zeros_like(grad), grad * slope)
-        return grad, gradient.to(ctx.dtype), None
 
 
 def is_discrete(value: Any) -> bool:
@@ -287,7 +255,7 @@ def _follow(result: Any, tensor: Any, paths: Iterable[GradientPath], slope: Tens
         )
     for path in paths:
         path.note_carried()
-    return run_function(JoinPath, result, tensor, slope)
+    return run_function(AddPath, result, tensor, slope)
 
 
 def _move(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -392,7 +360,7 @@ def _in_floating_point(operand: Any, dtype: torch.dtype) -> Any:
     if path is None:
         return operand
     path.note_carried()
-    return run_function(JoinPath, operand.detach().to(dtype), path.tensor, None)
+    return run_function(AddPath, operand.detach().to(dtype), path.tensor, None)
 
 
 def _choose(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:

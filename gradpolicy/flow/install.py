@@ -173,19 +173,15 @@ class Installed(Displayed):
         for state in self._states:
             state.set_loss_scale(scale)
 
-    def measure_norms(self, on: bool, *, zeros: bool = False) -> None:
-        """Measure the gradient's norm before and after each policy from now on. It is off at first.
+    def measure_norms(self, on: bool) -> None:
+        """Measure gradient norms before and after each policy, and zeros, from now on. It is off at first.
 
         Switching it on forgets what was measured. Nothing is measured in compiled code.
-
-        Args:
-            on: Whether to measure.
-            zeros: Count zeros in what is let through too, for `zeros_passed`.
         """
         for state in self._states:
             if on:
                 state.norms.clear()
-            state.norms.on, state.norms.counts_zeros = on, zeros
+            state.norms.on = on
 
     @property
     def gradient_norms(self) -> dict[str, tuple[Tensor, Tensor]]:

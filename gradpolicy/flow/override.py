@@ -182,15 +182,6 @@ class TracedBlock:
         TorchFunctionMode.__exit__(self.block, *exception)
         warn_of_uncarried(Block.subject, NEVER_FLOATING, self.keys)
 
-    def __call__(self, function: AnyFunction) -> AnyFunction:
-        """Decorate a function that is defined in compiled code."""
-
-        def overridden(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return function(*args, **kwargs)
-
-        return cast(AnyFunction, overridden)
-
 
 def _block_of(overrides: tuple) -> Block:
     return Block(_rules_of(overrides))

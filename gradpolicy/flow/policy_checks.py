@@ -11,8 +11,8 @@ from gradpolicy.flow.operations import resolve_operation
 from gradpolicy.when import When
 from gradpolicy.where import STEP_OPERATIONS
 
-# Rules that compare the input of an operation with its output.
-_OF_AN_OPERATION = ("bernoulli", "gumbel", "lsq", "reinmax", "rotation")
+# Rules that make no sense where input and output are one tensor.
+_OF_AN_OPERATION = ("identity", "bernoulli", "gumbel", "lsq", "reinmax", "rotation")
 # The factors with which a rule passes the gradient on as it is.
 _NEUTRAL_FACTORS = {"scale": 1.0, "reverse": -1.0}
 
@@ -84,21 +84,16 @@ def check_cuts(policies: Mapping[str, RulePlacement]) -> None:
 def _check_rule(name: str, policy: RulePlacement) -> None:
     """Refuse a rule of an operation at a boundary or on parameters, where one tensor passes."""
     rule = policy.rule.name
-    if policy.ops or policy.at == "through" or rule not in ("identity", *_OF_AN_OPERATION):
+    if policy.ops or policy.at == "through" or rule not in _OF_AN_OPERATION:
         return
     where = describe_location(policy)
     instead = (
         "name the operation that it is for (ops=[…]), go through the module (at='through'), or give it the "
         f"forward as well: gradpolicy.apply({rule!r}, forward, …)"
     )
-    if rule == "identity":
-        raise PolicyError(
-            f"policy {name!r}: rule 'identity' changes nothing at {where}: the gradient passes there as it "
-            f"is anyway; {instead}"
-        )
     raise PolicyError(
-        f"policy {name!r}: rule {rule!r} compares what goes into an operation with what comes out, and at "
-        f"{where} both are the one tensor that passes; {instead}"
+        f"policy {name!r}: rule {rule!r} is for an operation's input and output, and at {where} both are the "
+        f"one tensor that passes; {instead}"
     )
 
 

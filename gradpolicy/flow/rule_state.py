@@ -21,13 +21,12 @@ class GradientNorms:
 
     Attributes:
         on: True if it measures.
-        counts_zeros: True if it counts zeros too.
-        zeros: The number of entries of passed gradients that are 0; None if they are not counted.
+        zeros: The number of entries of passed gradients that are 0; None if none passed.
         entries: The number of entries of these gradients.
     """
 
     def __init__(self) -> None:
-        self.on = self.counts_zeros = False
+        self.on = False
         self.clear()
 
     def clear(self) -> None:
@@ -43,7 +42,7 @@ class GradientNorms:
             passed = [tensor for tensor in after if tensor is not None]
             self._before = _add_squares(self._before, before if isinstance(before, tuple) else (before,))
             self._after = _add_squares(self._after, passed)
-            for tensor in passed if self.counts_zeros else ():
+            for tensor in passed:
                 zeros = tensor.numel() - tensor.count_nonzero()
                 self.zeros = zeros if self.zeros is None else self.zeros + zeros
                 self.entries += tensor.numel()

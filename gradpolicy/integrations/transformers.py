@@ -161,7 +161,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         if self.installed is not None:
             scaler = self._trainer.accelerator.scaler
             self.installed.set_loss_scale(float(scaler.get_scale()) if scaler is not None else 1.0)
-            self.installed.measure_norms(self._measures, zeros=True)
+            self.installed.measure_norms(self._measures)
         if self._measures:
             self._start_measuring().begin()
 

@@ -174,7 +174,7 @@ class GradientPolicies(TrainingPolicies, Callback):
                 self._start_measuring().begin()
         if self.installed is not None:
             self.installed.set_loss_scale(_loss_scale(trainer))
-            self.installed.measure_norms(self._measures, zeros=True)
+            self.installed.measure_norms(self._measures)
 
     def _print_plan(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
         """Print what each policy will touch, found by a step of a copy of the model on the first batch."""
@@ -284,7 +284,7 @@ class GradientPolicies(TrainingPolicies, Callback):
         self._update_flow(trainer, phase)
         self._evaluated = phase if self._is_measured(trainer, phase) else None
         if self.installed is not None:
-            self.installed.measure_norms(self._evaluated is not None, zeros=True)
+            self.installed.measure_norms(self._evaluated is not None)
         if self._evaluated is not None:
             self._start_measuring().begin(phase)
 

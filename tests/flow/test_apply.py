@@ -34,16 +34,6 @@ def test_a_forward_in_numpy_with_several_inputs_and_other_arguments():
     assert c.grad.dtype == torch.float32
 
 
-# NumPy says it of torch, whose tensors its functions take at present.
-@pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning")
-@pytest.mark.parametrize("forward", [np.floor, lambda x: np.floor(x), torch.floor])
-def test_the_straight_through_estimator_of_any_floor(forward, gradient):
-    x = torch.tensor([0.2, 1.7])
-    found, value = gradient(lambda x: gp.apply("identity", forward, x), x)
-    assert torch.equal(value, torch.tensor([0.0, 1.0]))
-    assert torch.equal(found, torch.ones(2))
-
-
 def test_several_results_give_the_rule_tuples_and_keep_their_container():
     Parts = namedtuple("Parts", ["whole", "rest", "index"])
 
@@ -79,21 +69,6 @@ def test_under_func_and_with_a_second_derivative():
     assert torch.equal(first, x**3)
     second = torch.func.grad(torch.func.grad(lambda x: gp.apply(times_cube, torch.round, x)))(x[1])
     assert second == 3 * 2.0**2
-
-
-@pytest.mark.parametrize(
-    ("rule", "message"),
-    [
-        (lambda g, i, o: g, "one gradient"),
-        (lambda g, i, o: (g,), r"1 gradients \(\(3,\)\) for 2 inputs \(\(3,\), \(\)\)"),
-        (lambda g, i, o: (g, g), r"gradient 1 of shape \(3,\) for an input of shape \(\)"),
-    ],
-)
-def test_wrong_gradients_are_an_error(rule, message):
-    c, k = torch.randn(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
-    y = gp.apply(gp.Rule("mine", rule), lambda c, k: c * k, c, k)
-    with pytest.raises(gp.PolicyError, match=f"'mine'.*{message}"):
-        y.sum().backward()
 
 
 @pytest.mark.parametrize(

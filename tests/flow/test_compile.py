@@ -157,14 +157,6 @@ def nested(x):
         return inner + function_of_many(x)
 
 
-def decorated_within(x):
-    @gp.gradient_override({"round": "identity"})
-    def rounded(x):
-        return torch.round(x)
-
-    return rounded(x) + torch.round(x)
-
-
 def any_forward(x):
     return gp.apply("tanh", torch.round, x)
 
@@ -173,7 +165,6 @@ def any_forward(x):
 @pytest.mark.parametrize(
     "function",
     [
-        decorated_within,
         any_forward,
         *(
             pytest.param(function, marks=pytest.mark.slow)

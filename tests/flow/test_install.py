@@ -6,7 +6,6 @@ import gc
 import io
 import pickle
 import time
-import tracemalloc
 
 import pytest
 import torch
@@ -174,13 +173,6 @@ def test_the_report_says_what_was_met_matched_and_not_seen(as_module):
         installed.remove()
 
 
-def test_names_are_given_by_kind(net):
-    with gp.install(
-        net, [gp.Scale(2.0, modules="first"), gp.Scale(2.0, modules="second"), gp.Guided()]
-    ) as it:
-        assert [row.name for row in it.report().rows] == ["scale_1", "scale_2", "guided"]
-
-
 def test_update_sets_the_time_and_before_it_every_policy_holds(net):
     policies = {
         "late": gp.Guided(when=gp.When(start=5)),
@@ -210,26 +202,24 @@ def test_a_policy_that_is_off_leaves_the_gradient_plain(net, batch, parameter_gr
         assert same(parameter_gradients(net, batch), plain)
 
 
-def test_gradient_norms_before_and_after():
-    model, x = nn.Identity(), torch.ones(4, requires_grad=True)
-    with gp.install(model, {"half": gp.Scale(0.5, modules=nn.Identity)}) as installed:
-        model(x).sum().backward()
-        assert installed.gradient_norms == {}
-        # Measuring anew forgets what was measured.
-        for _ in range(2):
-            installed.measure_norms(True)
-            model(x).sum().backward()
-            assert installed.gradient_norms["half"] == (2.0, 1.0)
-
-
-@pytest.mark.parametrize("layer", [nn.ReLU(), nn.ReLU(inplace=True)])
-def test_gradient_norms_of_a_guided_relu(layer):
+@pytest.mark.parametrize(
+    ("layer", "policy", "before", "after"),
+    [
+        (nn.Identity(), gp.Scale(0.5, modules="1"), 41.0, 10.25),
+        (nn.ReLU(), gp.Guided(), 41.0, 32.0),
+        (nn.ReLU(inplace=True), gp.Guided(), 41.0, 32.0),
+    ],
+)
+def test_gradient_norms_before_and_after(layer, policy, before, after):
     model, x = nn.Sequential(nn.Identity(), layer), torch.tensor([1.0, -1.0, 2.0], requires_grad=True)
-    with gp.install(model, {"guide": gp.Guided()}) as installed:
-        installed.measure_norms(True)
-        (model(x * 1) * torch.tensor([-3.0, 4.0, 4.0])).sum().backward()
-        before, after = installed.gradient_norms["guide"]
-    torch.testing.assert_close((before**2, after**2), (torch.tensor(41.0), torch.tensor(32.0)))
+    with gp.install(model, {"it": policy}) as installed:
+        for measures in (False, True, True):
+            # Measuring anew forgets what was measured.
+            installed.measure_norms(measures)
+            (model(x * 1) * torch.tensor([-3.0, 4.0, 4.0])).sum().backward()
+            assert list(installed.gradient_norms) == ["it"] * measures
+        found = [float(norm) ** 2 for norm in installed.gradient_norms["it"]]
+    assert found == pytest.approx([before, after])
 
 
 @pytest.mark.parametrize(
@@ -322,21 +312,6 @@ def test_nothing_grows_over_steps(net, batch):
         _steps(net, batch, 40)
         assert _objects() - objects < 20
         assert len(net.head.bias._backward_hooks) == handles
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_over_steps(net, batch):
-    with gp.install(net, EVERY_KIND):
-        tracemalloc.start()
-        # Python's own free lists fill up first.
-        _steps(net, batch, 500)
-        gc.collect()
-        start = tracemalloc.get_traced_memory()[0]
-        _steps(net, batch, 2_000)
-        gc.collect()
-        grown = tracemalloc.get_traced_memory()[0] - start
-        tracemalloc.stop()
-    assert grown < 50_000
 
 
 def test_installing_and_removing_does_not_leak(net, batch, snapshot):

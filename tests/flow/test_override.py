@@ -41,16 +41,6 @@ def test_it_holds_in_the_block_only_and_backward_may_run_after_it():
     assert torch.equal(torch.autograd.grad(outside.sum(), x)[0], torch.zeros(5))
 
 
-def test_it_decorates_a_function(gradient):
-    @gp.gradient_override({"round": seven_times})
-    def rounded(x):
-        return torch.round(x)
-
-    for _ in range(2):
-        found, _ = gradient(rounded, torch.randn(3))
-        assert torch.equal(found, torch.full((3,), 7.0))
-
-
 def test_a_function_that_waits_cannot_be_decorated():
     async def waits():
         return None
@@ -149,19 +139,6 @@ def test_however_blocks_nest_each_operation_follows_the_innermost_that_names_it(
             block.__exit__(None, None, None)
     for name, result in results.items():
         assert torch.equal(torch.autograd.grad(result.sum(), x)[0], torch.full((2,), expected[name]))
-
-
-def test_a_call_in_place_whose_result_is_dropped_changes_the_tensor_and_its_gradient(gradient):
-    def dropped(x):
-        work = 2 * x
-        F.relu(work, inplace=True)
-        return work
-
-    x = torch.tensor([-1.0, 1.0, 2.0])
-    with gp.gradient_override({"relu": seven_times}):
-        found, value = gradient(dropped, x)
-    assert torch.equal(value, torch.tensor([0.0, 2.0, 4.0]))
-    assert torch.equal(found, torch.full((3,), 14.0))
 
 
 @pytest.mark.parametrize("rule", ["guided_relu", "deconv_relu"])
@@ -279,17 +256,6 @@ def test_nothing_is_kept_for_a_rule_that_reads_nothing():
     assert len(kept) == 1
 
 
-@pytest.mark.parametrize(
-    ("layer", "rule"), [(nn.LSTM(4, 3), "tanh"), (lambda x: nn.MultiheadAttention(4, 1)(x, x, x), "softmax")]
-)
-def test_a_call_that_cannot_be_seen_into_gives_a_warning(layer, rule):
-    with (
-        gp.gradient_override({rule: "identity"}),
-        pytest.warns(UserWarning, match=f"cannot see into .*{rule}"),
-    ):
-        layer(torch.randn(2, 1, 4, requires_grad=True))
-
-
 def test_settings_that_both_operations_have_are_handed_on(run):
     x = torch.tensor([[1.0, 3.0, 2.0], [0.0, -1.0, 4.0]], requires_grad=True)
     step = run(lambda x: x.amax(dim=1, keepdim=True) + 2 * x.amax(dim=0))
@@ -297,12 +263,8 @@ def test_settings_that_both_operations_have_are_handed_on(run):
         step(x).sum().backward()
     expected = 3 * torch.softmax(x.detach(), dim=1) + 2 * 2 * torch.softmax(x.detach(), dim=0)
     torch.testing.assert_close(x.grad, expected)
-
-
-def test_a_number_that_both_operations_take_is_handed_on(gradient):
     with gp.gradient_override({"div": "torch.mul"}):
-        found, _ = gradient(lambda x: torch.div(x, 4.0), torch.tensor([2.0]))
-    assert found.tolist() == [4.0]
+        assert torch.equal(torch.autograd.grad(torch.div(x, 4.0).sum(), x)[0], torch.full((2, 3), 4.0))
 
 
 @pytest.mark.parametrize(
