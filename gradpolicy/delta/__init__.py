@@ -1,8 +1,8 @@
 """Delta files: only the weights that training changed, applied and reverted exactly.
 
-A file holds the indices and values of what changed in each tensor: single entries, rows, or the tensor as a
-whole, whichever is smallest. Each new value is stored with the base's, so that :func:`revert` restores its
-bits. The fingerprint of every tensor of the base is stored too, and another base is refused by name.
+A file has the indices and values of the changes of each tensor: of single entries, of rows, or of the whole
+tensor, whichever is smallest. New and old values are stored, so that :func:`revert` restores the bits of the
+base. The fingerprint of every tensor of the base is also stored, and another base is refused.
 
 Example:
     >>> import tempfile, pathlib, torch

@@ -11,23 +11,23 @@ from gradpolicy.errors import PolicyError, shortened
 
 
 def apply(model: nn.Module | State, path: str | Path) -> None:
-    """Write a file's changes into its base, in place.
+    """Apply a file's changes to its base, in place.
 
     Nothing is written unless every parameter and buffer has the base's bits.
 
     Args:
-        model: The base, as a module or a state_dict; may be sharded, then every process calls this.
+        model: The base, as a module or a state_dict. If it is sharded, every process must call this.
         path: A file of :func:`gradpolicy.delta.save` or :func:`gradpolicy.delta.merge`.
 
     Raises:
-        PolicyError: If the file cannot be read, is damaged, or has another base: the names of the tensors
-            that differ.
+        PolicyError: If the file cannot be read, is damaged, or has another base; names the tensors that
+            differ.
     """
     _move(model, path, BASE, NEW)
 
 
 def revert(model: nn.Module | State, path: str | Path) -> None:
-    """Take a file's changes back, in place: every bit is the base's again.
+    """Revert a file's changes, in place, which restores the bits of the base.
 
     Nothing is written unless the result is the base.
 
@@ -36,14 +36,14 @@ def revert(model: nn.Module | State, path: str | Path) -> None:
         path: The same file.
 
     Raises:
-        PolicyError: If the file cannot be read, is damaged, or the model is not its base with its changes:
-            the names of the tensors that differ.
+        PolicyError: If the file cannot be read, is damaged, or the model is not its base with its changes;
+            names the tensors that differ.
     """
     _move(model, path, NEW, BASE)
 
 
 def _move(model: nn.Module | State, path: str | Path, start: int, end: int) -> None:
-    """Write the values of one side, if the model is the base with those of the other."""
+    """Write the values of one side (old or new) if the model has the values of the other side."""
     delta = read(path)
     tensors = tensors_of(model)
     check_same_tensors(tensors, delta.base, "delta: the model", f"the base of {path}")
@@ -71,7 +71,7 @@ def _move(model: nn.Module | State, path: str | Path, start: int, end: int) -> N
 
 
 def _not_at(start: int, delta: Delta, names: list[str], path: str | Path) -> PolicyError:
-    """Return the error for a model whose tensors do not have the values that a file should start from."""
+    """Return the error for a model whose tensors do not have the expected values."""
     if start == NEW:
         return PolicyError(f"delta: {path} is not applied to the model: see {shortened(names)}")
     applied = " (is it applied already?)" if len(names) == len(delta.changes) else ""

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError
 
-# The sides of a change: places in the first dimension of its values.
+# The sides of a change: indices of the first dimension of its values.
 BASE, NEW = 0, 1
-# About what an index takes in a file, to choose among the widths.
+# The approximate size of an index in a file, for the choice of the width.
 _INDEX_BYTES = 2
 _GAP_DTYPES = (torch.uint8, torch.uint16)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -18,7 +18,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """The change of one tensor, in lines of equal width: single entries, rows, or the tensor as a whole.
+    """The change of one tensor, in lines of equal width: single entries, rows, or the whole tensor.
 
     Args:
         shape: The tensor's shape.
@@ -32,7 +32,7 @@ class Change:
 
     @property
     def width(self) -> int:
-        """Entries in a line."""
+        """The number of entries in a line."""
         return self.values.shape[2]
 
     @property
@@ -44,7 +44,7 @@ class Change:
 
     @property
     def stored(self) -> int:
-        """The number of entries that have values here."""
+        """The number of entries with stored values."""
         return self.values[NEW].numel()
 
     def entries(self) -> Tensor:
@@ -55,7 +55,7 @@ class Change:
         """Return a copy of a tensor with the values of one side, bit for bit.
 
         Args:
-            tensor: Of the same shape and dtype, on the CPU.
+            tensor: A tensor of the same shape and dtype, on the CPU.
             side: `BASE` or `NEW`.
         """
         written = bits(tensor).clone()
@@ -63,7 +63,7 @@ class Change:
         return written.view(tensor.dtype).view(tensor.shape)
 
     def is_in(self, tensor: Tensor, side: int) -> bool:
-        """Return True if a tensor, as for :meth:`written_to`, holds the values of one side, bit for bit."""
+        """Return True if a tensor, as for :meth:`written_to`, has the values of one side, bit for bit."""
         return torch.equal(bits(tensor).view(-1, self.width)[self.lines], self._bits(side))
 
     def _bits(self, side: int) -> Tensor:
@@ -71,19 +71,19 @@ class Change:
 
 
 def widths_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the widths that lines of a tensor may have: the whole, a row, an entry."""
+    """Return the possible widths of lines of a tensor: the whole tensor, a row, an entry."""
     return math.prod(shape), math.prod(shape[1:]), 1
 
 
 def difference(base: Tensor, new: Tensor) -> Change | None:
-    """Return what changed, as bits: 0.0 and −0.0 differ, and NaN equals itself.
+    """Return the change from one tensor to another, compared by bits: 0.0 ≠ −0.0, and NaN equals itself.
 
     Args:
-        base: On the CPU.
-        new: Of the same shape and dtype, on the CPU.
+        base: A tensor on the CPU.
+        new: A tensor of the same shape and dtype, on the CPU.
 
     Returns:
-        The change in lines of the width that takes least; None if there is none.
+        The change in lines of the smallest width in bytes; None if nothing changed.
     """
     changed = bits(base) != bits(new)
     if not changed.any():
@@ -105,7 +105,7 @@ def of_entries(shape: tuple[int, ...], entries: Tensor, values: Tensor) -> Chang
     Args:
         shape: The tensor's shape.
         entries: Indices in the flattened tensor (int64, ascending).
-        values: Of shape (2, entries): the base's and the new ones.
+        values: The base's values and the new ones, of shape (2, entries).
     """
     lines = {width: torch.unique_consecutive(entries // width) for width in widths_of(shape)}
     width = next(width for width in lines if len(lines[width]) * width == len(entries))
@@ -118,17 +118,17 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def encode(indices: Tensor) -> Tensor:
-    """Write ascending indices as gaps of one byte, or of two where that takes less.
+    """Encode ascending indices as gaps of one byte, or of two if that is smaller.
 
-    The gap before index ``i_k`` is ``g = i_k − i_{k−1} − 1``, with ``i_{−1} = −1``. With ``m`` the largest
-    number of the type it is written as ``g // m`` times ``m``, then ``g % m``. At a density of 1 % an index
-    takes 1.1 bytes.
+    The gap before index ``i_k`` is ``g = i_k − i_{k−1} − 1``, with ``i_{−1} = −1``. If ``m`` is the largest
+    number of the type, the gap is written as ``g // m`` numbers ``m``, then ``g % m``. At a density of 1 % an
+    index takes 1.1 bytes.
 
     Args:
-        indices: Ascending, from 0 on (int64, 1-D).
+        indices: Ascending indices from 0 on (int64, 1-D).
 
     Returns:
-        1-D, uint8 or uint16.
+        The gaps, 1-D, uint8 or uint16.
 
     Example:
         >>> encode(torch.tensor([0, 3, 300])).tolist()
@@ -145,17 +145,17 @@ def encode(indices: Tensor) -> Tensor:
 
 
 def decode(gaps: Tensor, limit: int) -> Tensor:
-    """Read the indices that :func:`encode` wrote.
+    """Decode the indices that :func:`encode` wrote.
 
     Args:
-        gaps: As they stand in a file that anybody may have made.
-        limit: All indices must be below it.
+        gaps: The gaps from a file, which may be untrusted.
+        limit: The upper limit of indices, which is excluded.
 
     Returns:
-        Indices (int64), ascending, without repetition.
+        Distinct ascending indices (int64).
 
     Raises:
-        PolicyError: If these are no gaps, or an index lies beyond the limit.
+        PolicyError: If the gaps are invalid, or an index is out of range.
 
     Example:
         >>> decode(torch.tensor([0, 2, 255, 41], dtype=torch.uint8), limit=301).tolist()

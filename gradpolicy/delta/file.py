@@ -8,7 +8,7 @@ Tensors, for each tensor NAME that changed:
 Metadata: ``format``; ``base``: JSON, the digest, dtype and shape of every tensor of the base; ``same``: JSON,
 names that share the tensor of another name; ``checksum``: over all of this.
 
-A file may come from a stranger: whatever is read is checked, and nothing in it is run.
+A file may be untrusted: all content is validated, and no code in it is run.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from gradpolicy.errors import PolicyError, brief, shown, under
 from gradpolicy.whole_file import written_whole
 
 FORMAT = "gradpolicy.delta 2"
-# The metadata that tells a delta, of any version, and the base that a run keeps beside it.
+# The metadata that marks a delta, of any version, and the base that a run saves beside it.
 DELTA_MARK, BASE_MARK = ("format", "gradpolicy.delta"), ("gradpolicy", "base of a delta")
 _VALUES, _GAPS = "values", "gaps"
 _LARGEST = 2**63 - 1
@@ -50,15 +50,15 @@ class Delta:
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of the base as a whole."""
+        """The fingerprint of the whole base."""
         return fingerprint(self.base)
 
 
 def write(path: str | Path, delta: Delta) -> None:
-    """Write a file; a delta that is there already is replaced once the new one is whole.
+    """Write a file; an existing delta is replaced when the new one is complete.
 
     Raises:
-        PolicyError: If it cannot be written, or something else is there.
+        PolicyError: If it cannot be written, or another file exists.
     """
     owners: dict[int, str] = {}
     tensors: dict[str, Tensor] = {}
@@ -76,14 +76,14 @@ def write(path: str | Path, delta: Delta) -> None:
 
 
 def check_replaceable(path: str | Path, mark: tuple[str, str] | None = DELTA_MARK) -> None:
-    """Make sure that nothing is lost when a file is written.
+    """Check that writing a file does not replace a file of another kind.
 
     Args:
         path: The file.
-        mark: The metadata that the file has if it may be replaced; None: no file may be.
+        mark: The metadata of files that may be replaced; None: no file may.
 
     Raises:
-        PolicyError: If something else is there.
+        PolicyError: If another file exists.
     """
     kind = {None: None, DELTA_MARK: "delta", BASE_MARK: "base that a run kept"}[mark]
     check_free("delta", Path(path), kind, lambda found: mark is not None and _has_mark(found, mark))
@@ -102,16 +102,16 @@ def _has_mark(path: Path, mark: tuple[str, str]) -> bool:
 def write_safetensors(
     path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str], mark: tuple[str, str] | None
 ) -> None:
-    """Write a safetensors file, whole or not at all.
+    """Write a safetensors file, completely or not at all.
 
     Args:
         path: The file; see :func:`check_replaceable`.
         tensors: The tensors.
         metadata: The metadata in its header.
-        mark: The metadata by which a file that is there may be replaced.
+        mark: The metadata of files that may be replaced.
 
     Raises:
-        PolicyError: If it cannot be written, or something else is there.
+        PolicyError: If it cannot be written, or another file exists.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -119,7 +119,7 @@ def write_safetensors(
     try:
         with written_whole(Path(path)) as file:
             save_file(tensors, file.name, metadata)
-            # safetensors makes files that nobody else may read.
+            # safetensors creates files that only their owner can read.
             os.chmod(file.name, os.fstat(file.fileno()).st_mode)
             check_replaceable(path, mark)
     except (OSError, SafetensorError) as error:
@@ -130,7 +130,7 @@ def read(path: str | Path) -> Delta:
     """Read a file and check its whole content.
 
     Raises:
-        PolicyError: If it cannot be read, is no such file, or is damaged.
+        PolicyError: If it cannot be read, is not a delta, or is damaged.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -152,7 +152,7 @@ def read(path: str | Path) -> Delta:
 
 
 def _checked(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Delta:
-    """Return the content of a file.
+    """Return the validated content of a file.
 
     Raises:
         ValueError: If it is damaged; the message is a clause that follows "is damaged: ".
@@ -180,7 +180,7 @@ def _checked(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Delta:
 def _table(metadata: Mapping[str, str], key: str) -> dict[str, Any]:
     try:
         found = json.loads(metadata[key])
-    # json raises RecursionError for what is nested too deeply.
+    # json raises RecursionError for deeply nested text.
     except (KeyError, ValueError, RecursionError) as error:
         raise ValueError(f"its metadata {key!r} cannot be read") from error
     if not isinstance(found, dict):

@@ -17,10 +17,10 @@ class TensorInfo:
 
     Args:
         name: Its name in the state_dict.
-        dtype: Such as ``"float32"``.
+        dtype: Its dtype, such as ``"float32"``.
         shape: Its shape.
         form: ``"entries"``, ``"rows"`` or ``"whole"``.
-        stored: How many entries have a value in the file.
+        stored: The number of entries with a value in the file.
     """
 
     name: str
@@ -32,7 +32,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Info(Displayed):
-    """The content of a file; a table where it is printed.
+    """The content of a file, which prints as a table.
 
     Args:
         path: The file.
@@ -52,7 +52,7 @@ class Info(Displayed):
 
     @property
     def stored(self) -> int:
-        """Number of entries that have a value in the file."""
+        """The number of entries with a value in the file."""
         return sum(tensor.stored for tensor in self.tensors)
 
     def __rich__(self) -> Table:
@@ -72,7 +72,7 @@ class Info(Displayed):
 
 
 def info(path: str | Path) -> Info:
-    """Return what a file holds.
+    """Return a summary of a file.
 
     Args:
         path: A file of :func:`gradpolicy.delta.save` or :func:`gradpolicy.delta.merge`.
@@ -84,7 +84,7 @@ def info(path: str | Path) -> Info:
 
 
 def describe(path: str | Path, delta: Delta) -> Info:
-    """Return what a file holds that was just read or written."""
+    """Return a summary of a file's content."""
     tensors = tuple(
         TensorInfo(name, delta.base[name].dtype, change.shape, change.form, change.stored)
         for name, change in delta.changes.items()

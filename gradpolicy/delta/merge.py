@@ -13,22 +13,22 @@ from gradpolicy.errors import PolicyError, shortened, shown
 
 
 def merge(paths: Sequence[str | Path], weights: Sequence[float], out: str | Path) -> Info:
-    """Write a file with the changes of several, each with its weight.
+    """Write a file with the weighted changes of several files.
 
     ``new = base + Σ_k weight_k · (new_k − base)``, in float64, then rounded to the tensor's dtype. An entry
-    that one file alone changes, with weight 1, keeps its bits.
+    that only one file changes, with weight 1, gets the exact value of that file.
 
     Args:
         paths: Files with the same base.
         weights: A number for each.
-        out: The file that is written; a delta that is there is replaced, and no other file.
+        out: The file to write. An existing delta is replaced, but no other file.
 
     Returns:
         The content of the new file.
 
     Raises:
-        PolicyError: If a file cannot be read or is damaged, the bases differ (the names of the tensors), a
-            weight is no finite number, a value would not be finite, or `out` is something else than a delta.
+        PolicyError: If a file cannot be read or is damaged, the bases differ (names the tensors), a weight is
+            not finite, a value would not be finite, or `out` is another kind of file.
 
     Source: task arithmetic; Ilharco et al. 2023, arXiv:2212.04089.
     """
@@ -57,7 +57,7 @@ def merge(paths: Sequence[str | Path], weights: Sequence[float], out: str | Path
             for delta, weight in zip(deltas, weights, strict=True)
             if name in delta.changes
         ]
-        # Names that share a tensor go on sharing it where they do so in every file.
+        # Names that share a tensor keep sharing it if they do so in every file.
         same = tuple(id(change) for change, _ in parts)
         if same not in merged:
             merged[same] = _merged(name, parts)
@@ -68,14 +68,14 @@ def merge(paths: Sequence[str | Path], weights: Sequence[float], out: str | Path
 
 
 def _merged(name: str, parts: list[tuple[Change, float]]) -> Change:
-    """Return the sum of the changes of one tensor, each with its weight."""
+    """Return the weighted sum of the changes of one tensor."""
     if len(parts) == 1 and parts[0][1] == 1.0:
         return parts[0][0]
     shape, dtype = parts[0][0].shape, parts[0][0].values.dtype
     wide = torch.complex128 if dtype.is_complex else torch.float64
     both = torch.zeros(2, math.prod(shape), dtype=dtype)
     moved = torch.zeros(both.shape[1], dtype=wide)
-    # 0 where no file changes an entry, 1 where its one change is taken as it is.
+    # 0 if no file changes an entry, 1 if its only change is used unchanged.
     count = torch.zeros(both.shape[1], dtype=torch.int32)
     for change, weight in parts:
         own, values = change.entries(), change.values.reshape(2, -1)

@@ -14,19 +14,19 @@ from gradpolicy.tensors.sharding import local_shard
 
 
 def save(path: str | Path, model: nn.Module | State, base: nn.Module | State) -> Info:
-    """Write a file of what changed from a base to a model: parameters and buffers.
+    """Write a file with the changes of parameters and buffers from a base to a model.
 
     Args:
-        path: The safetensors file; a delta that is there is replaced, and no other file.
-        model: After the change; may be sharded, then every process calls this.
-        base: Before the change; its names, dtypes and shapes are the model's.
+        path: The safetensors file. An existing delta is replaced, but no other file.
+        model: The model after the change. If it is sharded, every process must call this.
+        base: The model before the change, with the same names, dtypes and shapes.
 
     Returns:
         The content of the file.
 
     Raises:
         PolicyError: If names, dtypes or shapes differ, the base is the model itself, or the file cannot be
-            written or is something else than a delta.
+            written or is another kind of file.
     """
     check_replaceable(path)
     after, before = tensors_of(model), tensors_of(base)
@@ -59,9 +59,10 @@ def save(path: str | Path, model: nn.Module | State, base: nn.Module | State) ->
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
-    """Return the place of a tensor in memory: tied names have one, on every process alike.
+    """Return the place of a tensor in memory, which is the same for tied names, on every process.
 
-    Where a process holds no entries it is that of the storage, so that all processes gather the same tensors.
+    If a process has no entries of it, the place is that of the storage, so that all processes gather the same
+    tensors.
     """
     local = local_shard(tensor)
     where = local.data_ptr() if local.numel() else StorageWeakRef(local.untyped_storage()).cdata

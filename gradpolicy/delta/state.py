@@ -13,7 +13,7 @@ from gradpolicy.tensors.sharding import full_tensor, is_sharded, local_shard, sh
 from gradpolicy.where import plain_name
 
 State = Mapping[str, Tensor]
-# What safetensors files hold, by the name that stands in ours.
+# The dtypes of safetensors files by their names.
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -39,7 +39,7 @@ def tensors_of(model: nn.Module | State) -> dict[str, Tensor]:
     """Return the tensors of a model's state, parameters and buffers, in the order of their names.
 
     Raises:
-        PolicyError: If a value is no tensor, or one that no file can hold.
+        PolicyError: If a value is not a tensor, or cannot be stored.
     """
     state = model.state_dict() if isinstance(model, nn.Module) else model
     if not isinstance(state, Mapping):
@@ -58,7 +58,7 @@ def tensors_of(model: nn.Module | State) -> dict[str, Tensor]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor on the CPU, contiguous, gathered if it is sharded."""
+    """Return a contiguous tensor on the CPU, gathered if it is sharded."""
     return full_tensor(tensor).detach().cpu().contiguous()
 
 
@@ -79,21 +79,21 @@ def print_of(tensor: Tensor) -> Print:
 
 
 def fingerprint(prints: Prints) -> str:
-    """Return one fingerprint of a whole state: 16 hexadecimal digits."""
+    """Return the fingerprint of a whole state, 16 hexadecimal digits."""
     return hashlib.blake2b(json.dumps(sorted(prints.items())).encode(), digest_size=8).hexdigest()
 
 
 def check_same_tensors(names: Iterable[str], expected: Iterable[str], owner: str, other: str) -> None:
-    """Make sure that two states have the same names.
+    """Check that two states have the same names.
 
     Args:
-        names: Names of the one.
-        expected: Names of the other.
-        owner: The name of the one in messages.
-        other: The name of the other in messages.
+        names: The names of the first state.
+        expected: The names of the second state.
+        owner: The first state's name in messages.
+        other: The second state's name in messages.
 
     Raises:
-        PolicyError: If they differ: the names, and the nearest.
+        PolicyError: If they differ; has the names, and the nearest ones.
     """
     names, expected = set(names), set(expected)
     missing, added = sorted(expected - names), sorted(names - expected)

@@ -1,4 +1,4 @@
-"""Weights read from safetensors files and checkpoints, and written as safetensors."""
+"""Reads weights from safetensors files and checkpoints, and writes safetensors files."""
 
 from pathlib import Path
 
@@ -13,14 +13,14 @@ ENDING = ".safetensors"
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """Read a state_dict, without running what is in the file.
+    """Read a state_dict, without running code from the file.
 
     Args:
-        path: A ``.safetensors`` file, or what ``torch.save`` wrote: a state_dict, or a checkpoint that holds
-            one as ``state_dict``, as Lightning's do.
+        path: A ``.safetensors`` file, or a file of ``torch.save`` with a state_dict or a checkpoint that has
+            one as ``state_dict``, like Lightning's.
 
     Raises:
-        PolicyError: If it cannot be read, or holds no weights.
+        PolicyError: If it cannot be read, or has no weights.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -45,12 +45,12 @@ def write_weights(path: str | Path, tensors: dict[str, Tensor], *, is_base: bool
     """Write a state_dict as a safetensors file.
 
     Args:
-        path: The file; none is overwritten.
+        path: The file, which must not exist.
         tensors: The state_dict.
-        is_base: It is the base that a run keeps beside its delta, and replaces that of a former run.
+        is_base: True for the base that a run saves beside its delta, which may replace that of another run.
 
     Raises:
-        PolicyError: If it cannot be written, is to be of another format, or is there already.
+        PolicyError: If it cannot be written, has another extension, or already exists.
     """
     path = Path(path)
     if path.suffix != ENDING:
@@ -58,9 +58,9 @@ def write_weights(path: str | Path, tensors: dict[str, Tensor], *, is_base: bool
     seen: set[int] = set()
     alone = {}
     for name, tensor in tensors.items():
-        # The format knows no tensors that share memory.
+        # The format does not support tensors that share memory.
         alone[name] = tensor.clone() if tensor.data_ptr() in seen else tensor.contiguous()
         seen.add(tensor.data_ptr())
-    # transformers reads no file that does not say of which framework it is.
+    # transformers does not read files without the name of the framework.
     metadata = {"format": "pt", **dict([BASE_MARK] if is_base else [])}
     write_safetensors(path, alone, metadata, BASE_MARK if is_base else None)

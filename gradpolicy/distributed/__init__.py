@@ -1,1 +1,1 @@
-"""Many processes: ranks that agree, a reducer that knows what trains, less traffic, sharded masks."""
+"""Several processes: agreement of ranks, DDP's reducer, communication, sharded checkpoints."""

@@ -10,20 +10,20 @@ from torch import Tensor
 from gradpolicy.errors import PromiseError
 from gradpolicy.tensors.seeded import derive
 
-# The number of columns; a prime, so that swapped rows of a matrix fall into different columns.
+# The number of columns; a prime, so that swapped rows of a matrix are in different columns.
 _COLUMNS = 509
 _WORD_BYTES = 8
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Sum the bits of a tensor into one number.
+    """Return a checksum of the bits of a tensor.
 
-    The memory is read as 64-bit words, which are summed (with wrap-around, hence in any order) into columns;
-    the columns are weighted by random odd numbers. One changed bit always changes the result; two swapped
-    entries do unless their distance is a multiple of 4072 bytes.
+    The memory is read as 64-bit words, which are summed into columns (with wrap-around, so the order does not
+    matter); the columns are weighted by random odd numbers. One changed bit always changes the result; two
+    swapped entries do so unless their distance is a multiple of 4072 bytes.
 
     Args:
-        tensor: Any dtype and shape, dense.
+        tensor: A dense tensor of any dtype and shape.
 
     Returns:
         An int64 scalar on the tensor's device; equal on every device for equal bits in equal strides.
@@ -40,16 +40,15 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def check_agreement(tensors: Mapping[str, Any], *, group: Any = None, moment: str = "") -> None:
-    """Raise on every rank if one of them holds something else than the others.
+    """Check that all ranks have the same values, and raise an error on every rank if they differ.
 
-    If they agree, an all-reduce of 16 bytes is all that is sent. Every rank of the group must call this.
+    If they agree, only one all-reduce of 16 bytes is needed. Every rank of the group must call this.
 
     Args:
-        tensors: What must be the same everywhere, by a name a person understands: tensors, or anything
-            with a ``repr`` that tells it from others (a seeded mask, a number). The first difference in this
-            order is named.
+        tensors: The values that must be equal, by a descriptive name: tensors, or objects that are identified
+            by their ``repr`` (a seeded mask, a number). The error names the first difference in this order.
         group: The process group; None for all ranks.
-        moment: When this happens, for the message, such as ``"before update 300"``.
+        moment: The time of the check for the message, such as ``"before update 300"``.
 
     Raises:
         PromiseError: On every rank, naming the first difference and the ranks that differ from the majority.
@@ -65,7 +64,7 @@ def check_agreement(tensors: Mapping[str, Any], *, group: Any = None, moment: st
     total = torch.zeros((), dtype=torch.int64, device=device)
     for name, value in sums.items():
         total = total * _name_weight(name) + value
-    # Equal everywhere exactly when the largest is also the smallest: max(x) = −max(−x).
+    # All are equal if and only if the maximum equals the minimum: max(x) = −max(−x).
     bounds = torch.stack([total, ~total]).to(_wire_device(group))
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
     high, inverted_low = bounds.tolist()
@@ -74,10 +73,10 @@ def check_agreement(tensors: Mapping[str, Any], *, group: Any = None, moment: st
 
 
 def of_every_rank(value: Any, group: Any = None) -> list[Any]:
-    """Return what each rank gives, in their order; without a process group, the value alone.
+    """Return the values of all ranks in their order; without a process group, the value alone.
 
     Args:
-        value: Anything that can be pickled.
+        value: A picklable object.
         group: The process group; None for all ranks.
     """
     if not dist.is_initialized():
@@ -106,14 +105,14 @@ def _raise_difference(sums: Mapping[str, int], group: Any, moment: str) -> None:
 
 
 def _as_number(value: Any) -> Tensor | int:
-    """Return a checksum. That of a tensor stays on its device, so that the host does not wait for it."""
+    """Return a checksum. That of a tensor stays on its device, which avoids a synchronisation."""
     if isinstance(value, Tensor):
         return checksum(value.detach())
     return _signed(derive(repr(value)))
 
 
 def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tensor's memory as int64 words, and what is left of it as bytes."""
+    """Return the tensor's memory as int64 words, and the remaining bytes."""
     flat = _flat(tensor)
     per_word = _WORD_BYTES // flat.element_size() or 1
     whole = flat.numel() - flat.numel() % per_word
@@ -123,13 +122,13 @@ def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return all entries in the order of memory, without a copy where the tensor is dense."""
+    """Return all entries in the order of memory, without a copy if the tensor is dense."""
     by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(by_stride).contiguous().view(-1)
 
 
 def _column_weights(device: torch.device) -> Tensor:
-    """Odd factors, one for each column."""
+    """Return odd factors, one per column."""
     if device not in _WEIGHTS:
         factors = [_signed(derive("column", column) | 1) for column in range(_COLUMNS)]
         _WEIGHTS[device] = torch.tensor(factors, dtype=torch.int64, device=device)
@@ -148,6 +147,6 @@ def _signed(word: int) -> int:
 
 
 def _wire_device(group: Any) -> torch.device:
-    """Return the device on which the group's collectives take tensors."""
+    """Return the device of tensors for the group's collectives."""
     on_gpu = dist.get_backend(group) == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""A communication hook for DistributedDataParallel that sends only the entries that train."""
+"""A communication hook for DistributedDataParallel that sends active entries only."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ WIRE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": 
 
 @dataclass
 class Traffic:
-    """The buffers that one rank gave to the all-reduce.
+    """Counts the bytes that one rank sends by all-reduce.
 
     Attributes:
         bytes_sent: Bytes of packed gradients.
@@ -39,20 +39,20 @@ class Traffic:
 
     @property
     def share(self) -> float:
-        """Bytes sent as a share of all bytes."""
+        """The share of the bytes that were sent."""
         return self.bytes_sent / max(self.bytes_full, 1)
 
 
 class ActiveEntries:
-    """Averages gradients over the ranks, sending active entries only; frozen ones come back as zero.
+    """Averages gradients over the ranks, sending active entries only; frozen entries become zero.
 
-    Every rank must hold the same masks; :func:`~gradpolicy.distributed.agreement.check_agreement` checks it.
-    Per bucket the hook computes ``packed = buffer[active] / ranks``, casts it, sums it over the ranks and
-    writes it back. The positions of the active entries are kept until the masks change: 8 bytes an entry.
+    Every rank must have the same masks; :func:`~gradpolicy.distributed.agreement.check_agreement` checks
+    this. For each bucket the hook computes ``packed = buffer[active] / ranks``, casts it, sums it over the
+    ranks and writes it back. The positions of active entries are stored until the masks change, in 8 bytes
+    per entry.
 
     Args:
-        dtype: What gradients are cast to for sending: ``"float16"``, ``"bfloat16"``, or None for their own
-            dtype.
+        dtype: The dtype in which gradients are sent: ``"float16"``, ``"bfloat16"``, or None for their own.
         group: The process group; None for all ranks.
 
     Attributes:
@@ -78,10 +78,10 @@ class ActiveEntries:
         self._positions: dict[tuple[int, ...], Tensor | None] = {}
 
     def register(self, model: DistributedDataParallel) -> None:
-        """Register the hook on a wrapped model. Call it once.
+        """Register the hook on a DistributedDataParallel module. Call it once.
 
         Raises:
-            PolicyError: If the model is not wrapped.
+            PolicyError: If it is another module.
         """
         if not isinstance(model, DistributedDataParallel):
             raise PolicyError(
@@ -91,11 +91,11 @@ class ActiveEntries:
         model.register_comm_hook(self, send_active)
 
     def use_masks(self, masks: Mapping[Tensor, Mask]) -> None:
-        """Take the masks for the next backward pass.
+        """Set the masks for the next backward pass.
 
         Args:
             masks: The masks by parameter: True or False, a bool mask that broadcasts to it, or a seeded mask.
-                A parameter that is not named is sent whole.
+                A parameter that is not in it is sent as a whole.
         """
         fresh: dict[int, Mask] = {
             id(parameter): mask for parameter, mask in masks.items() if mask is not True
@@ -126,7 +126,7 @@ class ActiveEntries:
         return None if positions.numel() == flags.numel() else positions
 
     def _flags(self, parameter: Tensor) -> Tensor:
-        """Return a parameter's mask with a flag an entry, in the order of its gradient in a bucket."""
+        """Return a parameter's mask with a flag per entry, in the order of its gradient in a bucket."""
         mask = self._masks.get(id(parameter))
         if mask is None:
             return torch.ones(parameter.numel(), dtype=torch.bool, device=parameter.device)
@@ -138,11 +138,11 @@ def send_active(state: ActiveEntries, bucket: GradBucket) -> Future[Tensor]:
     """Average a bucket's active entries over the ranks: the communication hook.
 
     Args:
-        state: Has the masks, and counts what is sent.
+        state: The hook, which has the masks and counts bytes.
         bucket: Gradients of several parameters, one after another.
 
     Returns:
-        A future of the bucket's buffer, averaged, with zeros where nothing trains.
+        A future of the bucket's averaged buffer, with zeros for frozen entries.
     """
     buffer = bucket.buffer()
     positions = state.positions(bucket.parameters())

@@ -1,4 +1,4 @@
-"""The steps of freeze policies that many processes take together, in any training loop."""
+"""The steps of freeze policies that several processes take together, in any training loop."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -19,19 +19,19 @@ from gradpolicy.tensors.sharding import local_shard
 
 
 class Ranks:
-    """Keeps the ranks in agreement under policies that freeze, thaw and cut.
+    """Prepares DDP's reducer and communication hook for masks, and checks that the ranks agree.
 
-    Before each effective step, after its masks are set, :meth:`begin_step` rebuilds the reducer if other
-    parameters train, gives the communication hook the masks, and at some steps checks that all ranks hold the
-    same masks, ages and weights.
+    Before each effective step, after its masks are set, :meth:`begin_step` rebuilds the reducer if the set of
+    active parameters has changed, passes the masks to the communication hook, and at some steps checks that
+    all ranks have the same masks, ages and weights.
 
     Args:
-        model: The model, wrapped in DistributedDataParallel where that is used.
+        model: The model, wrapped in DistributedDataParallel if that is used.
         named: Its parameters by name.
-        freezer: Runs the freeze policies; None if there are none.
+        freezer: The freezer of the freeze policies; None if there are none.
         optimizers: The masked optimizers.
         communication: Sends active entries only; None sends all.
-        agreement_every: Effective steps from one check to the next; None never checks.
+        agreement_every: Effective steps between checks; None for no checks.
 
     Raises:
         PolicyError: If a communication hook is given for a model without DistributedDataParallel.
@@ -73,8 +73,8 @@ class Ranks:
 
         Args:
             step: Effective optimizer steps taken so far.
-            cut: Whether a policy cuts the graph in this step, so that parameters may get no gradient.
-            wanted: The parameters whose whole gradient a mask source needs, frozen entries too.
+            cut: True if a policy cuts the graph in this step, so that parameters may get no gradient.
+            wanted: The parameters whose whole gradient a mask source needs, including frozen entries.
 
         Raises:
             PolicyError: If the ranks disagree.
@@ -92,11 +92,11 @@ class Ranks:
                 check_agreement(compared, group=group, moment=moment)
 
     def replicated(self) -> dict[Any, dict[str, Any]]:
-        """Return what must be the same on the ranks of a process group, by name; None means all ranks.
+        """Return the values that must be equal within a process group, by name; None means all ranks.
 
-        That is masks, ages, the count of updates, learning rates, the state of mask sources, then weights. Of
-        a sharded parameter only its source's mask is the same everywhere. Under plain FSDP2 no two ranks hold
-        the same shard; under hybrid sharding several do.
+        These are masks, ages, the count of updates, learning rates, the state of mask sources, and weights.
+        Of a sharded parameter only its source's mask is the same everywhere. Under plain FSDP2 no two ranks
+        have the same shard; under hybrid sharding several do.
         """
         found: dict[Any, dict[str, Any]] = {None: {}}
 
@@ -124,7 +124,7 @@ class Ranks:
                 yield names.get(id(parameter), "a parameter without a name"), masked
 
     def _schedules(self) -> dict[str, Any]:
-        """Return what changes with time and is not sharded."""
+        """Return the values that change during training and are not sharded."""
         rates = [
             [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
             for optimizer in self.optimizers
@@ -133,7 +133,7 @@ class Ranks:
             "the count of updates": [optimizer.effective_steps for optimizer in self.optimizers],
             "the learning rates": rates,
         }
-        # If parameters are sharded, so is this state. The masks that follow from it are checked instead.
+        # If parameters are sharded, so is this state; the resulting masks are checked instead.
         sharded = any(isinstance(parameter, DTensor) for parameter in self.named.values())
         if self.freezer is None or sharded:
             return schedules
@@ -154,7 +154,7 @@ class Ranks:
 
 
 def _replica_groups(parameter: Tensor) -> list[Any]:
-    """Return the process groups of ranks that hold the same shard of a parameter; None means all ranks."""
+    """Return the process groups of ranks with the same shard of a parameter; None means all ranks."""
     if not isinstance(parameter, DTensor):
         return [None]
     mesh = parameter.device_mesh

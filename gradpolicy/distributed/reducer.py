@@ -1,9 +1,9 @@
-"""Rebuilds DistributedDataParallel's reducer whenever other parameters train.
+"""Rebuilds DistributedDataParallel's reducer when the set of active parameters changes.
 
-Which parameters the reducer reduces is fixed when the model is wrapped. If a parameter is frozen
-later, the reducer waits for a gradient that never comes. If one is thawed later, its gradient is never
-reduced, and nothing says so. With a rebuilt reducer, autograd leaves out the frozen part as it does on one
-process, DDP need not search for unused parameters, and nothing frozen is sent.
+The reducer's parameters are fixed when the model is wrapped. If a parameter is frozen later, the reducer
+waits for a gradient that never comes. If one is thawed later, its gradient is silently not reduced. With a
+rebuilt reducer, autograd skips the frozen part as on one process, DDP does not search for unused parameters,
+and frozen parameters are not sent.
 """
 
 from collections.abc import Iterable
@@ -23,17 +23,17 @@ def trained_parameters(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
 
 
 class ReducerUpdater:
-    """Rebuilds the reducer of a DistributedDataParallel model when other parameters require a gradient.
+    """Rebuilds the reducer of a DistributedDataParallel module when other parameters require a gradient.
 
     Args:
-        model: The wrapped model. Nothing may have been frozen or thawed since it was wrapped.
+        model: The DistributedDataParallel module. No parameter may have been frozen or thawed since then.
         communication: The model's communication hook; gradients of rows are sent in its dtype.
 
     Attributes:
-        rebuilds: How often the reducer was rebuilt.
+        rebuilds: The number of rebuilds.
 
     Example:
-        Before each forward pass that begins an optimizer step::
+        Before the first forward pass of each optimizer step::
 
             updater = ReducerUpdater(model)
             ...
@@ -54,11 +54,11 @@ class ReducerUpdater:
         Every rank must call this at the same point with the same parameters frozen.
 
         Args:
-            find_unused_parameters: Whether each backward pass has to look for parameters that get no
+            find_unused_parameters: True if each backward pass has to search for parameters without a
                 gradient; None keeps the setting.
 
         Returns:
-            Whether the reducer was rebuilt.
+            True if the reducer was rebuilt.
         """
         parameters = list(self.model.module.parameters())
         rows = [parameter for parameter in parameters if has_row_gradient(parameter)]
@@ -85,10 +85,10 @@ class ReducerUpdater:
 
 
 def rebuild_reducer(model: DistributedDataParallel) -> None:
-    """Give a wrapped model a new reducer for the parameters that require a gradient now.
+    """Create a new reducer for the parameters that now require a gradient.
 
-    The wrapped model stays the same object and keeps its communication hooks. This does what the constructor
-    and unpickling do, with the process group that the model has, as read in torch 2.11 to 2.13.
+    The DistributedDataParallel module stays the same object and keeps its communication hooks. This does what
+    its constructor and unpickling do, with its process group, as of torch 2.11 to 2.13.
 
     Raises:
         RuntimeError: If no parameter requires a gradient.

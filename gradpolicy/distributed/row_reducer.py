@@ -14,9 +14,9 @@ from gradpolicy.tensors.row_gradient import ActiveRows, RowGradient
 
 
 class RowReducer:
-    """Averages the gradients of rows at the end of each backward pass, by one all-reduce a dtype.
+    """Averages the gradients of rows at the end of each backward pass, by one all-reduce per dtype.
 
-    The reducer of DistributedDataParallel waits for whole gradients, so it does not know of these parameters.
+    The reducer of DistributedDataParallel expects whole gradients, so it does not include these parameters.
 
     Args:
         model: The wrapped model.
@@ -39,7 +39,7 @@ class RowReducer:
         self._rows = rows
 
     def remove(self) -> None:
-        """Reduce nothing any more."""
+        """Stop reducing."""
         self._hook.remove()
 
     def _after_forward(self, model: DistributedDataParallel, inputs: Any, outputs: Any) -> None:
@@ -49,10 +49,10 @@ class RowReducer:
                     each.register_hook(self._queue)
 
     def _queue(self, gradient: Tensor) -> None:
-        """Have the reduction run when the backward pass that has reached the outputs is over."""
+        """Schedule the reduction for the end of the current backward pass."""
         if not self._is_queued:
             self._is_queued = True
-            # As DistributedDataParallel and FSDP2 do it in torch 2.11 to 2.13.
+            # As in DistributedDataParallel and FSDP2 of torch 2.11 to 2.13.
             torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
 
     @torch.no_grad()
@@ -79,10 +79,10 @@ class RowReducer:
         self.traffic.add(packed, sum(parameter.nbytes for parameter in parameters))
 
     def _values(self, parameter: nn.Parameter) -> Tensor:
-        """Return the gradient of a parameter's rows, to be written to; zeros where it has none."""
+        """Return the gradient of a parameter's rows, to be written to; zeros if it has none."""
         gradient, rows = parameter.grad, self._rows[parameter]
         if gradient is None:
             return parameter.new_zeros(rows.shape(parameter.shape))
-        if not isinstance(gradient, RowGradient):  # where a rule replaces the whole operation, for one
+        if not isinstance(gradient, RowGradient):  # for example, if a rule replaces the whole operation
             parameter.grad = gradient = RowGradient(rows.select(gradient), *rows, parameter.shape)
         return gradient.held

@@ -1,6 +1,6 @@
-"""Reads shards that ``torch.distributed.checkpoint`` wrote, without running anything in them.
+"""Reads the shards of ``torch.distributed.checkpoint`` without running code from them.
 
-Torch's own reader unpickles the directory's metadata, and every value that is no tensor.
+Torch's own reader unpickles the directory's metadata, and every value that is not a tensor.
 """
 
 import io
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, loa
 
 from gradpolicy.checkpoint_file import UnreadableError, load_file, refusal
 
-# The classes of torch's that metadata consists of, by their modules. They hold values and do nothing.
+# The classes of torch that metadata consists of, by their modules. They only hold values.
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": (
         "BytesStorageMetadata",
@@ -42,7 +42,7 @@ def read_metadata(path: Path) -> Metadata:
     """Read the file that ``torch.distributed.checkpoint`` calls ``.metadata``.
 
     Raises:
-        UnreadableError: If it holds anything that torch would not have written, or names a file outside of
+        UnreadableError: If it contains anything that torch would not have written, or names a file outside of
             its directory.
     """
     folder = path.parent.resolve()
@@ -58,13 +58,13 @@ def read_metadata(path: Path) -> Metadata:
     except (UnreadableError, OSError):
         raise
     except Exception as error:
-        # Bytes that are no pickle can raise any error.
+        # Invalid pickles can raise any error.
         raise UnreadableError(f"is damaged, or made by hand: {path.name} is not what torch writes") from error
     return metadata
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds the classes of metadata, and no others."""
+    """An unpickler that allows the classes of metadata only."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] == "pathlib":
@@ -79,7 +79,7 @@ def load_into(state: dict[str, Any], path: Path) -> None:
     """Read into the tensors of a state; every rank calls this.
 
     Args:
-        state: Tensors, DTensors and plain values, as they were saved or sharded otherwise; it is changed.
+        state: Tensors, DTensors and plain values, sharded as they were saved or otherwise; changed in place.
         path: The directory.
     """
     with _plain_errors():
@@ -87,7 +87,7 @@ def load_into(state: dict[str, Any], path: Path) -> None:
 
 
 def load_all(path: Path) -> dict[str, Any]:
-    """Read all of a directory into this process's memory, without process group."""
+    """Read a whole directory into this process's memory, without a process group."""
     content: dict[str, Any] = {}
     with _plain_errors():
         _load_state_dict(content, storage_reader=SafeReader(path), planner=_SafePlannerOfAll(), no_dist=True)
@@ -114,13 +114,13 @@ def entries(path: Path, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 class SafeReader(FileSystemReader):
-    """Reads the directory's metadata without unpickling just anything."""
+    """A reader that unpickles only the classes of metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read what the directory holds, and where.
+        """Read the metadata of the directory.
 
         Raises:
-            UnreadableError: If it holds anything that torch would not have written.
+            UnreadableError: If it contains anything that torch would not have written.
         """
         metadata = read_metadata(Path(self._get_metadata_path(kwargs.get("rank"))))
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
@@ -128,7 +128,7 @@ class SafeReader(FileSystemReader):
 
 
 class _SafeBytes:
-    """Makes torch's planner unpickle only what was pickled here."""
+    """Restricts the unpickling of torch's planner to values that this module has pickled."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         anew = io.BytesIO()
@@ -147,7 +147,7 @@ class _SafePlannerOfAll(_SafeBytes, _EmptyStateDictLoadPlanner):
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Raise the error of a rank in place of torch's, which has a traceback for each rank."""
+    """Raise the error of a rank instead of torch's error, which has a traceback for each rank."""
     try:
         yield
     except CheckpointException as error:

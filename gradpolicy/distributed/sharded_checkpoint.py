@@ -1,9 +1,9 @@
-"""Sharded checkpoints: directories into which every rank writes its shards, complete or absent.
+"""Sharded checkpoints: directories into which every rank writes its shards, completely or not at all.
 
 ``torch.distributed.checkpoint.save`` writes into a temporary folder beside the checkpoint. When all ranks are
-done, a manifest with the checksums of all files is written, which marks the folder as whole, and the folder
-is renamed. A run that is killed at any moment leaves a whole checkpoint: the former one, or the new one,
-perhaps still under its temporary name.
+done, a manifest with the checksums of all files is written, which marks the folder as complete, and the
+folder is renamed. A run that is killed at any moment leaves a complete checkpoint: the previous one, or the
+new one, possibly under its temporary name.
 """
 
 import json
@@ -32,7 +32,7 @@ from gradpolicy.whole_file import sync_folder, write_text, written_whole
 
 # The manifest. It is written last: a directory without it was not finished.
 MARKER = "whole"
-# What is not sharded, in the file that Lightning reads it from.
+# The unsharded part, in the file from which Lightning reads it.
 UNSHARDED = "meta.pt"
 _METADATA = ".metadata"
 _BEING_WRITTEN, _FORMER = "parts", "former"
@@ -42,17 +42,17 @@ _BLOCK = 1 << 20
 
 
 def save_whole(sharded: dict[str, Any], unsharded: Any, path: Path) -> None:
-    """Save a checkpoint; the path holds the former one until all of the new one is there.
+    """Save a checkpoint; the path has the previous one until the new one is complete.
 
     Every rank calls this.
 
     Args:
         sharded: Tensors, DTensors and plain values, for ``torch.distributed.checkpoint``.
-        unsharded: What the first rank saves with ``torch.save``.
-        path: The directory that is made, the same on every rank.
+        unsharded: The values that the first rank saves with ``torch.save``.
+        path: The directory to create, the same on every rank.
 
     Raises:
-        OSError: On every rank, if one could not write: with that rank, and the checkpoint that is left.
+        OSError: On every rank, if one could not write; names that rank and the remaining checkpoint.
     """
     parts, rank = _beside(path, _BEING_WRITTEN), dist.get_rank() if dist.is_initialized() else 0
     with _together(path, rank):
@@ -74,10 +74,10 @@ def save_whole(sharded: dict[str, Any], unsharded: Any, path: Path) -> None:
 
 
 def put_in_place(parts: Path, path: Path) -> None:
-    """Rename a finished file or folder, in place of the former checkpoint.
+    """Rename a finished file or folder, replacing the previous checkpoint.
 
-    Not every file system can swap two directories at once. If the run is killed between the two renames, both
-    checkpoints are whole under their temporary names, where :func:`find_whole` finds them.
+    Not every file system can swap two directories atomically. If the run is killed between the two renames,
+    both checkpoints are complete under their temporary names, where :func:`find_whole` finds them.
     """
     former = _beside(path, _FORMER)
     if path.exists():
@@ -89,7 +89,7 @@ def put_in_place(parts: Path, path: Path) -> None:
 
 
 def remove_whole(path: Path) -> None:
-    """Delete a checkpoint. If the run is killed meanwhile, what is left is not taken for a whole one."""
+    """Delete a checkpoint. If the run is killed meanwhile, the rest is not considered complete."""
     if path.is_dir():
         (path / MARKER).unlink(missing_ok=True)
     _discard(path)
@@ -108,12 +108,12 @@ def _beside(path: Path, suffix: str) -> Path:
 
 @contextmanager
 def _together(path: Path, rank: int) -> Iterator[None]:
-    """Wait for all ranks after a block, and raise on all if it failed on any."""
+    """Wait for all ranks after a block; raise an error on all if it failed on any."""
     failure: BaseException | None = None
     try:
         yield
     except CheckpointException as error:
-        # Every rank has the failures of all.
+        # Every rank has the errors of all ranks.
         failure, _ = error.failures.get(rank, (None, None))
     except (OSError, RuntimeError) as error:
         failure = error
@@ -132,16 +132,16 @@ def is_whole(path: Path) -> bool:
 
 
 def is_sharded_checkpoint(path: Path) -> bool:
-    """Return True for a directory of ``torch.distributed.checkpoint``, whoever wrote it."""
+    """Return True for a directory of ``torch.distributed.checkpoint``, whatever program wrote it."""
     return (path / _METADATA).is_file()
 
 
 def find_whole(directory: Path, name: str) -> Iterator[Path]:
-    """Find whole checkpoints below a directory, also those that were not renamed before the run was killed.
+    """Return the complete checkpoints below a directory, including ones that were not renamed before a kill.
 
     Args:
-        directory: Where to search.
-        name: Glob on the name of the checkpoint.
+        directory: The directory.
+        name: A glob on the checkpoint's name.
     """
     for pattern in (name, *(_beside(Path(name), suffix).name for suffix in (_BEING_WRITTEN, _FORMER))):
         yield from (path for path in directory.rglob(pattern) if is_whole(path))
@@ -153,13 +153,13 @@ def find_whole(directory: Path, name: str) -> Iterator[Path]:
 def check_manifest(path: Path) -> bool:
     """Compare a directory with its manifest.
 
-    It shows damage, not who wrote the directory: whoever can write shards can write their checksums.
+    It detects damage, not the author: whoever can write shards can write their checksums.
 
     Returns:
-        True if there is one: only :func:`save_whole` writes it.
+        True if there is a manifest, which only :func:`save_whole` writes.
 
     Raises:
-        UnreadableError: If a file is absent or damaged.
+        UnreadableError: If a file is missing or damaged.
     """
     manifest = path / MARKER
     written = manifest.read_bytes() if manifest.is_file() else b""
@@ -180,7 +180,7 @@ def check_manifest(path: Path) -> bool:
 
 
 def _manifest(files: Mapping[str, list[int]]) -> str:
-    """Return the manifest's text. There is only one way to write it, so that any changed bit is noticed."""
+    """Return the manifest's text in a canonical form, so that any changed bit is detected."""
     return json.dumps({"files": {name: files[name] for name in sorted(files)}}, indent=1) + "\n"
 
 
@@ -199,7 +199,7 @@ def _sums(paths: Iterable[Path]) -> dict[str, list[int]]:
 
 
 def saved_shapes(path: Path, part: str = "state_dict") -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors that a directory holds below a key, by their names without the key."""
+    """Return the shapes of a directory's tensors below a key, by their names without the key."""
     saved = read_metadata(path / _METADATA).state_dict_metadata
     return {
         name.removeprefix(f"{part}."): tuple(entry.size)
@@ -209,24 +209,24 @@ def saved_shapes(path: Path, part: str = "state_dict") -> dict[str, tuple[int, .
 
 
 def has_key(path: Path, key: str) -> bool:
-    """Return True if a directory holds anything below a key, such as ``"optimizer_0.state"``."""
+    """Return True if a directory contains anything below a key, such as ``"optimizer_0.state"``."""
     saved = read_metadata(path / _METADATA).state_dict_metadata
     return any(name.startswith(f"{key}.") for name in saved)
 
 
 def read_unsharded(path: Path) -> dict[str, Any]:
-    """Return what the first rank saved beside the shards; nothing if torch alone wrote the directory."""
+    """Return the unsharded part that the first rank saved; nothing if torch alone wrote the directory."""
     return load_file(path / UNSHARDED) if (path / UNSHARDED).is_file() else {}
 
 
 def read_as_one(path: Path) -> dict[str, Any]:
-    """Read a directory as the checkpoint that one process would have written, without process group.
+    """Read a directory as the checkpoint that one process would have written, without a process group.
 
     Optimizer states, saved by parameter name as ``optimizer_0``, ``optimizer_1`` ..., become the list
     ``optimizer_states``, by parameter number.
 
     Args:
-        path: A directory of Lightning's; it must fit into this process's memory.
+        path: A directory of Lightning, which must fit into this process's memory.
     """
     content = load_all(path)
     numbers = sorted(int(key.removeprefix("optimizer_")) for key in content if key.startswith("optimizer_"))
@@ -235,7 +235,7 @@ def read_as_one(path: Path) -> dict[str, Any]:
 
 
 def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state_dict with parameters by number, as torch's own, instead of by name.
+    """Return an optimizer's state_dict with parameters by number, as in torch, instead of by name.
 
     Example:
         >>> by_number({"state": {"b": {"step": 1}}, "param_groups": [{"params": ["a", "b"], "lr": 0.1}]})
@@ -253,7 +253,7 @@ def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cut_as(state: Mapping[str, Any], parameters: list[Tensor]) -> dict[str, Any]:
-    """Shard an unsharded optimizer's state_dict as its parameters are sharded.
+    """Shard an optimizer's state_dict as its parameters are sharded.
 
     Args:
         state: The whole state by parameter number, the same on every rank.

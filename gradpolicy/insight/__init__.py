@@ -1,1 +1,1 @@
-"""Show what policies will do and did: plan, audit, attributions, pictures."""
+"""Observes runs: the record, the audit, the report, attribution, curvature, pictures."""

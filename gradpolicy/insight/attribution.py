@@ -1,10 +1,10 @@
 """Attributions: gradients of a class score with respect to the images.
 
-Every method is a function of a model, images and target classes that gives a tensor of the images' shape. The
-model is left as it was: weights, ``.grad``, ``requires_grad`` and training mode.
+Every method is a function of a model, images and target classes that returns a tensor of the images' shape.
+The weights, ``.grad``, ``requires_grad`` and the training mode of the model do not change.
 
-Methods that change the gradient on its way back do it with flow policies, so an operation is caught whatever
-its spelling: ``F.relu`` as well as ``nn.ReLU``.
+Methods that modify gradients use flow policies, which act on every spelling of an operation, such as
+``F.relu`` and ``nn.ReLU``.
 """
 
 import warnings
@@ -33,10 +33,11 @@ def gradient(
     """Attribute by the plain gradient, ``∂ score(target) / ∂ images``.
 
     Args:
-        model: Gives class logits of images, as a tensor or as `logits` of a mapping or an object.
-        images: Floating point, shape (batch, …).
-        target: A class for all images or one for each; the predicted ones unless given.
-        policies: Flow policies that hold meanwhile, such as straight-through for a quantised model.
+        model: A model that returns class logits of images, as a tensor or as `logits` of a mapping or an
+            object.
+        images: Floating-point images of shape (batch, …).
+        target: A class for all images or one for each; default: the predicted ones.
+        policies: Flow policies to use, such as straight-through for a quantised model.
 
     Returns:
         The attribution, of the shape and dtype of the images.
@@ -60,7 +61,7 @@ def gradient(
 def guided(
     model: nn.Module, images: Tensor, target: Target = None, *, policies: Sequence[FlowPolicy] = ()
 ) -> Tensor:
-    """Attribute by guided backpropagation: at each ReLU only positive gradients of active units pass.
+    """Attribute by guided backpropagation: ReLUs pass only positive gradients of active units.
 
     Arguments, result and errors are those of :func:`gradient`.
 
@@ -72,7 +73,7 @@ def guided(
 def deconv(
     model: nn.Module, images: Tensor, target: Target = None, *, policies: Sequence[FlowPolicy] = ()
 ) -> Tensor:
-    """Attribute by a deconvolution network: at each ReLU positive gradients pass, whatever the unit did.
+    """Attribute by a deconvolution network: ReLUs pass positive gradients, whatever their input.
 
     Arguments, result and errors are those of :func:`gradient`.
 
@@ -103,7 +104,7 @@ def smoothgrad(
         policies: See :func:`gradient`.
         samples: Number of noisy copies.
         noise: Standard deviation as a share of each image's range.
-        seed: Seeds the noise; the global random state is left alone.
+        seed: The seed of the noise; the global random state does not change.
 
     Source: Smilkov, Thorat, Kim, Viégas, Wattenberg 2017, arXiv:1706.03825.
     """
@@ -129,7 +130,7 @@ def guided_gradcam(
     policies: Sequence[FlowPolicy] = (),
     layer: nn.Module | str | None = None,
 ) -> Tensor:
-    """Attribute by guided backpropagation where the class activation map is large.
+    """Attribute by guided backpropagation times the class activation map (guided Grad-CAM).
 
     ``guided · upsample(relu(Σ_c mean(∂ score / ∂ A_c) · A_c))`` with the channels A_c of a convolution's
     output, upsampled bilinearly. Other arguments, result and errors are those of :func:`gradient`.
@@ -139,7 +140,7 @@ def guided_gradcam(
         images: Shape (batch, channels, height, width).
         target: See :func:`gradient`.
         policies: See :func:`gradient`.
-        layer: The convolution, or its name; the last one unless given.
+        layer: The convolution, or its name; default: the last one.
 
     Source: Selvaraju, Cogswell, Das, Vedantam, Parikh, Batra 2017, arXiv:1610.02391.
     """
@@ -162,10 +163,10 @@ def integrated(
     policies: Sequence[FlowPolicy] = (),
     steps: int = 16,
 ) -> Tensor:
-    """Attribute by the gradient on the way from a blurred copy to the image, times the difference of both.
+    """Attribute by the mean gradient on the way from a blurred copy to the image, times their difference.
 
     ``(image - blurred) · mean_k ∂ score / ∂ x`` at ``x = blurred + (k + 1/2) / steps · (image - blurred)``.
-    It adds up to what the score gains on that way. Under :class:`~gradpolicy.Guided` gradients are guided.
+    Its sum is the difference of the scores. Under :class:`~gradpolicy.Guided` the gradients are guided.
     Other arguments, result and errors are those of :func:`gradient`.
 
     Args:
@@ -173,7 +174,7 @@ def integrated(
         images: Shape (batch, channels, height, width).
         target: See :func:`gradient`; the predicted classes are those of the images themselves.
         policies: See :func:`gradient`.
-        steps: At how many places the gradient is taken.
+        steps: The number of points at which the gradient is computed.
 
     Source: Sundararajan, Taly, Yan 2017, arXiv:1703.01365.
     """
@@ -195,7 +196,7 @@ def get_method(name: str) -> Attribution:
     """Return an attribution method by name.
 
     Raises:
-        PolicyError: If there is no such method; names the nearest.
+        PolicyError: If there is no such method; names the nearest ones.
     """
     if name not in METHODS:
         raise unknown("attribution method", name, METHODS, key="method")
@@ -203,7 +204,7 @@ def get_method(name: str) -> Attribution:
 
 
 def predict(forward: Forward, images: Tensor, target: Target = None) -> tuple[Tensor, Tensor]:
-    """Return the class of each image, the most probable one unless given, and its probability.
+    """Return a class for each image, by default the predicted one, and its probability.
 
     Returns:
         Two tensors of shape (batch,): int64 and floating point.
@@ -215,14 +216,14 @@ def predict(forward: Forward, images: Tensor, target: Target = None) -> tuple[Te
 
 
 def input_gradient(forward: Forward, images: Tensor, target: Target = None) -> Tensor:
-    """Return the gradient of class scores with respect to images, under whatever policies are installed.
+    """Return the gradient of class scores with respect to images, under the installed policies.
 
-    Works within `torch.inference_mode` as well, and touches no ``.grad``.
+    It also works within `torch.inference_mode`, and does not change ``.grad``.
 
     Args:
-        forward: Gives class logits of images; the images of a batch must not influence each other.
+        forward: A function that returns class logits of images. Images of a batch must not affect each other.
         images: Floating point, shape (batch, …).
-        target: A class for all images or one for each; the predicted ones unless given.
+        target: A class for all images or one for each; default: the predicted ones.
 
     Raises:
         PolicyError: If the images are not floating point, or no gradient reaches them.
@@ -244,10 +245,10 @@ def input_gradient(forward: Forward, images: Tensor, target: Target = None) -> T
 def integrated_gradient(
     forward: Forward, images: Tensor, target: Target = None, *, steps: int = 16
 ) -> Tensor:
-    """Return the attribution of :func:`integrated`, under whatever policies are installed.
+    """Return the attribution of :func:`integrated`, under the installed policies.
 
     Raises:
-        PolicyError: If `steps` is no whole number above 0, the images do not have four dimensions or are not
+        PolicyError: If `steps` is not an integer above 0, the images do not have four dimensions or are not
             floating point, or no gradient reaches them.
     """
     check_whole("integrated.steps", steps, least=1)
@@ -260,7 +261,7 @@ def integrated_gradient(
 
 
 def blur(images: Tensor) -> Tensor:
-    """Blur images by a Gaussian whose deviation is an eighth of their smaller side; edges are mirrored."""
+    """Blur images by a Gaussian with a standard deviation of an eighth of their smaller side."""
     deviation = min(images.shape[-2:]) / 8
     reach = min(int(3 * deviation + 0.5), *(size - 1 for size in images.shape[-2:]))
     offsets = torch.arange(-reach, reach + 1, dtype=images.dtype, device=images.device)
@@ -275,7 +276,7 @@ def blur(images: Tensor) -> Tensor:
 def _gradient(
     forward: Forward, images: Tensor, target: Target, at: Callable[[Tensor], Tensor] = lambda images: images
 ) -> Tensor | None:
-    """Return the gradient of class scores with respect to images, or to a tensor computed on the way."""
+    """Return the gradient of class scores with respect to images, or to a tensor within the model."""
     with torch.inference_mode(False), torch.enable_grad():
         inputs = images.clone().detach().requires_grad_()
         logits = _class_logits(forward, inputs)
@@ -286,7 +287,7 @@ def _gradient(
 
 
 def _class_logits(forward: Forward, images: Tensor) -> Tensor:
-    """Return a logit for each image and class."""
+    """Return the logits, one for each image and class."""
     logits = class_logits(forward(images))
     if logits.dim() != 2 or len(logits) != len(images):
         raise PolicyError(
@@ -307,10 +308,10 @@ def _as_classes(target: Target, logits: Tensor) -> Tensor:
 
 
 def find_convolution(model: nn.Module, layer: str | None = None) -> str:
-    """Return the name of the layer whose channels Grad-CAM weighs: the one given, or the last `nn.Conv2d`.
+    """Return the name of the layer for Grad-CAM: the given one, or the last `nn.Conv2d`.
 
     Raises:
-        PolicyError: If there is no such module, or no convolution.
+        PolicyError: If there is no such module, or there are no convolutions.
     """
     modules = dict(model.named_modules())
     if layer is None:
@@ -329,7 +330,7 @@ def _activation_map(model: nn.Module, layer: nn.Module, images: Tensor, target: 
 
     def keep(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         outputs.append(output)
-        return output.clone()  # what follows may work in place
+        return output.clone()  # later operations may work in place
 
     handle = layer.register_forward_hook(keep)
     try:
@@ -344,7 +345,7 @@ def _activation_map(model: nn.Module, layer: nn.Module, images: Tensor, target: 
 
 @contextmanager
 def _evaluating(model: nn.Module, policies: Sequence[FlowPolicy]) -> Iterator[None]:
-    """Put a model in evaluation mode, under policies, and each module back in its own mode."""
+    """Set a model to evaluation mode under policies, and restore the mode of each module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Checks of attributions: pixels inserted and deleted, and weights drawn anew."""
+"""Checks of attributions: insertion and deletion of pixels, and randomisation of weights."""
 
 import copy
 from collections.abc import Callable
@@ -14,17 +14,17 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.insight.attribution import Forward, Target, blur, predict
 
 Explain = Callable[[nn.Module, Tensor, Tensor], Tensor]
-"""An attribution of a model, images and classes, with all else bound."""
+"""An attribution method as a function of a model, images and classes."""
 
 
 @dataclass(frozen=True)
 class PixelCurves:
-    """The probability of a class while pixels are inserted into a blurred image, or deleted from the image.
+    """The probability of a class as pixels are inserted into a blurred image, or deleted from the image.
 
     Attributes:
-        shares: Shares of the pixels that were changed, shape (steps + 1,).
-        insertion: Probability after so many were inserted, shape (batch, steps + 1).
-        deletion: Probability after so many were deleted, of the same shape.
+        shares: The shares of changed pixels, shape (steps + 1,).
+        insertion: The probability after inserting these, shape (batch, steps + 1).
+        deletion: The probability after deleting these, of the same shape.
     """
 
     shares: Tensor
@@ -33,32 +33,32 @@ class PixelCurves:
 
     @property
     def insertion_area(self) -> Tensor:
-        """The area below each insertion curve, shape (batch,), from 0 to 1. More is better."""
+        """The area below each insertion curve, shape (batch,), from 0 to 1. Higher is better."""
         return torch.trapezoid(self.insertion, self.shares)
 
     @property
     def deletion_area(self) -> Tensor:
-        """The area below each deletion curve, shape (batch,), from 0 to 1. Less is better."""
+        """The area below each deletion curve, shape (batch,), from 0 to 1. Lower is better."""
         return torch.trapezoid(self.deletion, self.shares)
 
 
 def insertion_deletion(
     forward: Forward, images: Tensor, attribution: Tensor, target: Target = None, *, steps: int = 20
 ) -> PixelCurves:
-    """Insert and delete the pixels of images, those of the largest attribution first.
+    """Insert and delete the pixels of images, those with the largest attribution first.
 
-    The attribution of a pixel is the magnitude of the sum over its channels. A deleted pixel gets the value
-    that it has in a blurred copy of the image. Inserted pixels come into that copy.
+    The attribution of a pixel is the magnitude of the sum over its channels. Deleted pixels get their value
+    in a blurred copy of the image, and pixels are inserted into that copy.
 
     Args:
-        forward: Gives class logits of images.
-        images: Shape (batch, channels, height, width).
-        attribution: The same shape.
-        target: A class for all images or one for each; the predicted ones unless given.
-        steps: In how many steps all pixels are changed.
+        forward: A function that returns class logits of images.
+        images: Images of shape (batch, channels, height, width).
+        attribution: The attribution, of the same shape.
+        target: A class for all images or one for each; default: the predicted ones.
+        steps: The number of steps in which the pixels are changed.
 
     Raises:
-        PolicyError: If the shapes differ, or `steps` is no whole number above 0.
+        PolicyError: If the shapes differ, or `steps` is not an integer above 0.
 
     Source: Petsiuk, Das, Saenko 2018, arXiv:1806.07421.
 
@@ -76,7 +76,7 @@ def insertion_deletion(
         )
     classes, _ = predict(forward, images, target)
     strength = attribution.detach().sum(dim=1).abs().flatten(1)
-    # The place of each pixel in the order in which pixels are changed.
+    # The rank of each pixel in the order of changes.
     ranks = strength.argsort(dim=1, descending=True).argsort(dim=1).view(-1, 1, *images.shape[-2:])
     shares = torch.linspace(0, 1, steps + 1)
     blurred, pixels = blur(images), images.shape[-2] * images.shape[-1]
@@ -89,11 +89,11 @@ def insertion_deletion(
 
 
 class Randomised(NamedTuple):
-    """An attribution after the weights of a layer, and of all layers after it, were drawn anew.
+    """An attribution after the weights of a layer, and of all layers after it, were randomised.
 
     Attributes:
         layer: The layer's name.
-        attribution: Of the shape of the images.
+        attribution: The attribution, of the images' shape.
         similarity: Its rank correlation with that of the trained model, from -1 to 1, shape (batch,).
     """
 
@@ -105,17 +105,17 @@ class Randomised(NamedTuple):
 def randomisation_check(
     explain: Explain, model: nn.Module, images: Tensor, target: Tensor, *, seed: int = 0
 ) -> list[Randomised]:
-    """Draw the weights of a model anew, layer by layer from the last, and attribute after each.
+    """Randomise the weights of a model, layer by layer from the last to the first, and attribute after each.
 
-    An attribution that stays alike does not depend on what the model has learned. Similarity is Spearman's
-    rank correlation of the magnitudes, 1 where nothing changed. The model is left as it was.
+    If the attribution stays similar, it does not depend on what the model has learned. The similarity is
+    Spearman's rank correlation of the magnitudes, 1 if nothing changed. The model is restored afterwards.
 
     Args:
-        explain: The attribution.
+        explain: The attribution method.
         model: The trained model. Layers are its modules with parameters and a ``reset_parameters`` method.
         images: Shape (batch, channels, height, width).
         target: A class for each image.
-        seed: Seeds the weights; the global random state is left alone.
+        seed: The seed of the weights; the global random state does not change.
 
     Raises:
         PolicyError: If the model has no such layer.
@@ -148,6 +148,6 @@ def _rank_correlation(first: Tensor, second: Tensor) -> Tensor:
 
 
 def random_order(images: Tensor, seed: int = 0) -> Tensor:
-    """Return an attribution at random, with which others are compared."""
+    """Return a random attribution, a baseline for others."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(images.shape, generator=generator).to(images)

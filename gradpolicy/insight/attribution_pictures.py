@@ -17,36 +17,35 @@ from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.tasks.images import images_of
 
 PHASE = "test"
-# Images whose pixels are inserted and deleted, at least, if there are so many.
+# The minimum number of images for the insertion and deletion test, if there are so many.
 TESTED = 64
 
 
 class AttributionPictures(Callback):
-    """Draws a grid of attributions of the first test images and gives it to the loggers.
+    """Draws a grid of attribution maps of the first test images, and logs it.
 
-    The gradients are taken on the way from a blurred copy of each image, as in
-    :func:`gradpolicy.insight.attribution.integrated`, under the flow policies of the run that hold in the
-    phase ``test``: with a guided policy they are guided. A quantised model needs its straight-through policy
-    in that phase too, ``when.phases=[fit,test]``; without one a warning says so. The model is not updated,
-    and no ``.grad`` is touched. The title has the areas below the insertion and deletion curves of the first
-    64 images or more, beside those of pixels in random order.
+    The maps are those of :func:`gradpolicy.insight.attribution.integrated` under the flow policies of the run
+    that are active in the phase ``test``; with a guided policy the gradients are guided. A quantised model
+    needs its straight-through policy in that phase too, ``when.phases=[fit,test]``; without one a warning is
+    given. The model and ``.grad`` do not change. The title has the areas below the insertion and deletion
+    curves of at least 64 images, and those of pixels in random order.
 
-    The images are the first entry of a batch; their labels, where there are any, the second. The logits are
-    what the LightningModule's `predict_step` gives.
+    The images are the first entry of a batch, and their labels, if there are any, the second. The logits are
+    the output of the LightningModule's `predict_step`.
 
-    On several processes each attributes images of its own, and the first one draws.
+    With several processes, each processes its own images, and the first one draws.
 
     Args:
-        policy: The policy that the pictures are about, by its name in `GradientPolicies`; it must hold in the
-            phase ``test``.
+        policy: The name of the policy of the pictures in `GradientPolicies`; it must be active in the phase
+            ``test``.
         count: Number of images.
         columns: Images in a row of the grid.
-        directory: Where the PNG goes; ``pictures`` in the trainer's root directory unless given.
-        required: Whether a run without the policy, or without images, is an error; otherwise it has no
+        directory: The directory of the PNG; default: ``pictures`` in the trainer's root directory.
+        required: True if a run without the policy, or without images, is an error; otherwise it has no
             pictures.
 
     Raises:
-        PolicyError: When testing starts, if the policy is required and not declared, or does not hold then.
+        PolicyError: When testing starts, if the policy is required and missing, or not active then.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class AttributionPictures(Callback):
         self._batches: list[tuple[Tensor, Tensor | None]] = []
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that the policy is there before anything is computed."""
+        """Check that the policy exists before anything is computed."""
         self._batches = []
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         found = next((each for each in callbacks if isinstance(each, GradientPolicies)), None)
@@ -90,7 +89,7 @@ class AttributionPictures(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Keep the first images."""
+        """Store the first images."""
         missing = max(self.count, TESTED) - sum(len(images) for images, _ in self._batches)
         if self._draws and missing > 0:
             try:
@@ -104,11 +103,11 @@ class AttributionPictures(Callback):
             self._batches.append((images[:missing], labels[:missing] if labels is not None else None))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attribute the images; the first rank saves the grid and logs it."""
+        """Compute the maps; the first rank saves and logs the grid."""
         if not self._batches:
             return
         classes = getattr(getattr(trainer, "datamodule", None), "classes", None)
-        # On every rank, each with its own images: a sharded model is gathered by all ranks together.
+        # On every rank, with its own images, since all ranks must take part in gathering a sharded model.
         figure = self.draw(pl_module, classes)
         if not trainer.is_global_zero:
             return
@@ -120,7 +119,7 @@ class AttributionPictures(Callback):
             log_image(logger, f"attribution/{self.policy}", path, trainer.global_step, "pictures")
 
     def draw(self, pl_module: LightningModule, classes: tuple[str, ...] | None) -> Figure:
-        """Draw a grid of the images kept so far, under the policies as they are installed now."""
+        """Draw a grid of the stored images, under the installed policies."""
 
         def forward(images: Tensor) -> Any:
             return pl_module.predict_step(images, 0)

@@ -1,4 +1,4 @@
-"""The audit: proof that frozen entries kept their bits and stopped branches got no gradient."""
+"""The audit: checks that frozen entries keep their bits and that stopped gradients are zero."""
 
 import warnings
 from collections.abc import Iterable, Sequence
@@ -23,30 +23,29 @@ ON_DIFFERENCE = ("stop", "warn")
 
 
 class Audit(Callback):
-    """Checks in training that the policies of :class:`~gradpolicy.GradientPolicies` do what they promise.
+    """Checks the guarantees of policies of :class:`~gradpolicy.GradientPolicies` during training.
 
     - Frozen entries keep their bits: weights, and optimizer state under ``frozen_state="keep"``. The bits of
-      some entries are remembered, and compared before the mask changes, every few updates, at each
-      checkpoint and at the very end, after all other callbacks.
-    - What :class:`~gradpolicy.Stop` stops receives exactly zero.
+      some entries are copied, and compared before the mask changes, every few updates, at each checkpoint,
+      and at the end, after all other callbacks.
+    - Gradients stopped by :class:`~gradpolicy.Stop` are exactly zero.
 
     At the end it prints one line, such as ``frozen entries: 1,284 intervals, 0 changed``, and writes
-    ``audit.json``. Each process checks what it holds; rank 0 writes what all of them counted. A resumed run
-    adds to what was counted up to its checkpoint. The order among the callbacks does not matter.
+    ``audit.json``. Each process checks its own entries; rank 0 writes the sums. A resumed run continues from
+    the counts of its checkpoint. The order of the callbacks does not matter.
 
     Args:
-        directory: Where ``audit.json`` is written; the trainer's own unless given.
-        entries: How many random places of each tensor are compared. None (``null`` in YAML) compares all
-            frozen entries, also at each change of masks, with a copy of them in the host's memory.
-        every: Frozen entries are compared, and others chosen, at multiples of this many updates. Stopped
-            branches are checked as often; in each batch if `entries` is None.
+        directory: The directory of ``audit.json``; default: the trainer's.
+        entries: The number of random entries of each tensor that are compared. None (``null`` in YAML)
+            compares all frozen entries, also at each change of masks, with copies in the host's memory.
+        every: Entries are compared, and new ones drawn, at multiples of this number of updates. Stopped
+            branches are checked as often, or in each batch if `entries` is None.
         on_difference: ``"stop"`` ends the run, ``"warn"`` gives a warning.
-        seed: Seeds the places.
+        seed: The seed of the random entries.
 
     Raises:
         PolicyError: For a wrong argument.
-        PromiseError: In training, for what is not as promised: it names the tensor, how many entries, and the
-            step.
+        PromiseError: In training, if a check fails; names the tensor, the number of entries, and the step.
     """
 
     KEY = "gradpolicy_audit"
@@ -76,7 +75,7 @@ class Audit(Callback):
         self._differences: list[AuditDifference] = []
         self._rank = 0
         self._running = False
-        # Updates before this batch, and the stops that hold, if it is audited.
+        # The updates before this batch and the active stops, if the batch is audited.
         self._updates = 0
         self._active: list[str] | None = None
 
@@ -86,7 +85,7 @@ class Audit(Callback):
             self._reset()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start to check: policies are installed, and restored state is in place."""
+        """Start the checks, now that policies are installed and state is restored."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         policies = next((each for each in callbacks if isinstance(each, GradientPolicies)), None)
         if policies is None:
@@ -101,7 +100,7 @@ class Audit(Callback):
             self._stopped = StoppedBranches(policies.installed, stops, dict(named_parameters(pl_module)))
 
     def on_train_batch_start(self, trainer: Trainer, *arguments: Any) -> None:
-        """Find the stops that hold, if the batch is audited."""
+        """Find the active stops, if the batch is audited."""
         if self._stopped is None or self._policies is None:
             return
         self._updates, self._active = self._policies.updates(trainer), None
@@ -111,17 +110,17 @@ class Audit(Callback):
             self._stopped.begin()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare frozen entries where that is due; other callbacks have started the batch by now."""
+        """Compare frozen entries if that is due; here other callbacks have already started the batch."""
         if self._frozen is not None:
             self._frozen.renew()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *arguments: Any) -> None:
-        """Check what was stopped in the batch."""
+        """Check the stopped gradients of the batch."""
         if self._stopped is None or self._policies is None or self._active is None:
             return
         updates = self._policies.updates(trainer)
         if updates > self._updates:
-            # Under manual optimization gradients may be gone by now, or those of another loss.
+            # Under manual optimization the gradients may be gone, or those of another loss.
             active = self._active if pl_module.automatic_optimization else ()
             self._report(self._stopped.end(updates, active))
 
@@ -131,8 +130,8 @@ class Audit(Callback):
             self._frozen.renew(now=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare for the last time, after all other callbacks; write and print."""
-        # Raise nothing before all ranks have counted.
+        """Compare for the last time, after all other callbacks; write the file and print the result."""
+        # No error before all ranks have counted.
         if self._frozen is not None and self._running:
             self._add(self._frozen.compare())
         total = self._total(trainer)
@@ -144,7 +143,7 @@ class Audit(Callback):
         self._raise_if(total.differences)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write what this process found; others may be gone, so that nothing is gathered."""
+        """Write the counts of this process; others may be gone, so nothing is gathered."""
         self._stop_watching()
         if self._differences or trainer.world_size == 1:
             self._write(trainer, self._own(trainer))
@@ -152,7 +151,7 @@ class Audit(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Compare, and save what was counted so far; Lightning calls this on all ranks."""
+        """Compare, and save the counts so far; Lightning calls this on all ranks."""
         if self._frozen is not None and self._running:
             self._add(self._frozen.compare())
             self._frozen.continue_from_checkpoint()
@@ -164,7 +163,7 @@ class Audit(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Take what was counted before the run was resumed."""
+        """Load the counts from before the run was resumed."""
         if trainer.state.fn is TrainerFn.FITTING and self.KEY in checkpoint:
             self._before_resuming = AuditFile.model_validate(checkpoint[self.KEY], strict=True)
 
@@ -184,7 +183,7 @@ class Audit(Callback):
                 warnings.warn(f"audit: {each.message}", stacklevel=2)
 
     def _report(self, differences: Sequence[AuditDifference]) -> None:
-        """Take what this process found in the middle of training."""
+        """Handle a difference that this process found during training."""
         self._add(differences)
         if differences:
             self._raise_if(self._differences)
@@ -195,7 +194,7 @@ class Audit(Callback):
             raise PromiseError(f"audit: {differences[0].message}{more}")
 
     def _own(self, trainer: Trainer) -> AuditFile:
-        """Return what this process counted; on rank 0 with what was counted before the run was resumed."""
+        """Return the counts of this process; on rank 0 including those from before the run was resumed."""
         frozen, stopped = self._frozen, self._stopped
         own = AuditFile(
             intervals=frozen.intervals if frozen else 0,
@@ -209,7 +208,7 @@ class Audit(Callback):
         return own if before is None else merged([own, before])
 
     def _total(self, trainer: Trainer) -> AuditFile:
-        """Return what all ranks counted; every rank must call this."""
+        """Return the counts of all ranks; every rank must call this."""
         own = self._own(trainer)
         if trainer.world_size == 1:
             return own
@@ -224,7 +223,7 @@ class Audit(Callback):
 
 
 def merged(parts: Sequence[AuditFile]) -> AuditFile:
-    """Return what ranks, or the parts of a resumed run, counted together."""
+    """Return the sum of the counts of several ranks, or of the parts of a resumed run."""
     return AuditFile(
         intervals=sum(each.intervals for each in parts),
         entries=sum(each.entries for each in parts),
@@ -242,7 +241,7 @@ def summary(report: AuditFile, *, stops: bool = False) -> str:
 
     Args:
         report: The content of ``audit.json``.
-        stops: If True, a policy stops gradients, so that something should have been checked.
+        stops: True if a policy stops gradients, so that checks are expected.
 
     Example:
         >>> summary(AuditFile(intervals=1284, entries=9000, changed=0, sampled=True))

@@ -17,7 +17,7 @@ from gradpolicy.tensors.mask import as_tensor
 from gradpolicy.tensors.seeded import derive
 from gradpolicy.tensors.sharding import local_shard
 
-# Indices that a difference lists.
+# The number of indices in a difference.
 INDICES = 10
 
 
@@ -26,7 +26,7 @@ class Snapshot:
     """The bits of frozen entries of one parameter at the start of an interval.
 
     Attributes:
-        step: Updates taken by then.
+        step: The number of updates at that time.
         places: Flat indices of the entries within this process's part of the parameter.
         bits: The bytes of each entry, by ``"weight"`` or ``"state <name>"``.
     """
@@ -43,13 +43,13 @@ class FrozenEntries:
     checkpoint is saved and when training ends.
 
     Args:
-        freezer: Sets the masks.
-        entries: How many random places of each tensor are compared. None means all entries, also right
-            after each change of masks; the snapshots then lie in the host's memory.
-        every: A snapshot is due at multiples of this many updates, and after the first one, which makes the
-            optimizer's state.
-        seed: Seeds the places.
-        report: Receives what is found in the middle of training.
+        freezer: The freezer, which sets the masks.
+        entries: The number of random entries of each tensor that are compared. None means all entries, also
+            after each change of masks; the snapshots are then in the host's memory.
+        every: A snapshot is due at multiples of this number of updates, and after the first one, which
+            creates the optimizer's state.
+        seed: The seed of the random entries.
+        report: A function that receives differences found during training.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class FrozenEntries:
         return self._compare(self._snapshots)
 
     def continue_from_checkpoint(self) -> None:
-        """Start new intervals as a run that is resumed from this checkpoint does."""
+        """Start new intervals, as a run resumed from this checkpoint does."""
         self._next_snapshot = self.updates
         self._take_snapshots([*self._snapshots])
 
@@ -102,7 +102,7 @@ class FrozenEntries:
 
     @property
     def updates(self) -> int:
-        """How many updates were taken."""
+        """The number of updates."""
         optimizers: list[Any] = self._freezer.optimizers
         return max(each.effective_steps for each in optimizers)
 
@@ -113,13 +113,13 @@ class FrozenEntries:
             now = self._bits(name, before.places)
             found = []
             for what, bits in before.bits.items():
-                # State that is gone has changed.
+                # Missing state counts as changed.
                 changed = bits.new_ones(len(bits), dtype=torch.bool)
                 if what in now:
                     changed = (now[what].to(bits.device) != bits).any(1)
                 if changed.any():
                     found.append(self._difference(name, what, before, changed.cpu()))
-            # Masks that are set twice between two updates make no interval.
+            # There is no interval if masks are set twice between two updates.
             if found or self.updates > before.step:
                 self.intervals += 1
                 self.compared += len(before.places) * len(before.bits)
@@ -169,7 +169,7 @@ class FrozenEntries:
         if self._entries is None or own.numel() <= self._entries:
             places = torch.arange(own.numel())
         else:
-            # One place in each of so many equal parts of the tensor.
+            # One entry in each of this number of equal parts of the tensor.
             generator = torch.Generator().manual_seed(derive("audit", self._seed, name, self.updates))
             starts = torch.arange(self._entries + 1) * own.numel() // self._entries
             offsets = torch.rand(self._entries, generator=generator, dtype=torch.float64)
@@ -182,11 +182,11 @@ class FrozenEntries:
         return places[~active.expand(own.shape).reshape(-1)[places]]
 
     def _bits(self, name: str, places: Tensor) -> dict[str, Tensor]:
-        """Return the bytes of entries, of the weight and of state that is kept while it is frozen."""
+        """Return the bytes of entries of the weight, and of state that is kept while frozen."""
         parameter = self._freezer.parameters[name]
         tensors = {"weight": parameter.detach()}
         for optimizer in self._freezer.optimizers:
-            # Under ZeRO the state lies in the local optimizer of one rank.
+            # Under ZeRO the state is in the local optimizer of one rank.
             masking: Any = getattr(optimizer, "local", optimizer)
             masked = masking.masked_parameters().get(parameter)
             if masked is not None and not masked.options.forget:
@@ -206,24 +206,25 @@ def bits_at(tensor: Tensor, places: Tensor) -> Tensor:
 
 
 class StoppedBranches:
-    """Checks that what :class:`gradpolicy.Stop` stops receives exactly zero; compiled code is left out.
+    """Checks that gradients stopped by :class:`gradpolicy.Stop` are exactly zero, except in compiled code.
 
-    What leaves a cut in the graph requires no gradient, what is passed on under ``mode="zero"`` is zero, and
-    parameters that are stopped themselves (``params=``) have no gradient, or zeros.
+    The tensor after a cut in the graph must not require a gradient, the gradient passed on under
+    ``mode="zero"`` must be zero, and parameters that are stopped (``params=``) must have no gradient, or
+    zeros.
 
     Args:
         installed: The flow policies.
-        stops: The names of those that stop.
+        stops: The names of the policies that stop.
         named: The model's parameters by name.
 
     Attributes:
-        counts: The checks, and how many found a gradient that was not zero.
+        counts: The number of checks, and of those that found a gradient that was not zero.
     """
 
     def __init__(self, installed: Installed, stops: Iterable[str], named: Mapping[str, Tensor]) -> None:
         self.counts = {"checked": 0, "nonzero": 0}
         self._checking = False
-        # In this batch: the policy, the place, and how many entries or tensors are not as they should be.
+        # In this batch: the policy, the place, and the number of wrong entries or tensors.
         self._found: list[tuple[str, str, int | Tensor]] = []
         rows = {row.name: row for row in installed.report().rows}
         self._parameters = [
@@ -233,17 +234,17 @@ class StoppedBranches:
             installed.observe(policy, self)
 
     def begin(self) -> None:
-        """Start to check a batch."""
+        """Start checking a batch."""
         self._checking = True
         self._found.clear()
 
     def cut(self, policy: str, location: str, results: Any) -> None:
-        """Check what leaves a cut."""
+        """Check the tensor after a cut."""
         if self._checking:
             self._found.append((policy, location, sum(each.requires_grad for each in tensors_in(results))))
 
     def passed(self, policy: str, gradients: Iterable[Tensor | None]) -> None:
-        """Check gradients that were let through."""
+        """Check gradients that were passed on."""
         if self._checking:
             place = "the gradient that it lets through"
             self._found += [(policy, place, each.count_nonzero()) for each in gradients if each is not None]
@@ -252,8 +253,8 @@ class StoppedBranches:
         """Check stopped gradients after an update.
 
         Args:
-            step: Updates taken so far.
-            active: The policies that held, if the parameters still have their gradients.
+            step: The number of updates so far.
+            active: The active policies, if the parameters still have their gradients.
         """
         self._checking = False
         for policy, name, parameter in self._parameters:

@@ -12,18 +12,18 @@ from gradpolicy.optim.masked_optimizer import bytes_of
 
 
 class Costs(Callback):
-    """Measures what training costs and logs it at the end of each epoch.
+    """Measures the cost of training, and logs it at the end of each epoch.
 
-    - ``cost/step_milliseconds``: mean time of a batch, from before the policies are asked for masks to after
-      the update. Validation, checkpoints and loading are not in it. On a GPU it is the host's time, which
-      over many batches is the device's.
+    - ``cost/step_milliseconds``: mean time of a batch, from before new masks are computed to after the
+      update, without validation, checkpoints and loading. On a GPU it is the host's time, which over many
+      batches equals the device's.
     - ``cost/step_cpu_milliseconds``: the same in processor time of the process, over all its threads, which
-      depends less on what else the machine does.
-    - ``cost/optimizer_bytes_peak``: the most bytes of optimizer state held after any batch on this process:
-      moments, steps, masks and ages. What mask sources gather of gradients is not in it.
+      depends less on other load of the machine.
+    - ``cost/optimizer_bytes_peak``: the maximum of the bytes of optimizer state after any batch on this
+      process: moments, steps, masks and ages, without the gradients that mask sources accumulate.
 
     Args:
-        skip: How many batches at the start do not count for the times: compilers and caches warm up.
+        skip: The number of batches at the start that are not timed, for warm-up.
 
     Raises:
         PolicyError: If ``skip`` is negative.
@@ -41,7 +41,7 @@ class Costs(Callback):
         self._began = (0.0, 0.0)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reset the costs; those of a run before it was resumed do not count."""
+        """Reset the costs; a resumed run starts with new ones."""
         self._reset()
 
     def on_train_batch_start(self, *arguments: Any) -> None:
@@ -69,7 +69,7 @@ class Costs(Callback):
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes that an optimizer holds as its state on this process.
+    """Return the bytes of an optimizer's state on this process.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(10))

@@ -1,31 +1,31 @@
-r"""Curvature under policies: the derivative of the gradient that training follows.
+r"""Curvature under policies: the derivative of the gradient that training uses.
 
-``g(θ)`` is the gradient that a backward pass gives with the parameters at θ, policies included. All functions
-here are about its derivative ``J = ∂g/∂θ``, by its products with vectors.
+``g(θ)`` is the gradient of a backward pass at the parameters θ, including policies. The functions of this
+module estimate properties of its derivative ``J = ∂g/∂θ`` by products with vectors.
 
-- *No rule acts* while the loss and its gradient are computed: J is the Hessian, and autograd gives ``J v``
-  exactly.
-- *A rule acts*: J is that of the gradient with the rule, which need not be symmetric. Autograd through the
-  backward pass would not give it, since the rule would act in both passes. So it is taken by central
-  differences, ``J v ≈ (g(θ + h v) − g(θ − h v)) / 2h`` with ``h = u^(1/3) · max(1, ‖θ‖) / ‖v‖``. They
-  stand in too where autograd has no second derivative: in compiled code, for some kernels.
+- *If no rule is active* when the loss and its gradient are computed, J is the Hessian, and autograd computes
+  ``J v`` exactly.
+- *If a rule is active*, J is the derivative of the gradient with the rule, which need not be symmetric.
+  Autograd through the backward pass would apply the rule in both passes. So central differences are used, ``J
+  v ≈ (g(θ + h v) − g(θ − h v)) / 2h`` with ``h = u^(1/3) · max(1, ‖θ‖) / ‖v‖``. They are also used if
+  autograd has no second derivative: in compiled code, and for some kernels.
 
 u is the rounding unit of the parameters' dtype (``torch.finfo(dtype).eps``; the coarsest if they differ). The
-power 1/3 balances the error of the formula, of order h², against that of rounding, of order u/h: Nocedal and
-Wright 2006, "Numerical Optimization", section 8.1. The length of the step follows that of θ. In float64 about
-ten digits are right, in float32 about four, if g is smooth over the step. Where g jumps within it, as at the
-kink of a ReLU, the differences count the jump and autograd does not. In float32 a network of ReLUs has many
-kinks in reach, and the products become noisy: use float64, where the step is a thousand times shorter, or
-smooth activations.
+power 1/3 balances the error of the formula, of order h², and that of rounding, of order u/h: Nocedal and
+Wright 2006, "Numerical Optimization", section 8.1. The step is proportional to ‖θ‖. If g is smooth over the
+step, about ten digits are correct in float64, and about four in float32. If g is discontinuous within it, as
+at the kink of a ReLU, the differences include the jump and autograd does not. In float32 a ReLU network has
+many kinks within the step, and the products are noisy: use float64, where the step is a thousand times
+shorter, or smooth activations.
 
-What holds for every function here:
+For every function:
 
 - The loss is evaluated once or several times, each time with the same state of torch's random generators, so
-  that dropout leaves out the same units, and with the same buffers in each module that it calls. Afterwards
-  parameters, their ``.grad``, buffers and generators are as before, bit for bit, also if the loss raises.
-  Random numbers of Python and NumPy, and whatever else the loss changes, are its own affair.
-- Random vectors come from the generator that is given, or from one seeded by torch's default generator: its
-  state must be the same on every process. Under DDP each process sees the gradient of its own loss.
+  that dropout drops the same units, and with the same buffers in each module that it calls. Afterwards
+  parameters, their ``.grad``, buffers and generators are restored bit for bit, also if the loss raises an
+  exception. Random numbers of Python and NumPy, and other side effects of the loss, are not handled.
+- Random vectors come from the given generator, or from one seeded by torch's default generator, whose state
+  must be the same on every process. Under DDP each process uses the gradient of its own loss.
 - Sharded parameters (DTensor, FSDP2) are refused: use a copy of the model in one process.
 """
 
@@ -49,19 +49,20 @@ Loss = Callable[[], Tensor]
 Named = Mapping[str, Tensor]
 Value = TypeVar("Value", float, dict[str, Tensor])
 
-# An eigenvalue is good enough when its residual is this share of it: its error is then of the square.
+# The iteration stops if the residual is this share of the eigenvalue; the error is then of the square's
+# order.
 _RESIDUAL = 1e-5
 
 
 @dataclass(frozen=True)
 class Estimate(Generic[Value]):
-    """A number, or a tensor for each parameter, and how far it may be off.
+    """An estimate, a number or a tensor for each parameter, with its standard error.
 
     Attributes:
         value: The estimate.
-        standard_error: Of the mean over the samples, in the form of the value. It knows nothing of the error
-            of the differences. For :func:`top_eigenvalue` it is the residual instead.
-        samples: How many products with J were taken.
+        standard_error: The standard error of the mean over the samples, in the form of the value, without the
+            error of finite differences. For :func:`top_eigenvalue` it is the residual instead.
+        samples: The number of products with J.
     """
 
     value: Value
@@ -70,19 +71,19 @@ class Estimate(Generic[Value]):
 
 
 def gradient_at(loss: Loss, parameters: Named, delta: Named) -> dict[str, Tensor]:
-    """Return the gradient with the parameters moved: ``g(θ + δ)``, under the policies in force.
+    """Return the gradient at shifted parameters, ``g(θ + δ)``, under the active policies.
 
     Args:
-        loss: Computes the loss, a scalar, from the parameters as they are when it is called.
+        loss: A function that computes the loss, a scalar, from the current values of the parameters.
         parameters: The parameters by name.
-        delta: How far each is moved, by name; one that is not named stays.
+        delta: The shifts by name; parameters that are not named are not shifted.
 
     Returns:
-        The gradient by name, in the parameters' shapes and dtypes; zeros where the loss depends on none.
+        The gradient by name, in the parameters' shapes and dtypes; zeros for unused parameters.
 
     Raises:
-        PolicyError: For a parameter that takes no gradient, a name or shape in ``delta`` that is no
-            parameter's, or a loss that is no scalar or depends on no parameter.
+        PolicyError: For a parameter without ``requires_grad``, a wrong name or shape in ``delta``, or a loss
+            that is not a scalar or depends on no parameter.
 
     Example:
         >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
@@ -100,13 +101,13 @@ def hvp(loss: Loss, parameters: Named, vector: Named) -> dict[str, Tensor]:
     Args:
         loss: See :func:`gradient_at`.
         parameters: The parameters by name.
-        vector: The vector by parameter name; zero for one that is not named.
+        vector: The vector by parameter name; zero for parameters that are not named.
 
     Returns:
         The product by name, in the parameters' shapes and dtypes.
 
     Raises:
-        PolicyError: See :func:`gradient_at`; for differences of parameters less precise than float32.
+        PolicyError: See :func:`gradient_at`; for finite differences in less than float32.
 
     Example:
         >>> x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
@@ -126,8 +127,8 @@ def trace(
     Args:
         loss: See :func:`gradient_at`.
         parameters: The parameters by name.
-        samples: How many vectors z are drawn; at least 2.
-        generator: Where they are drawn from; None: torch's default generator gives a seed.
+        samples: The number of vectors z, at least 2.
+        generator: The random generator; None: one seeded by torch's default generator.
 
     Raises:
         PolicyError: See :func:`hvp`; for fewer than 2 samples.
@@ -149,8 +150,8 @@ def frobenius_norm(
     Args:
         loss: See :func:`gradient_at`.
         parameters: The parameters by name.
-        samples: How many vectors z are drawn; at least 2.
-        generator: Where they are drawn from; None: torch's default generator gives a seed.
+        samples: The number of vectors z, at least 2.
+        generator: The random generator; None: one seeded by torch's default generator.
 
     Raises:
         PolicyError: See :func:`hvp`; for fewer than 2 samples.
@@ -170,8 +171,8 @@ def diagonal(
     Args:
         loss: See :func:`gradient_at`.
         parameters: The parameters by name.
-        samples: How many vectors z are drawn; at least 2.
-        generator: Where they are drawn from; None: torch's default generator gives a seed.
+        samples: The number of vectors z, at least 2.
+        generator: The random generator; None: one seeded by torch's default generator.
 
     Returns:
         An estimate whose value and standard error are dicts by parameter name.
@@ -197,16 +198,16 @@ def diagonal(
 def top_eigenvalue(
     loss: Loss, parameters: Named, iterations: int = 32, generator: torch.Generator | None = None
 ) -> Estimate[float]:
-    """Estimate the largest eigenvalue of J; if J is not symmetric, the largest real part of one.
+    """Estimate the largest eigenvalue of J; if J is not symmetric, the largest real part of an eigenvalue.
 
-    Arnoldi's method from a random vector, which for symmetric J is Lanczos's. It keeps a vector of the size
-    of all parameters for each iteration, and ends early when the residual is small.
+    Uses Arnoldi's method from a random vector, which for symmetric J is Lanczos's. It stores a vector of the
+    size of all parameters for each iteration, and stops early if the residual is small.
 
     Args:
         loss: See :func:`gradient_at`.
         parameters: The parameters by name.
-        iterations: The most products with J that are taken; at least 1.
-        generator: Where the first vector is drawn from; None: torch's default generator gives a seed.
+        iterations: The maximum number of products with J, at least 1.
+        generator: The random generator of the first vector; None: one seeded by torch's default generator.
 
     Returns:
         An estimate whose ``standard_error`` is the residual ``‖J q − λ q‖`` of the approximate eigenvector
@@ -227,7 +228,7 @@ def top_eigenvalue(
     projected = torch.zeros(size + 1, size, dtype=torch.float64)
     for column in range(size):
         rest = field.derivative(basis[-1])
-        # Twice, since rounding leaves something of the basis the first time.
+        # Twice, since the first time is not exact because of rounding.
         for _ in range(2):
             for row, vector in enumerate(basis):
                 share = _dot(vector, rest)
@@ -256,10 +257,10 @@ def _products(
 
 
 class _GradientField:
-    """The gradient of a loss as a function of where its parameters are moved to.
+    """The gradient of a loss as a function of its parameters.
 
     Args:
-        loss: Computes the loss.
+        loss: A function that computes the loss.
         parameters: The parameters by name.
     """
 
@@ -270,7 +271,7 @@ class _GradientField:
         self.values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
     def derivative(self, vector: Named) -> dict[str, Tensor]:
-        """Return ``J v``: by autograd if no rule acts, otherwise by central differences."""
+        """Return ``J v``: by autograd if no rule is active, otherwise by central differences."""
         if self._graph is not None:
             varying = {
                 name: part for name, part in self._graph.items() if part.requires_grad and name in vector
@@ -293,7 +294,7 @@ class _GradientField:
 
     @cached_property
     def _graph(self) -> dict[str, Tensor] | None:
-        """The gradient with its graph; None if a rule acted, or the graph leads nowhere."""
+        """Return the gradient with its graph; None if a rule was active, or there is no graph."""
         before = rule_uses()
         with self.moved({}):
             gradient = self.gradient(create_graph=True)
@@ -330,7 +331,7 @@ class _GradientField:
         return dict(given)
 
     def random(self, draw: Callable[..., Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return random tensors in the place of the parameters, the same on every device."""
+        """Return random tensors in the shapes of the parameters, the same on every device."""
         device = generator.device
         return {
             name: draw(value.shape, generator=generator, device=device, dtype=value.dtype).to(value.device)
@@ -339,11 +340,11 @@ class _GradientField:
 
     @contextmanager
     def moved(self, delta: Named) -> Iterator[None]:
-        """Move the parameters meanwhile; what an evaluation of the loss changes is then put back."""
+        """Shift the parameters within the block, and restore everything that evaluating the loss changes."""
         devices = {p.device for p in self.parameters.values() if p.device.type != "cpu"}
         device_type = next((device.type for device in devices), "cuda")
         with torch.random.fork_rng(devices=devices, device_type=device_type), _buffers_restored():
-            # Through .data: autograd need not know, since the values are the same again when this ends.
+            # By .data, hidden from autograd, since the values are restored afterwards.
             try:
                 for name, part in delta.items():
                     self.parameters[name].data.copy_(self.values[name] + part)
@@ -354,7 +355,7 @@ class _GradientField:
 
     @torch.enable_grad()
     def gradient(self, create_graph: bool = False) -> dict[str, Tensor]:
-        """Return the gradient with the parameters as they are."""
+        """Return the gradient at the current values of the parameters."""
         loss = self.loss()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise PolicyError(f"curvature: the loss must be a scalar tensor, got {shown(loss)}")
@@ -371,7 +372,7 @@ class _GradientField:
 
 
 def _ends_in_errors(gradients: Iterable[Tensor]) -> bool:
-    """Return True if a function is marked ``once_differentiable``: autograd takes its result as constant."""
+    """Return True if a function is ``once_differentiable``: autograd treats its gradient as constant."""
     nodes: list[Any] = [gradient.grad_fn for gradient in gradients]
     seen = {None}
     while nodes:
@@ -386,7 +387,7 @@ def _ends_in_errors(gradients: Iterable[Tensor]) -> bool:
 
 @contextmanager
 def _buffers_restored() -> Iterator[None]:
-    """Restore the buffers of every module that is called meanwhile."""
+    """Restore the buffers of every module that is called within the block."""
     before: dict[int, tuple[Tensor, Tensor]] = {}
 
     def note(module: nn.Module, inputs: Any) -> None:
@@ -417,7 +418,7 @@ def _check_parameters(parameters: Named) -> None:
 
 
 def _given_or_seeded(generator: torch.Generator | None) -> torch.Generator:
-    """Return the generator, or a new one: torch's default one stays the same while the loss is evaluated."""
+    """Return the generator, or a new one, since torch's default one is reset for each evaluation."""
     return generator or torch.Generator().manual_seed(int(torch.randint(2**62, ())))
 
 

@@ -25,23 +25,23 @@ class LogCurvature(Callback):
     """Estimates the curvature of the loss of the batch just trained, and logs it.
 
     Each quantity is logged as ``curvature/<quantity>``, its standard error (for ``top_eigenvalue`` the
-    residual) as ``curvature/<quantity>_error``. They are about the parameters that train at that step, and
-    about the gradient with the run's policies. The random vectors are the same at every step, so that a
-    change from one step to the next is not theirs.
+    residual) as ``curvature/<quantity>_error``. They are for the parameters that train at that step, and the
+    gradient under the run's policies. The random vectors are the same at every step, so they do not cause
+    differences between steps.
 
-    The batch is trained on as ever; ``training_step`` is called again for the estimates, and what it logs
-    then, or adds to a torchmetrics metric, does not count. Reports of policies count these calls too. On
-    several processes the mean over their estimates is logged.
+    Training is not affected. For the estimates ``training_step`` is called again; values that it then logs,
+    or adds to a torchmetrics metric, are discarded. Reports of policies include these calls. With several
+    processes the mean over their estimates is logged.
 
     Args:
-        every: How many optimizer steps lie between two estimates.
+        every: The number of optimizer steps between two estimates.
         quantities: Some of ``trace``, ``frobenius_norm`` and ``top_eigenvalue``.
-        samples: Products with random vectors an estimate; the most iterations for ``top_eigenvalue``.
+        samples: Random vectors per estimate; the maximum number of iterations for ``top_eigenvalue``.
         seed: Seed of the random vectors.
 
     Raises:
         PolicyError: For an unknown quantity, or a number that is too small; when training starts, for a
-            module that takes its optimizer steps itself in ``training_step``.
+            module with manual optimization.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class LogCurvature(Callback):
         self._last_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that calling ``training_step`` again does not train."""
+        """Check that calling ``training_step`` again does not update weights."""
         if not pl_module.automatic_optimization:
             raise PolicyError(
                 f"callbacks.curvature: {type(pl_module).__name__} optimizes by hand in training_step, which"
@@ -66,7 +66,7 @@ class LogCurvature(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the estimates if a step was taken, and it is one to log."""
+        """Log the estimates after every n-th optimizer step."""
         step = trainer.global_step
         if step == self._last_step or step % self.every:
             return
@@ -86,7 +86,7 @@ class LogCurvature(Callback):
 
 @contextmanager
 def _unobserved(module: LightningModule) -> Iterator[None]:
-    """Run training steps that log nothing, and leave no trace in metrics."""
+    """Disable logging, and restore metrics after the block."""
     before = dict(vars(module))
     metrics = [part for part in module.modules() if isinstance(part, Metric)]
     states = [

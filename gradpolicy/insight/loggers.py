@@ -1,4 +1,4 @@
-"""Give loggers the config and the plan of a run."""
+"""Logs the config and the plan of a run."""
 
 import json
 import re
@@ -13,27 +13,27 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, W
 from gradpolicy.insight.run_files import PLAN, PLAN_TEXT, flat
 from gradpolicy.planning.plan_table import HEADINGS, Plan, cells
 
-# Keys of the config that say where a run writes.
+# Keys of the config with paths of the run.
 PLACES = ("paths", "logger", "extras")
 PERMISSIONS = ("allowed_targets", "extensions")
-# Keys that the name of a run leaves out.
+# Keys that are not part of a run's name.
 UNNAMED = (*PLACES, *PERMISSIONS, "policy", "callbacks", "tags", "ckpt_path", "hydra")
-# The longest name that W&B takes, in characters.
+# The maximum length of a name in W&B, in characters.
 LONGEST_NAME = 128
-# Characters that MLflow refuses in the name of a parameter.
+# Characters that MLflow does not allow in the name of a parameter.
 NOT_IN_KEYS = re.compile(r"[^\w\-. /]", re.ASCII)
 
 
 def write_plan(plan: Plan, directory: Path) -> None:
-    """Write a plan into a run's directory: ``plan.json`` for programs, ``plan.txt`` as it is printed."""
+    """Write a plan to a run's directory, as ``plan.json`` and ``plan.txt``."""
     (directory / PLAN).write_text(json.dumps(plan.to_dict(), indent=2) + "\n", encoding="utf-8")
     (directory / PLAN_TEXT).write_text(f"{plan}\n", encoding="utf-8")
 
 
 def hyperparameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a resolved config as one number, text or truth value a key, by which loggers filter.
+    """Return a resolved config as numbers, strings and bools by dotted key, for filtering runs.
 
-    Callbacks and the paths of the run are left out: they would hide the keys in which runs differ.
+    Without callbacks and paths, which would hide the keys in which runs differ.
 
     Example:
         >>> hyperparameters({"seed": 3, "policy": {"half": {"mask": {"density": 0.5}}}, "paths": {}})
@@ -46,20 +46,20 @@ def hyperparameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def policies_of(config: Mapping[str, Any]) -> str:
-    """Return the names of a config's policies, as in ``stop+guided``; ``none`` without any."""
+    """Return the names of a config's policies, such as ``stop+guided``; ``none`` without policies."""
     named = config.get("policy") or {}
     return "+".join(name for name, node in named.items() if node is not None) or "none"
 
 
 def name_loggers(config: Mapping[str, Any], overrides: Sequence[str], sweep: str | None) -> None:
-    """Set the names that the loggers of a config leave open.
+    """Set the default names of runs and groups in the loggers of a config.
 
-    A run is named by its policies and its overrides; its group by its policies and its sweep.
+    A run is named by its policies and its overrides, its group by its policies and its sweep.
 
     Args:
         config: The resolved config, which is changed.
         overrides: The overrides of the command line.
-        sweep: The name of the sweep that it belongs to.
+        sweep: The name of the sweep of the run.
     """
     policies = policies_of(config)
     plain = [line.lstrip("+~") for line in overrides]
@@ -74,7 +74,7 @@ def name_loggers(config: Mapping[str, Any], overrides: Sequence[str], sweep: str
 
 
 class LogRun(Callback):
-    """Gives every logger the config and the plan at the start of a run, on the first rank.
+    """Logs the config and the plan at the start of a run, on the first rank.
 
     Args:
         config: The resolved config.
@@ -89,7 +89,7 @@ class LogRun(Callback):
         self._logged = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Log them once a run."""
+        """Log them once per run."""
         if self._logged or not trainer.is_global_zero:
             return
         self._logged = True
@@ -109,7 +109,7 @@ class LogRun(Callback):
     def _log_tensorboard(self, logger: TensorBoardLogger) -> None:
         from torch.utils.tensorboard.summary import hparams
 
-        # This writes hparams.yaml; for the table of runs it would need values of the metrics.
+        # This writes hparams.yaml; the table of runs would also need values of the metrics.
         logger.log_hyperparams(dict(self.config))
         writer = logger.experiment
         for summary in hparams(hyperparameters(self.config), dict.fromkeys(self.metrics)):
@@ -119,7 +119,7 @@ class LogRun(Callback):
 
     def _log_mlflow(self, logger: MLFlowLogger) -> None:
         client, run = logger.experiment, logger.run_id
-        # MLflow lets no parameter change; the changes of a resumed run are in its config.yaml.
+        # MLflow does not allow changing parameters; the changes of a resumed run are in its config.yaml.
         known = client.get_run(run).data.params
         flat = {NOT_IN_KEYS.sub("_", key): value for key, value in hyperparameters(self.config).items()}
         logger.log_hyperparams({key: value for key, value in flat.items() if key not in known})

@@ -1,4 +1,4 @@
-"""Pictures of masks: a weight's mask, the ages of its entries, its history."""
+"""Pictures of a weight's mask, the ages of its entries, and their history."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,12 +37,12 @@ def as_matrix(values: Tensor) -> NDArray[np.float32]:
     """Lay a tensor out in two dimensions; NaN marks the gaps between kernels.
 
     Args:
-        values: Any shape. A vector becomes one row. Of a convolution's weight, (out, in, …), each kernel
-            becomes a tile: row = output channel, column = input channel. Where the whole is larger than a
-            picture, tiles have no gaps.
+        values: A tensor of any shape. A vector becomes one row. In a convolution's weight, (out, in, …), each
+            kernel becomes a tile: row = output channel, column = input channel. If the matrix is larger than
+            a picture, tiles have no gaps.
 
     Returns:
-        Shape (rows, columns).
+        A matrix.
 
     Example:
         >>> as_matrix(torch.zeros(8)).shape, as_matrix(torch.zeros(4, 2, 3, 3)).shape
@@ -60,13 +60,13 @@ def as_matrix(values: Tensor) -> NDArray[np.float32]:
 
 
 def mask_image(mask: Tensor) -> Image.Image:
-    """Draw a mask: blue = active, grey = frozen, a mixture where a pixel stands for many entries.
+    """Draw a mask: blue = active, grey = frozen, a mixture if a pixel represents several entries.
 
     Args:
         mask: A bool tensor of the weight's shape, True = this entry trains.
 
     Returns:
-        An image. Small weights are enlarged by a whole factor, large ones shrunk by means.
+        An image. Small weights are enlarged by an integer factor, large ones are averaged over blocks.
     """
     return _coloured(_shrunk(as_matrix(mask)), SHARES)
 
@@ -76,12 +76,12 @@ def age_image(ages: Tensor, mask: Tensor | None = None, oldest: int | None = Non
 
     Args:
         ages: Updates of each entry since its moments were last empty, in the weight's shape.
-        mask: True = active; what is frozen is grey. None colours every entry. A pixel that stands for many
-            entries has the colour of the mean over the active ones.
-        oldest: The age that is brightest; None: the oldest in `ages`.
+        mask: True = active; frozen entries are grey. None colours every entry. A pixel that represents
+            several entries has the colour of the mean over the active ones.
+        oldest: The age of the brightest colour; None: the maximum of `ages`.
 
     Returns:
-        An image, as that of :func:`mask_image`.
+        An image, as from :func:`mask_image`.
     """
     largest = max(int(ages.max()) if oldest is None else oldest, 1)
     active = torch.ones_like(ages, dtype=torch.bool) if mask is None else mask
@@ -92,7 +92,7 @@ def age_image(ages: Tensor, mask: Tensor | None = None, oldest: int | None = Non
 
 
 def film_strip(pictures: Sequence[Image.Image], captions: Sequence[str], columns: int = 6) -> Image.Image:
-    """Join pictures side by side, each with its caption below, in rows of at most `columns`.
+    """Join pictures in rows of at most `columns`, each with its caption below.
 
     Raises:
         ValueError: If there are no pictures, or not as many captions.
@@ -115,7 +115,7 @@ def film_strip(pictures: Sequence[Image.Image], captions: Sequence[str], columns
 
 
 def _shrunk(matrix: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return means over blocks, where a matrix is larger than a picture."""
+    """Return a matrix, averaged over blocks if it is larger than a picture."""
     height, width = matrix.shape
     size = (min(width, LARGEST), min(height, LARGEST))
     return np.asarray(Image.fromarray(matrix).resize(size, Image.Resampling.BOX))
@@ -138,22 +138,22 @@ def _coloured(
 
 
 class MaskPictures(Callback):
-    """Draws the masks of a few weights and the ages of their entries, every so many changes.
+    """Draws the masks of a few weights and the ages of their entries at every n-th change.
 
-    For each weight a folder gets ``mask_<step>.png`` and ``age_<step>.png``, and at the end of training
-    ``history_mask.png`` and ``history_age.png``: the film strips. Loggers that take images get each of
-    them as ``masks/<weight>/…``. When a weight has `frames` pictures, every second one is removed and half as
-    many are drawn from then on: a long run has no more of them than a short one.
+    For each weight a folder gets ``mask_<step>.png`` and ``age_<step>.png``, and at the end of training the
+    film strips ``history_mask.png`` and ``history_age.png``. They are logged as ``masks/<weight>/…``, if the
+    logger supports images. When a weight has `frames` pictures, every second one is deleted, and from then on
+    half as many are drawn, which limits their number.
 
-    The first rank draws. Weights that are sharded have no pictures, nor have those that only ever train or
-    freeze as a whole: the record says all that there is to see.
+    The first rank draws. Sharded weights have no pictures, and neither have weights that train or freeze as a
+    whole only: the record has all information.
 
     Args:
-        every: Changes of a weight's mask from one picture to the next.
-        params: Which weights: globs on parameter names among those of the freeze policies.
-        count: How many weights at most; those with two dimensions and more come first.
-        frames: How many pictures of a weight are kept at most.
-        directory: Where the PNGs go; ``masks`` in the trainer's root directory unless given.
+        every: The number of changes of a weight's mask between pictures.
+        params: Globs on the names of parameters of freeze policies.
+        count: The maximum number of weights; those with two or more dimensions are preferred.
+        frames: The maximum number of pictures of a weight.
+        directory: The directory of the PNGs; default: ``masks`` in the trainer's root directory.
 
     Raises:
         PolicyError: If a number is too small; when training starts, if `params` matches nothing.
@@ -175,17 +175,17 @@ class MaskPictures(Callback):
         self.directory = Path(directory) if directory is not None else None
         self._folder = Path()
         self._policies: GradientPolicies | None = None
-        # The parameters that may be drawn, and those that are, by name.
+        # The parameters that may be drawn, and those that are drawn, by name.
         self._candidates: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] = {}
         # The mask of each weight after the last batch.
         self._masks: dict[str, Any] = {}
-        # The changes of each weight's mask so far, and changes from picture to picture.
+        # The changes of each weight's mask so far, and the changes between pictures.
         self._changes: dict[str, int] = {}
         self._intervals: dict[str, int] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the weights to choose from; a resumed run removes pictures of steps that it takes again."""
+        """Find the candidate weights; a resumed run deletes pictures of steps that it repeats."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         found = [each for each in callbacks if isinstance(each, GradientPolicies) and each.freezer]
         self._candidates, self._weights, self._masks = {}, {}, {}
@@ -207,7 +207,7 @@ class MaskPictures(Callback):
                     path.unlink()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
-        """Draw the masks that have changed often enough."""
+        """Draw the masks that are due."""
         freezer = self._policies.freezer if self._policies is not None else None
         if freezer is None:
             return
@@ -216,7 +216,7 @@ class MaskPictures(Callback):
                 self._weights.setdefault(name, parameter)
         for name in self._weights:
             mask = freezer.mask_of(name)
-            # A new mask is a new object; one with the same entries as before is not set.
+            # A new mask is a new object; a mask with the same entries is not set again.
             if mask is self._masks.get(name):
                 continue
             self._masks[name] = mask
@@ -226,7 +226,7 @@ class MaskPictures(Callback):
                 self._draw(trainer, name)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make the film strips."""
+        """Draw the film strips."""
         for name in self._weights:
             for kind in (MASK, AGE):
                 if paths := _frames(self._folder / name, kind):
@@ -236,11 +236,11 @@ class MaskPictures(Callback):
                     self._save(trainer, strip, path, label=path.stem)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how often masks have changed, and how often they are drawn."""
+        """Return the numbers of changes of masks, and the changes between pictures."""
         return {"changes": self._changes, "intervals": self._intervals}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
+        """Load the result of :meth:`state_dict`."""
         self._changes = dict(state_dict["changes"])
         self._intervals = dict(state_dict["intervals"])
 
@@ -268,7 +268,7 @@ class MaskPictures(Callback):
 
     def _save(self, trainer: Trainer, picture: Image.Image, path: Path, *, label: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Little is gained by compressing more, and it takes twice as long.
+        # More compression gains little, and takes twice as long.
         picture.save(path, compress_level=1)
         folder = f"masks/{path.parent.name}"
         for logger in trainer.loggers:
@@ -276,7 +276,7 @@ class MaskPictures(Callback):
 
 
 def _step_of(path: Path) -> int:
-    """Return the step in the name of a picture, after which it was drawn."""
+    """Return the step in the name of a picture."""
     return int(path.stem.rpartition("_")[2])
 
 

@@ -1,1 +1,1 @@
-"""Policies under other training libraries than Lightning: one module each."""
+"""Policies under training libraries other than Lightning: one module each."""

@@ -21,35 +21,36 @@ from gradpolicy.training_policies import STATE, TrainingPolicies, calling
 class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
     """Trains under gradient policies with Hugging Face's Trainer.
 
-    What happens when:
+    The callback does the following:
 
-    - as training begins: flow policies are installed on the model; if there are freeze policies, the
+    - at the start of training: flow policies are installed on the model; if there are freeze policies, the
       optimizer that accelerate has prepared is wrapped in :class:`~gradpolicy.MaskedOptimizer`;
     - before the first batch of each update: schedules are evaluated and new masks are set;
-    - after the gradients are unscaled and before they are clipped: mask sources see them, and those of frozen
-      entries are removed, so that they count neither there nor in the logged ``grad_norm``;
-    - when the Trainer logs: what the policies did goes with it, to all of its trackers;
-    - when it saves: masks, ages and what mask sources remember lie in ``optimizer.pt``;
-    - as training ends, or fails: the model and the optimizer are left as they were found.
+    - after the gradients are unscaled and before they are clipped: mask sources get the gradients, and those
+      of frozen entries are zeroed, so that they are neither in the clipped norm nor in the logged
+      ``grad_norm``;
+    - when the Trainer logs: measurements of the policies are added, for all of its trackers;
+    - when it saves: masks, ages and the state of mask sources are saved in ``optimizer.pt``;
+    - when training ends, or fails: everything is removed from the model and the optimizer.
 
-    Policies hold while the model trains. The Trainer's evaluation takes no gradients: a policy for the phases
-    ``validate``, ``test`` or ``predict`` does nothing there.
+    Policies are active during training. The Trainer's evaluation computes no gradients, so a policy for the
+    phases ``validate``, ``test`` or ``predict`` has no effect there.
 
     Args:
         policies: The policies by name. Those that are None (``null`` in YAML) are left out.
-        seed: Seeds the mask sources that have no seed of their own.
-        log: Logs for each policy the share of active entries, gradient norms before and after, and counts of
+        seed: The seed of mask sources without a seed of their own.
+        log: Log for each policy the share of active entries, gradient norms before and after, and counts of
             matched operations, whenever the Trainer logs its loss, as ``policy/<name>/…``.
-        agreement_every: On many processes: the number of updates after which the ranks compare checksums of
-            masks, ages and weights; None never compares.
+        agreement_every: With several processes, the number of updates between comparisons of the checksums of
+            masks, ages and weights; None for no comparisons.
 
     Attributes:
-        installed: The flow policies on the model, while it trains.
-        freezer: Runs the freeze policies.
-        masked_optimizers: The optimizer, if freeze policies match what it holds.
+        installed: The flow policies on the model, during training.
+        freezer: The freezer, which runs the freeze policies.
+        masked_optimizers: The optimizer, if freeze policies match its parameters.
 
     Raises:
-        PolicyError: If an entry is no policy; when training begins, if a pattern matches nothing, two
+        PolicyError: If an entry is not a policy; when training starts, if a pattern matches nothing, two
             policies contradict each other, or the Trainer uses DeepSpeed, FSDP, tensor parallelism or
             ``nn.DataParallel``; after the first update, if an operation that a policy names never ran.
 
@@ -70,9 +71,9 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Refuse what policies cannot be right under, before anything is prepared.
+        """Check that the Trainer's settings are supported, before anything is prepared.
 
-        It also sees to it that a training that fails leaves no policies behind, for which there is no event.
+        Also make sure that policies are removed if training fails, for which there is no event.
         """
         trainer = _calling_trainer()
         _check_supported(trainer)
@@ -95,7 +96,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Install all policies: the model and the optimizer are prepared, and a checkpoint is loaded."""
-        self.remove()  # after it ran out of memory, auto_find_batch_size begins again
+        self.remove()  # auto_find_batch_size starts again after running out of memory
         self._trainer = trainer = _calling_trainer()
         _check_supported(trainer)
         model, wrapped = trainer.model, trainer.model_wrapped
@@ -103,8 +104,8 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         self._install_flow(model)
         optimizer = _innermost(trainer.optimizer)
         if self.optimizer_policies:
-            # Compiled code would be made anew each time that requires_grad changes, and what is recomputed
-            # reentrantly gets no gradient where its input needs none.
+            # Code would be recompiled each time requires_grad changes, and reentrant recomputation gives no
+            # gradient if its input needs none.
             toggles = not (is_compiled_module(wrapped) or _recomputes_reentrantly(model))
             (optimizer,) = self._install_freeze(model, [optimizer], toggle_requires_grad=toggles)
             _put_inside(trainer.optimizer, optimizer)
@@ -117,22 +118,22 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
                     f"policy.{name}: does nothing in the phases {', '.join(policy.when.phases)}, where the "
                     "Trainer takes no gradients; put it on the model with gradpolicy.install"
                 )
-        # The trackers are to find in the logs what is added there.
+        # Trackers must run after this callback, to get the values that it adds to the logs.
         others = [each for each in trainer.callback_handler.callbacks if each is not self]
         trainer.callback_handler.callbacks = [self, *others]
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leaves the model and the optimizer as they were found."""
+        """Remove everything from the model and the optimizer."""
         if self.freezer is not None:
             self.freezer.finish()
         self._remove(quiet=False)
 
     def remove(self) -> None:
-        """Leaves the model and the optimizer as they were found.
+        """Remove everything from the model and the optimizer.
 
-        Only a callback that came by ``trainer.add_callback`` needs it, after a training that failed.
+        This is needed only for a callback of ``trainer.add_callback``, after training has failed.
         """
         self._remove()
 
@@ -143,7 +144,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
             return
         vars(trainer.accelerator).pop("unscale_gradients", None)
         for optimizer in self.masked_optimizers:
-            # Moments that "drop" has left out come back, as the plain optimizer needs them.
+            # Restore moments that "drop" has removed, since the plain optimizer needs them.
             optimizer.set_masks({p: None for group in optimizer.param_groups for p in group["params"]})
             if _innermost(trainer.optimizer) is optimizer:
                 _put_inside(trainer.optimizer, optimizer.inner)
@@ -168,14 +169,14 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Make sure that the gradients were taken before they were clipped.
+        """Check that the gradients were processed before they were clipped.
 
         Raises:
             PolicyError: If they were not.
         """
         assert self._trainer is not None
         if not args.max_grad_norm:
-            # Nothing is clipped; older Trainers then do not ask for the norm either.
+            # Nothing is clipped; older Trainers then do not compute the norm either.
             self._trainer.accelerator.unscale_gradients()
         if self.masked_optimizers and not self._has_taken:
             raise PolicyError(
@@ -215,7 +216,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add what the policies did to what the Trainer logs with its loss."""
+        """Add measurements of the policies to the values that the Trainer logs."""
         if logs is None or "loss" not in logs or self._measured is None:
             return
         numbers, self._measured = summary(self._measured), None
@@ -223,13 +224,13 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         state.log_history[-1].update(numbers)
 
     def updates(self, state: TrainerState) -> int:
-        """Return the count of updates that took place; if no optimizer is masked, the Trainer's count."""
+        """Return the number of updates; if no optimizer is masked, the Trainer's number."""
         return self.masked_optimizers[0].effective_steps if self.masked_optimizers else state.global_step
 
     def _observe_before_clipping(self, trainer: Trainer) -> None:
-        """Has the gradients taken whenever accelerate has unscaled them, as it does before it clips.
+        """Process the gradients when accelerate has unscaled them, before clipping.
 
-        The Trainer calls callbacks only after it has clipped.
+        The Trainer calls callbacks only after clipping.
         """
         unscale = trainer.accelerator.unscale_gradients
 
@@ -241,7 +242,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         trainer.accelerator.unscale_gradients = unscale_gradients
 
     def _take_gradients(self) -> None:
-        """Show sources the gradients, and remove those of frozen entries."""
+        """Pass the gradients to sources, and zero those of frozen entries."""
         self._has_taken = True
         for optimizer in self.masked_optimizers:
             assert self.freezer is not None
@@ -271,9 +272,9 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         *,
         toggle_requires_grad: bool = True,
     ) -> list[torch.optim.Optimizer]:
-        """Wrap the optimizer, into which the Trainer has loaded a checkpoint already."""
+        """Wrap the optimizer, into which the Trainer has already loaded a checkpoint."""
         (optimizer,) = optimizers
-        # A plain optimizer keeps in its param groups what it does not know: masks, and what is added below.
+        # A plain optimizer keeps unknown values in its param groups: masks, and the values added below.
         saved = optimizer.state_dict()
         wrapped = super()._install_freeze(model, [optimizer], toggle_requires_grad=toggle_requires_grad)
         (masked,) = self.masked_optimizers
@@ -289,17 +290,17 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         return wrapped
 
     def _save(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-        """Add the state of the policies to what the Trainer writes to ``optimizer.pt``."""
+        """Add the state of the policies to the content of ``optimizer.pt``."""
         assert self._trainer is not None
         steps = self._trainer.state.global_step
         saved["param_groups"][0][STATE] = {**self.state_dict(), "global_step": steps}
 
 
 def _calling_trainer() -> Trainer:
-    """Return the Trainer that is calling the callback, to which it gives neither itself nor accelerate.
+    """Return the Trainer that is calling the callback, which it does not pass as an argument.
 
     Raises:
-        PolicyError: If none is.
+        PolicyError: If there is none.
     """
     trainer = calling(Trainer)
     if trainer is None:
@@ -308,10 +309,10 @@ def _calling_trainer() -> Trainer:
 
 
 def _check_supported(trainer: Trainer) -> None:
-    """Make sure that policies can be right under what the Trainer uses.
+    """Check that the Trainer's settings are supported.
 
     Raises:
-        PolicyError: If they cannot; it says why, and what to use instead.
+        PolicyError: If they are not; has the reason and an alternative.
     """
     accelerator, instead = trainer.accelerator, "use DDP: accelerate launch --multi_gpu, or torchrun"
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -335,21 +336,21 @@ def _check_supported(trainer: Trainer) -> None:
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer without what accelerate has put round it."""
+    """Return the optimizer without accelerate's wrappers."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def _put_inside(prepared: AcceleratedOptimizer, optimizer: torch.optim.Optimizer) -> None:
-    """Has accelerate step another optimizer."""
+    """Replace the optimizer inside accelerate's wrapper."""
     while isinstance(prepared.optimizer, AcceleratedOptimizer):
         prepared = prepared.optimizer
-    # As after unpickling: this also finds the step again that the loss scaler is to call.
+    # As after unpickling, which also updates the step method that the loss scaler calls.
     prepared.__setstate__({"optimizer": optimizer})
 
 
 def _recomputes_reentrantly(model: nn.Module) -> bool:
-    """Return True if activations are recomputed in a way that needs an input with a gradient."""
+    """Return True if activations are recomputed reentrantly, which needs an input with a gradient."""
     functions = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
     return any(getattr(function, "keywords", {}).get("use_reentrant", False) for function in functions)

@@ -1,1 +1,1 @@
-"""Policies under Lightning: the callback, strategies, checkpoints, resume, and guards of a run."""
+"""Policies under Lightning: the callback, strategies, checkpoints, resume, and callbacks that stop runs."""

@@ -1,4 +1,4 @@
-"""The Lightning callback: when policies are installed, updated, measured, saved and removed."""
+"""The Lightning callback, which installs, updates, measures, saves and removes policies."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -23,51 +23,51 @@ from gradpolicy.planning.plan import training_loss
 from gradpolicy.policies import Policy
 from gradpolicy.training_policies import TrainingPolicies
 
-# Lightning calls these, and never the forward of the LightningModule itself: it replaces that for a while.
+# Lightning calls these methods instead of the forward of the LightningModule, which it replaces temporarily.
 STEP_POINTS = {"": ("training_step", "validation_step", "test_step", "predict_step")}
 
 
 class GradientPolicies(TrainingPolicies, Callback):
     """Installs gradient policies for a Lightning run and removes them afterwards.
 
-    What happens when:
+    The callback does the following:
 
     - at the start of a stage: flow policies are installed on the model; for training, optimizers that hold
       parameters of a freeze policy are wrapped in :class:`~gradpolicy.MaskedOptimizer`;
     - before the first batch after an update: schedules are evaluated and new masks are set, so that the
-      backward pass can leave out what is frozen; on many processes DDP's reducer is rebuilt if other
-      parameters train, and at some steps the ranks check that they agree;
-    - before gradient clipping, if there is any: gradients of frozen entries are removed, so that they do not
-      count there, nor in what is logged;
-    - as soon as an optimizer has stepped: its update is scaled where a mask source sets learning rates;
-    - once for each tensor that a policy lets train and that gets no gradient, or only zeros: a warning, see
+      backward pass can skip frozen parameters; with several processes, DDP's reducer is rebuilt if the set of
+      frozen parameters has changed, and at some steps the ranks check that they agree;
+    - before gradient clipping, if there is any: gradients of frozen entries are zeroed, so that they count
+      neither in the clipped norm nor in logs;
+    - as soon as  an optimizer has stepped: its update is scaled where a mask source sets learning rates;
+    - once for each active tensor that gets no gradient, or only zeros: a warning, see
       :class:`~gradpolicy.freezing.Freezer`;
-    - at the end of a stage: the model is left as it was found.
+    - at the end of a stage: everything is removed from the model.
 
     Args:
         policies: The policies by name. Those that are None (``null`` in YAML) are left out.
-        seed: Seeds the mask sources that have no seed of their own.
-        log: Logs what each policy did at the trainer's ``log_every_n_steps``, such as the share of active
-            entries and gradient norms before and after, as ``policy/<name>/…``; of a test at its end, as
+        seed: The seed of mask sources without a seed of their own.
+        log: Log values of each policy, such as the share of active entries and gradient norms, as
+            ``policy/<name>/…`` at the trainer's ``log_every_n_steps``; those of a test at its end, as
             ``test/policy/<name>/…``.
-        agreement_every: On many processes: the number of updates after which the ranks compare checksums of
-            masks, ages and weights; None never compares.
+        agreement_every: With several processes, the number of updates between comparisons of the checksums of
+            masks, ages and weights; None for no comparisons.
         communication: Under DistributedDataParallel: sends the gradients of active entries only.
-        plan: Prints the plan, a table of what each policy will touch, before the first batch trains: it takes
-            one step of a copy of the model. Of one process under automatic optimization. None prints it where
-            the output is a terminal.
+        plan: Print the plan, a table of what each policy affects, before the first training batch. It takes
+            one step on a copy of the model; for one process and automatic optimization only. None prints it
+            if the output is a terminal.
 
     Attributes:
         installed: The flow policies on the model, from the start of a stage to its end.
-        freezer: Runs the freeze policies of a fit.
-        masked_optimizers: The optimizers that hold what freeze policies match.
-        sinks: Functions that receive what is measured at every ``log_every_n_steps``-th update and at the end
-            of an evaluation: the phase, the updates so far, and the quantities of each policy.
+        freezer: The freezer, which runs the freeze policies of a fit.
+        masked_optimizers: The optimizers with parameters of freeze policies.
+        sinks: Functions that receive the measurements of every ``log_every_n_steps``-th update and of each
+            evaluation: the phase, the updates so far, and the quantities of each policy.
 
     Raises:
-        PolicyError: If an entry is no policy; when the run starts, if a pattern matches nothing, two policies
-            contradict each other, or a policy was not installed; after the first batch, if an operation that
-            a policy names was never called.
+        PolicyError: If an entry is not a policy; when the run starts, if a pattern matches nothing, two
+            policies contradict each other, or a policy was not installed; after the first batch, if an
+            operation that a policy names was never called.
 
     Example:
         >>> import gradpolicy as gp
@@ -93,7 +93,7 @@ class GradientPolicies(TrainingPolicies, Callback):
         self.communication = communication
         self.plan = plan
         self._has_planned = False
-        # Whether the update that is being prepared is measured, and the evaluation that is.
+        # True if the update that is being prepared is measured, and the evaluation that is measured.
         self._measures = False
         self._evaluated: str | None = None
         self._restored: dict[str, Any] | None = None
@@ -101,19 +101,19 @@ class GradientPolicies(TrainingPolicies, Callback):
     # ---- installing and removing
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse callbacks that average frozen weights, before anything is trained."""
+        """Check, before training, that no callback averages frozen weights."""
         if stage == "fit":
             check_weight_averaging(trainer.callbacks, self.policies)  # type: ignore[attr-defined]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Install all policies: the model is on its device and wrapped, and the optimizers exist."""
+        """Install all policies, now that the model is on its device and wrapped, and the optimizers exist."""
         self._install_flow(pl_module, STEP_POINTS)
         if self.optimizer_policies:
             if isinstance(trainer.strategy, DeepSpeedStrategy):
                 raise deepspeed_refused(type(trainer.strategy).__name__)
             trainer.strategy.optimizers = self._install_freeze(pl_module, trainer.strategy.optimizers)
         self._check_installed(pl_module, trainer.optimizers)
-        # One process has nothing to send: the same configuration runs there too.
+        # The same configuration also runs on one process, which sends nothing.
         communication = self.communication if trainer.world_size > 1 else None
         self._join_ranks(pl_module, trainer.strategy.model, communication)
 
@@ -130,17 +130,17 @@ class GradientPolicies(TrainingPolicies, Callback):
         self._begin_evaluation(trainer, pl_module, "predict")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave the model as it was found."""
+        """Remove everything from the model."""
         self._measure_evaluation(trainer)
         self._remove(quiet=stage != "fit")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave the model as it was found, also when the run fails."""
+        """Remove everything from the model if the run fails."""
         self._remove()
 
     def _remove(self, *, quiet: bool = True) -> None:
         super()._remove(quiet=quiet)
-        # Testing a checkpoint restores its state too. A new fit must not start with it.
+        # Testing a checkpoint also restores its state, with which a new fit must not start.
         self._restored = None
         self._measures, self._evaluated = False, None
 
@@ -177,7 +177,7 @@ class GradientPolicies(TrainingPolicies, Callback):
             self.installed.measure_norms(self._measures)
 
     def _print_plan(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
-        """Print what each policy will touch, found by a step of a copy of the model on the first batch."""
+        """Print the plan, by one step on a copy of the model with the first batch."""
         if self.plan is False or not self.policies or (self.plan is None and not sys.stdout.isatty()):
             return
         if trainer.world_size > 1 or not pl_module.automatic_optimization:
@@ -196,13 +196,13 @@ class GradientPolicies(TrainingPolicies, Callback):
                     pl_module, self.policies, loss, seed=self.seed, optimizers=trainer.optimizers
                 )
         except Exception as error:
-            # Such as a training_step that asks the Trainer, of which a copy of the module knows nothing.
+            # Such as a training_step that uses the Trainer, which a copy of the module does not have.
             self._warn(f"GradientPolicies: no plan could be made: {error}")
         else:
             pl_module.print(planned)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Name the policy that cut the loss off from all parameters, before torch raises a less clear error.
+        """Check that no policy cuts the loss off from all parameters; torch's own error is less clear.
 
         Raises:
             PolicyError: If there is such a policy.
@@ -211,9 +211,9 @@ class GradientPolicies(TrainingPolicies, Callback):
             self._check_cuts()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Mask gradients under manual optimization, where the module may clip before the step begins.
+        """Mask gradients under manual optimization, since the module may clip them before the step.
 
-        Not if a source needs whole gradients: then call the optimizer's ``mask_gradients`` before you clip.
+        Not if a source needs whole gradients: then call the optimizer's ``mask_gradients`` before clipping.
         """
         if not pl_module.automatic_optimization and not self._wanted_gradients():
             for optimizer in self.masked_optimizers:
@@ -223,7 +223,7 @@ class GradientPolicies(TrainingPolicies, Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Show sources the gradients, and mask them if they are clipped or logged; after unscaling."""
+        """Pass the unscaled gradients to sources, and mask them if they are clipped or logged."""
         if self._measures or self._wanted_gradients():
             _unscale(trainer, optimizer)
         if self.freezer is None or optimizer not in self.masked_optimizers:
@@ -240,7 +240,7 @@ class GradientPolicies(TrainingPolicies, Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Check after the first batch that operations were called; measure an update that took place."""
+        """Check after the first batch that operations were called; measure the update, if there was one."""
         self._check_operations_met("fit", thaws=any(not p.requires_grad for p in pl_module.parameters()))
         self._stop_if_finished(trainer, trainer.current_epoch)
         updates = self.updates(trainer)
@@ -295,7 +295,7 @@ class GradientPolicies(TrainingPolicies, Callback):
             return
         measured = self._measure(phase, self.updates(trainer))
         if phase == "test" and self.log_policies:
-            # Under other keys than in training, or both would be in one chart.
+            # Under other keys than in training, since both would otherwise be in one chart.
             numbers = {f"test/{name}": value for name, value in summary(measured).items()}
             for logger in trainer.loggers:
                 logger.log_metrics(numbers, step=trainer.global_step)
@@ -305,7 +305,7 @@ class GradientPolicies(TrainingPolicies, Callback):
             self.installed.update(phase=phase, step=self.updates(trainer), epoch=trainer.current_epoch)
 
     def updates(self, trainer: Trainer) -> int:
-        """Return the count of updates that took place; if no optimizer is masked, the trainer's count."""
+        """Return the number of updates; if no optimizer is masked, the trainer's number."""
         if self.masked_optimizers:
             return max(optimizer.effective_steps for optimizer in self.masked_optimizers)
         return trainer.global_step
@@ -321,7 +321,7 @@ class GradientPolicies(TrainingPolicies, Callback):
         )
 
     def _is_measured(self, trainer: Trainer, phase: str) -> bool:
-        """Return True if somebody wants to know what policies do in a phase."""
+        """Return True if measurements of a phase are logged or recorded."""
         is_sanity_check = phase == "validate" and trainer.sanity_checking
         logs = self.log_policies and bool(trainer.loggers) and phase in ("fit", "test")
         return not is_sanity_check and (logs or bool(self.sinks))
@@ -329,7 +329,7 @@ class GradientPolicies(TrainingPolicies, Callback):
     # ---- checkpoints
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the state until training starts."""
+        """Store the state until training starts."""
         self._restored = state_dict
 
     def _warn(self, line: str) -> None:
@@ -342,17 +342,17 @@ def _loss_scale(trainer: Trainer) -> float:
 
 
 def _unscale(trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
-    """Remove the loss scale from gradients that a fused optimizer would get with it."""
+    """Divide gradients by the loss scale if a fused optimizer would do so in its step."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None:
-        # It has been done for any other optimizer, and may have been under manual optimization.
+        # It has been done for any other optimizer, and possibly under manual optimization.
         with suppress(RuntimeError):
             scaler.unscale_(optimizer)
 
 
 @contextmanager
 def _one_gradient_left(trainer: Trainer, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Leave one gradient, of zeros, for the loss scaler, which refuses an optimizer without any."""
+    """Set one gradient to zeros, since the loss scaler raises an error for an optimizer without gradients."""
     if getattr(trainer.precision_plugin, "scaler", None) is None:
         yield
         return
@@ -372,6 +372,6 @@ def _logs_after_this(trainer: Trainer) -> bool:
 
 
 def log_interval(trainer: Trainer) -> int:
-    """Return the number of updates from one that is logged to the next."""
-    # Lightning sets the attribute from outside the class, where a type checker does not see it.
+    """Return the number of updates between two logged ones."""
+    # Lightning sets the attribute outside the class, which a type checker does not see.
     return max(int(trainer.log_every_n_steps), 1)  # type: ignore[attr-defined]

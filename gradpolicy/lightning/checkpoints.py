@@ -1,4 +1,4 @@
-"""Checkpoint files: read without running them, written whole or not at all, checked before use."""
+"""Checkpoint files: read without running code, written completely or not at all, checked before use."""
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
@@ -39,33 +39,34 @@ VERSION = "pytorch-lightning_version"
 # The keys under which the saved state of a ModelCheckpoint holds paths.
 PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
 BY_INITIAL_WEIGHTS = "callbacks=[default,initial_weights] callbacks.initial_weights.path=…"
-# What Lightning writes beside the weights. Where a part of the loops is absent, it counts from zero again.
+# The parts that Lightning writes in addition to weights. If a part of the loops is missing, it starts at
+# zero.
 RESUMED = (
     ("optimizer_states",),
     ("lr_schedulers",),
     *(("loops", "fit_loop", part) for part in ("state_dict", "epoch_progress", "epoch_loop.batch_progress")),
 )
-CANNOT_RESUME = f"a run cannot go on from it; begin a new one with its weights by {BY_INITIAL_WEIGHTS}"
+CANNOT_RESUME = f"a run cannot be resumed from it; start a new one with its weights by {BY_INITIAL_WEIGHTS}"
 
 
 # ---- reading
 
 
 def check_checkpoint(path: Path, key: str = KEY) -> frozenset[str]:
-    """Check that a checkpoint is undamaged, that nothing in it could run, and that no weight is NaN.
+    """Check that a checkpoint is undamaged, contains no code, and has no NaN weights.
 
-    It is checked once, however often a run reads it. A checkpoint that another program wrote may have no
-    checksums: a warning says so.
+    A checkpoint is checked once, even if a run reads it several times. One that another program wrote may
+    have no checksums, of which a warning is given.
 
     Args:
         path: A file, or a directory of shards.
         key: The config key that names it, for the message.
 
     Returns:
-        The tensors that hold an infinite value, which a buffer may and a parameter may not.
+        The names of tensors with infinite values, which buffers may have and parameters may not.
 
     Raises:
-        PolicyError: If it is damaged, could run something, or holds NaN.
+        PolicyError: If it is damaged, contains code, or has NaN weights.
     """
     with errors_named(path, key):
         files = sorted(path.iterdir()) if path.is_dir() else [path]
@@ -79,12 +80,12 @@ def check_checkpoint(path: Path, key: str = KEY) -> frozenset[str]:
 
 @lru_cache
 def _check(path: Path, stamp: object) -> frozenset[str]:
-    """Check a checkpoint; if the inodes, sizes or times of its files change, it was written again."""
+    """Check a checkpoint. The arguments of the cache include inodes, sizes and times of its files."""
     has_checksums = check_manifest(path) if path.is_dir() else check_file(path)
     content = read_unsharded(path) if path.is_dir() else load_file(path, mmap=True)
     _check_paths(content)
     infinite = set()
-    # Shard by shard, since all of them together may not fit into memory.
+    # Tensor by tensor, since all of them may not fit into memory.
     for key, value in entries(path, f"{WEIGHTS}.") if path.is_dir() else _weights(content).items():
         name = str(key).removeprefix(f"{WEIGHTS}.")
         if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()) and value.numel():
@@ -93,24 +94,24 @@ def _check(path: Path, stamp: object) -> frozenset[str]:
                 raise UnreadableError(f"holds NaN in {name[:120]}: no run can go on from it")
             if extremes.isinf().any():
                 infinite.add(name)
-    # Of what is refused, the refusal is all there is to say.
+    # If the checkpoint is refused, no other message is needed.
     if not has_checksums:
         rank_zero_warn(f"{path} was written without checksums: it cannot be told whether it is damaged")
     return frozenset(infinite)
 
 
 def read_checkpoint(path: Path, key: str = KEY) -> Mapping[str, Any]:
-    """Return the content of a checkpoint; tensors stay in the file until they are used.
+    """Return the content of a checkpoint, with tensors mapped into memory.
 
-    Of a directory of shards, only what is not sharded is read. No code in a checkpoint is ever run.
+    From a directory of shards, only the unsharded part is read. No code in a checkpoint is run.
 
     Args:
         path: The checkpoint.
         key: The config key that names it, for the message.
 
     Raises:
-        PolicyError: If it is damaged, holds anything but tensors and plain values, or is no checkpoint of
-            Lightning's.
+        PolicyError: If it is damaged, contains anything but tensors and plain values, or is not a Lightning
+            checkpoint.
     """
     if not path.is_dir():
         return load_checkpoint(path, mmap=True, key=key)
@@ -128,12 +129,12 @@ def read_checkpoint_weights(path: Path, key: str = KEY) -> Mapping[str, Any]:
 def load_checkpoint(
     path: Path, map_location: Any = "cpu", *, mmap: bool = False, key: str = KEY
 ) -> dict[str, Any]:
-    """Return all of a checkpoint, as if one process had written it.
+    """Return a whole checkpoint, in the form in which one process would have written it.
 
     Args:
         path: A file, or a directory of shards.
-        map_location: As that of ``torch.load``.
-        mmap: Leave tensors in the file until they are used; not for files that may be written to meanwhile.
+        map_location: As for ``torch.load``.
+        mmap: Map tensors into memory; not for files that may be overwritten meanwhile.
         key: The config key that names it, for the message.
 
     Raises:
@@ -146,7 +147,7 @@ def load_checkpoint(
         )
         if not isinstance(content, Mapping) or not isinstance(content.get(WEIGHTS), Mapping):
             raise UnreadableError(f"holds no {WEIGHTS!r} with tensors by name: it is no checkpoint of a run")
-    # A file of weights alone gets what Lightning needs to test it.
+    # Lightning needs these keys to test a file with weights alone.
     return {VERSION: lightning.__version__, **content}
 
 
@@ -156,13 +157,13 @@ def _weights(content: Any) -> Mapping[str, Any]:
 
 
 def _check_paths(content: Any) -> None:
-    """Refuse a checkpoint by which Lightning would delete files outside its directory.
+    """Refuse a checkpoint that would make Lightning delete files outside its directory.
 
-    Lightning's ModelCheckpoint deletes the checkpoints that its saved state names as outdated: those below
-    its own directory, but without following ``..``, and any whose path has a protocol, such as ``local://``.
+    Lightning's ModelCheckpoint deletes outdated checkpoints named in its saved state: those below its own
+    directory, without resolving ``..``, and any path with a protocol, such as ``local://``.
 
     Raises:
-        UnreadableError: If such a path is named.
+        UnreadableError: If it names such a path.
     """
     states = content.get("callbacks") if isinstance(content, Mapping) else None
     for state in states.values() if isinstance(states, Mapping) else ():
@@ -181,12 +182,12 @@ def _check_paths(content: Any) -> None:
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
-    """Writes each checkpoint under a temporary name, flushes it to the disk, then renames it.
+    """Writes each checkpoint under a temporary name, syncs it to the disk, then renames it.
 
-    If a run is killed while it saves, or the disk fills up, the former checkpoint stays as it was; in the
-    second case the error says so. When a checkpoint is read, it is compared with its checksum, and nothing in
-    it is run. A directory that a sharding strategy wrote loads as if one process had written it. Remote paths
-    (``s3://…``) are left to Lightning, which compares no checksums.
+    If the run is killed while saving, or the disk is full, the previous checkpoint is unchanged; in the
+    second case the error says so. When a checkpoint is read, its checksum is compared, and no code in it is
+    run. A directory that a sharding strategy wrote loads as if one process had written it. Lightning handles
+    remote paths (``s3://…``), without checksums.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -199,12 +200,12 @@ class WholeCheckpointIO(TorchCheckpointIO):
         """Write a checkpoint.
 
         Args:
-            checkpoint: What is saved, with ``torch.save``.
-            path: Where it is saved.
+            checkpoint: The content, for ``torch.save``.
+            path: The path.
             storage_options: Not for local files.
 
         Raises:
-            OSError: If it could not be written, with the checkpoint that is left.
+            OSError: If it could not be written; the message names the remaining checkpoint.
         """
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
@@ -221,12 +222,12 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
         Args:
             path: The checkpoint.
-            map_location: As that of ``torch.load``.
+            map_location: As for ``torch.load``.
             weights_only: Ignored: only tensors and plain values are ever read.
 
         Raises:
             FileNotFoundError: If there is none.
-            PolicyError: If it is damaged, holds NaN weights, or holds anything that could run.
+            PolicyError: If it is damaged, has NaN weights, or contains code.
         """
         if "://" in str(path):
             return super().load_checkpoint(path, map_location, weights_only=True)
@@ -236,13 +237,13 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
 
 def write_checkpoint(content: Any, path: Path) -> None:
-    """Save with a checksum; the path holds the former content until all of the new content is there.
+    """Save with a checksum; the path has the old content until the new content is complete.
 
     Raises:
-        OSError: If it could not be written, naming the newest checkpoint that is left.
+        OSError: If it could not be written; the message names the newest remaining checkpoint.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A file that a killed process was writing.
+    # An incomplete file of a killed process.
     for abandoned in path.parent.glob(".*.part"):
         abandoned.unlink(missing_ok=True)
     whole = path.with_name(f".{path.name}.whole") if path.is_dir() else path
@@ -259,7 +260,7 @@ def write_checkpoint(content: Any, path: Path) -> None:
 
 
 def check_fits(path: Path, model: nn.Module, key: str = KEY) -> None:
-    """Check that a checkpoint is of this model: the same names, the same shapes, no infinite parameters.
+    """Check that a checkpoint is of this model: the same names and shapes, and no infinite parameters.
 
     Args:
         path: The checkpoint.
@@ -280,7 +281,7 @@ def check_fits(path: Path, model: nn.Module, key: str = KEY) -> None:
     ]
     differences = [
         *([f"it lacks {shortened(lacking)}"] if lacking else []),
-        *([f"it holds {shortened(surplus)}, which this model has not"] if surplus else []),
+        *([f"it holds {shortened(surplus)}, which this model does not have"] if surplus else []),
         *reshaped[:2],
     ]
     if differences:
@@ -295,7 +296,7 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def check_resumable(path: Path) -> None:
-    """Check that a checkpoint holds what a run needs to resume, besides weights.
+    """Check that a checkpoint contains everything besides weights that a run needs in order to resume.
 
     Args:
         path: The checkpoint.
@@ -305,7 +306,7 @@ def check_resumable(path: Path) -> None:
     """
     content = read_checkpoint(path)
     if path.is_dir() and has_key(path, "optimizer_0"):
-        # The states of optimizers are among its shards.
+        # The states of optimizers are in its shards.
         content = {"optimizer_states": [], **content}
     lacking = dict.fromkeys(keys[0] for keys in RESUMED if not _holds(content, keys))
     if lacking:

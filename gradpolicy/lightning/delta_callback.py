@@ -1,4 +1,4 @@
-"""Writes what a training changed into a file of :mod:`gradpolicy.delta`."""
+"""A callback that writes a delta file at the end of training."""
 
 from pathlib import Path
 from typing import Any
@@ -18,19 +18,19 @@ BASE, DELTA = "base.safetensors", "delta.safetensors"
 
 
 class SaveDelta(Callback):
-    """Writes ``delta.safetensors`` at the end of training: what differs from the base.
+    """Writes ``delta.safetensors`` at the end of training: the changes from a base.
 
-    The base is what the training began with, after `InitialWeights` if that loads any. It is kept beside the
-    delta as ``base.safetensors``, and a resumed run goes on to compare with it.
+    The base are the initial weights, including those loaded by `InitialWeights`. They are saved as
+    ``base.safetensors`` beside the delta, and a resumed run also uses them as the base.
 
     Args:
-        directory: Where both files go.
-        base: A file of weights to compare with, in place of those that the training began with.
-        module: The name of the module whose weights are meant; None: the LightningModule.
+        directory: The directory of both files.
+        base: A file of weights to use as the base instead of the initial weights.
+        module: The name of the module whose weights are saved; None: the LightningModule.
 
     Raises:
-        PolicyError: Before training, if there is no such module, the base is absent, damaged, or of another
-            model, or other files have the names of those that are written.
+        PolicyError: Before training, if there is no such module, the base is missing, damaged, or of another
+            model, or other files have the names of the files to write.
     """
 
     def __init__(self, directory: str, base: str | None = None, module: str | None = None) -> None:
@@ -40,7 +40,7 @@ class SaveDelta(Callback):
         self._restored: Path | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the weights at the start of training; a resumed run started before."""
+        """Save the weights at the start of training, unless the run is resumed."""
         model = self._module_of(pl_module)
         if trainer.is_global_zero:
             check_replaceable(self.directory / DELTA)
@@ -51,7 +51,7 @@ class SaveDelta(Callback):
                 write_weights(self.directory / BASE, begun, is_base=True)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make sure that the base is there, and of this model, before hours are spent."""
+        """Check before training that the base exists and is of this model."""
         names = tensors_of(self._module_of(pl_module))
         if trainer.is_global_zero:
             check_same_tensors(names, self._read_base(), f"{KEY}: the model", str(self._base_path()))
@@ -73,7 +73,7 @@ class SaveDelta(Callback):
         return {"base": str(self._base_path().absolute())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up the base of the run that is resumed."""
+        """Use the base of the run that is resumed."""
         self._restored = Path(state_dict["base"])
 
     def _base_path(self) -> Path:
@@ -82,9 +82,7 @@ class SaveDelta(Callback):
     def _read_base(self) -> dict[str, Tensor]:
         path = self._base_path()
         if not path.is_file():
-            raise PolicyError(
-                f"{KEY}.base: {path} is not a file; name the weights that the training began with"
-            )
+            raise PolicyError(f"{KEY}.base: {path} is not a file; name the file of the initial weights")
         return read_weights(path)
 
     def _module_of(self, pl_module: LightningModule) -> nn.Module:

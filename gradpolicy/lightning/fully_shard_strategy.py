@@ -31,20 +31,20 @@ STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 class FullyShardStrategy(ModelParallelStrategy):
     """Shards parameters, gradients and optimizer state over all ranks (FSDP2).
 
-    Lightning's ModelParallelStrategy asks each module for a ``configure_model`` that shards it. Where a
-    module has none, this strategy shards it: the parameters of each module that ``modules`` matches are
+    Lightning's ModelParallelStrategy needs a module with a ``configure_model`` that shards it. If there is
+    none, this strategy shards the module: the parameters of each submodule that ``modules`` matches are
     gathered and freed together, and all others with the root.
 
-    Checkpoints are directories, complete or absent. This strategy loads those of any number of ranks, and
-    files that other strategies wrote. Other strategies load the directories too, through
+    Checkpoints are directories, which are complete or do not exist. This strategy loads those of any number
+    of ranks, and files of other strategies. Other strategies load the directories through
     :class:`~gradpolicy.lightning.checkpoints.WholeCheckpointIO`.
 
     Args:
         modules: Globs or classes of the modules to shard one by one, such as ``"model.layers.*"``; None: the
             members of every ``nn.ModuleList`` and ``nn.Sequential`` that hold parameters.
-        reshard_after_forward: Frees the gathered parameters after the forward pass and gathers them again for
-            the backward pass: less memory, half as much traffic again.
-        **settings: As ModelParallelStrategy's, such as ``save_distributed_checkpoint``.
+        reshard_after_forward: Free the gathered parameters after the forward pass and gather them again for
+            the backward pass: less memory, 50 % more traffic.
+        **settings: As for ModelParallelStrategy, such as ``save_distributed_checkpoint``.
 
     Raises:
         PolicyError: If a pattern matches nothing.
@@ -62,7 +62,7 @@ class FullyShardStrategy(ModelParallelStrategy):
         self.reshard_after_forward = reshard_after_forward
 
     def setup_environment(self) -> None:
-        """Lay all ranks along the data-parallel dimension."""
+        """Use all ranks for the data-parallel dimension."""
         if self._data_parallel_size == "auto":
             ranks = self.num_nodes * self.num_processes
             self._data_parallel_size = ranks // int(self._tensor_parallel_size)
@@ -81,7 +81,7 @@ class FullyShardStrategy(ModelParallelStrategy):
             self.modules,
             reshard_after_forward=self.reshard_after_forward,
         )
-        # Lightning refuses a module without this hook. The module has been sharded already.
+        # Lightning requires this hook, although the module is already sharded.
         module.configure_model = _already_sharded  # type: ignore[method-assign]
         try:
             super().setup(trainer)
@@ -91,10 +91,10 @@ class FullyShardStrategy(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Save the shards of every rank into a directory, complete or absent.
+        """Save the shards of every rank into a directory, which is complete or does not exist.
 
         Raises:
-            OSError: On every rank, if one could not write.
+            OSError: On every rank, if any of them could not write.
         """
         if not self._save_distributed_checkpoint or "://" in str(filepath):
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -112,11 +112,11 @@ class FullyShardStrategy(ModelParallelStrategy):
         """Load a directory of any number of ranks, or the file of a strategy that does not shard.
 
         Args:
-            checkpoint_path: The checkpoint; that of the first rank counts.
+            checkpoint_path: The checkpoint; the path of the first rank is used.
             weights_only: Ignored: only tensors and plain values are ever read.
 
         Raises:
-            PolicyError: If it is damaged, holds NaN weights, or holds anything that could run.
+            PolicyError: If it is damaged, has NaN weights, or contains code.
         """
         path = Path(self.broadcast(checkpoint_path))
         module = self.lightning_module
@@ -132,7 +132,7 @@ class FullyShardStrategy(ModelParallelStrategy):
         return checkpoint
 
     def _load_directory(self, path: Path, *, strict: bool) -> dict[str, Any]:
-        """Load weights, then optimizers one by one: an optimizer that had not stepped has saved no state."""
+        """Load weights, then optimizers one by one, since an optimizer without a step has no saved state."""
         model = self.model
         assert model is not None
         rest = read_checkpoint(path)
@@ -148,7 +148,7 @@ class FullyShardStrategy(ModelParallelStrategy):
         return {VERSION: lightning.__version__, **rest}
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Delete a checkpoint. If the run is killed meanwhile, what is left is not taken for a whole one."""
+        """Delete a checkpoint. If the run is killed meanwhile, the rest is not considered complete."""
         if self.is_global_zero:
             sharded_checkpoint.remove_whole(Path(filepath))
 
@@ -159,10 +159,10 @@ def shard_modules(
     """Apply ``fully_shard`` to the chosen modules and then to the model.
 
     Args:
-        model: The model; it is changed in place. A model that is sharded already is left alone.
+        model: The model, which is changed in place. A model that is already sharded is not changed.
         mesh: One dimension of ranks.
         patterns: Globs or classes; none: the members of every list and sequence that hold parameters.
-        reshard_after_forward: As ``fully_shard``'s.
+        reshard_after_forward: As for ``fully_shard``.
 
     Raises:
         PolicyError: If a pattern matches nothing.
@@ -174,7 +174,7 @@ def shard_modules(
         if module is not model:
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    # Lightning calls these and not the forward method of a LightningModule.
+    # Lightning calls these instead of the forward method of a LightningModule.
     for method in STEP_METHODS:
         if hasattr(model, method):
             register_fsdp_forward_method(model, method)
@@ -191,4 +191,4 @@ def _members(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _already_sharded() -> None:
-    """Take the place of ``configure_model`` in a module that is sharded."""
+    """Replace ``configure_model`` in a sharded module."""

@@ -24,9 +24,9 @@ class Finding:
     """The first module in which a value was not finite.
 
     Attributes:
-        module: The module's qualified name; empty if it was in none.
-        what: What was not finite there, in words.
-        policies: The names of the policies that act there.
+        module: The module's qualified name; empty if the value was in no module.
+        what: A description of the value.
+        policies: The names of the policies on that module.
     """
 
     module: str
@@ -41,17 +41,17 @@ class Finding:
 
 
 class StopOnNonFinite(Callback):
-    """Ends a run at the first loss (or gradient) that is not finite and says where that came from.
+    """Ends a run at the first loss (or gradient) that is not finite, and names the module where it arose.
 
     The batch is run once more, and the output of every module is checked in the order of the computation.
-    Checking the loss waits for the device once per batch.
+    Checking the loss synchronises the device once per batch.
 
     Args:
-        gradients: Checks all gradients before each update too, and so finds a rule whose gradient is not
-            finite before weights are updated with it. Not under fp16: the loss scaler handles infinities.
+        gradients: Also check all gradients before each update, so that weights are not updated by a gradient
+            that is not finite. Not under fp16, where the loss scaler handles infinities.
 
     Raises:
-        FailedRunError: In training, with the module, and the policies that act there.
+        FailedRunError: In training, with the module and the policies on it.
     """
 
     def __init__(self, *, gradients: bool = True) -> None:
@@ -61,7 +61,7 @@ class StopOnNonFinite(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Remember the batch."""
+        """Store the batch."""
         self._batch = (batch, batch_idx)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -80,14 +80,14 @@ class StopOnNonFinite(Callback):
         if not all_finite([local_shard(gradient) for gradient in gradients]):
             finding = first_nonfinite(pl_module, self._run, _policies(trainer), backward=True)
             if trainer.world_size > 1 and not any(map(is_sharded, gradients)):
-                # Ranks share gradients, not batches.
+                # Gradients are averaged over the ranks, but each rank has its own batch.
                 finding = next((each for each in of_every_rank(finding) if each.module), finding)
             raise FailedRunError(f"{_moment(trainer)}: a gradient is not finite; {finding}")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Forget the batch."""
+        """Release the batch."""
         self._batch = None
 
     def _run(self, pl_module: nn.Module) -> Tensor:
@@ -106,10 +106,10 @@ def first_nonfinite(
     """Run a model again and find the first module whose output or gradient is not finite.
 
     Args:
-        model: The model; the gradients of its parameters are left alone.
-        run: Does the forward pass with the model it is given and returns the loss.
-        policies: The policies by name, to say which act there.
-        backward: Also run the backward pass, and look for gradients.
+        model: The model; the gradients of its parameters are not changed.
+        run: A function that does the forward pass with the given model and returns the loss.
+        policies: The policies by name.
+        backward: Also run the backward pass, and check gradients.
 
     Example:
         >>> class Root(nn.Module):
@@ -152,7 +152,7 @@ def first_nonfinite(
 
 
 def _described(module: nn.Module, place: str, inputs: Any) -> str:
-    """Say where the output of a module, the first that is not finite, came from."""
+    """Return a description of the cause of a module output that is the first not to be finite."""
     spoilt = [name for name, value in module.named_parameters() if not _finite(value)]
     if spoilt:
         cause = f"whose {', '.join(spoilt)} an earlier update made non-finite"
@@ -166,7 +166,7 @@ def _described(module: nn.Module, place: str, inputs: Any) -> str:
 
 @contextmanager
 def _hooks(model: nn.Module, see: Callable[[str, Any, Any], None]) -> Iterator[None]:
-    """Call a function with every module's inputs and output, innermost modules first."""
+    """Call a function with the inputs and output of every module, innermost modules first."""
 
     def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
         return lambda module, inputs, output: see(name, inputs, output)
@@ -181,7 +181,7 @@ def _hooks(model: nn.Module, see: Callable[[str, Any, Any], None]) -> Iterator[N
 
 @contextmanager
 def _unlogged(pl_module: Any) -> Iterator[None]:
-    """Let a training step run once more without logging twice."""
+    """Disable logging, so that a training step can run once more."""
     pl_module.log = lambda *positional, **named: None
     try:
         yield

@@ -18,17 +18,17 @@ from gradpolicy.errors import unknown
 
 
 class SaveOnPreemption(Checkpoint):
-    """Saves a checkpoint and exits when a signal says that the machine will be taken away.
+    """Saves a checkpoint and exits after a signal that the machine will be taken away.
 
     A signal to any rank sets a flag there. At the end of each batch the ranks reduce their flags. If one is
-    set, all ranks save together to ``last.ckpt``, where ``ckpt_path=last`` finds it, a Slurm job is put back
-    into the queue, and the run exits with 128 + the signal's number. A checkpoint saved by the signal handler
+    set, all ranks save ``last.ckpt`` together, from which ``ckpt_path=last`` resumes, a Slurm job is
+    requeued, and the run exits with 128 + the signal's number. A checkpoint saved by the signal handler
     itself, in the middle of a step, could not be resumed exactly.
 
     Args:
-        signals: The signals that mean this. Slurm sends SIGUSR1 ahead of its time limit where the job asks
-            for it (``--signal=SIGUSR1@120``), SIGTERM before it kills.
-        requeue: Puts a Slurm job back into the queue with ``scontrol requeue``.
+        signals: The signals. Slurm sends SIGUSR1 before its time limit if the job requests it
+            (``--signal=SIGUSR1@120``), and SIGTERM before it kills the job.
+        requeue: Requeue a Slurm job with ``scontrol requeue``.
 
     Raises:
         PolicyError: For an unknown signal.
@@ -51,17 +51,17 @@ class SaveOnPreemption(Checkpoint):
             self._former[number] = signal.signal(number, self._remember)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the former signal handlers."""
+        """Restore the original signal handlers."""
         self._restore_handlers()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Restore the former signal handlers."""
+        """Restore the original signal handlers."""
         self._restore_handlers()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save and exit if any rank received a signal. A Checkpoint runs after other callbacks."""
+        """Save and exit if any rank received a signal. Callbacks of type Checkpoint run after the others."""
         if not trainer.strategy.reduce_boolean_decision(bool(self._received), all=False):
             return
         received = self._received or self.signals[0]
@@ -85,7 +85,7 @@ class SaveOnPreemption(Checkpoint):
 
 
 def requeue_slurm_job() -> None:
-    """Put this process's Slurm job back into the queue; do nothing outside Slurm."""
+    """Requeue this process's Slurm job; do nothing outside Slurm."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return
@@ -103,7 +103,7 @@ def requeue_slurm_job() -> None:
 
 
 def _path_of_last(trainer: Trainer) -> Path:
-    """Return the path at which ``ckpt_path=last`` finds it."""
+    """Return the path from which ``ckpt_path=last`` resumes."""
     kept = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     folder = next((callback.dirpath for callback in kept if callback.dirpath), None)
     name = kept[0].CHECKPOINT_NAME_LAST if kept else "last"

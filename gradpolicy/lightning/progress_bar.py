@@ -1,4 +1,4 @@
-"""A progress bar in one line, with the metrics that fit beside it."""
+"""A progress bar of one line, with the metrics that fit into it."""
 
 from typing import Any
 
@@ -7,20 +7,19 @@ from lightning.pytorch.callbacks import RichProgressBar
 from rich.progress import BarColumn, ProgressColumn, TimeRemainingColumn
 
 BAR = 10
-# Four spaces between the columns, and five characters for the time that is left.
+# Four spaces between the columns, and five characters for the remaining time.
 REST = BAR + 4 + len("00:00")
 
 
 class ProgressBar(RichProgressBar):
     """Lightning's bar of `rich`, shortened to one line.
 
-    It shows the epoch, the batches, the time that is left, and those metrics logged with ``prog_bar=True``
-    that fit into the terminal. Lightning's own entries (``v_num``) and the bar of each validation are left
-    out.
+    It shows the epoch, the batches, the remaining time, and the metrics logged with ``prog_bar=True`` that
+    fit into the terminal. Lightning's own entries (``v_num``) and the bar of each validation are not shown.
     """
 
     def configure_columns(self, trainer: Trainer) -> list[Any]:
-        """Return the columns left of the metrics."""
+        """Return the columns to the left of the metrics."""
         description, _, batches, *_ = super().configure_columns(trainer)
         columns: list[ProgressColumn] = [
             description,
@@ -47,6 +46,6 @@ class ProgressBar(RichProgressBar):
         return shown
 
     def on_validation_batch_start(self, trainer: Trainer, *arguments: Any, **settings: Any) -> None:
-        """Show a bar for a validation on its own, none for one within training."""
+        """Show a bar for a separate validation, but not for one within training."""
         if trainer.state.fn != "fit":
             super().on_validation_batch_start(trainer, *arguments, **settings)

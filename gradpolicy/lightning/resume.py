@@ -1,9 +1,10 @@
 """Exact resume: all that uses private parts of Lightning, as read in version 2.6.6.
 
 Some checkpoints are written after a batch but before its validation, its log row and its counters; others
-after a validation but before the schedulers step. A resumed Lightning guesses from its counters what was
-done. After the last batch of an epoch it guesses wrongly: it skips the validation, the hooks of the epoch's
-end, and the count of epochs. Here the moment is saved, and the loops themselves do the rest.
+after a validation but before the schedulers step. When it resumes, Lightning derives from its counters what
+was already done. After the last batch of an epoch this is wrong: it skips the validation, the hooks at the
+end of the epoch, and the count of epochs. This module saves the position within the loops, so that the loops
+continue from there.
 """
 
 import csv
@@ -40,29 +41,28 @@ from gradpolicy.whole_file import written_whole
 COUNTED = ("optimizer_states", "lr_schedulers")
 # The hooks in which a checkpoint is written: `on_train_batch_end`, `on_validation_end`, `on_train_epoch_end`.
 BATCH, VALIDATION, EPOCH = "batch", "validation", "epoch"
-# Anywhere else, or after an exception: what Lightning does is right, or as good as anything.
+# In other hooks, or after an exception, Lightning's own behaviour is used.
 ELSEWHERE = "elsewhere"
 
 
 class ExactResume(Callback):
-    """Saves in each checkpoint what Lightning leaves out and a bit-exact resume needs, and restores it.
+    """Saves and restores the state that an exact resume needs and Lightning does not save.
 
     - the global random states (Python, NumPy, torch, the CUDA device) of every rank;
     - within an accumulation window, the gradients that every rank has accumulated;
     - the position of every rank's data loader, if the loader has one;
-    - the moment in Lightning's loops at which it was saved;
+    - the position in Lightning's loops;
     - the values that were about to be logged;
-    - whether early stopping had ended the run.
+    - a flag that early stopping had ended the run.
 
     If the data module is one of :mod:`gradpolicy.tasks` or its loader saves its position, and the optimizer
-    restores its state, then a run that was ended at any moment and resumed from its last checkpoint ends with
-    the same bits as the run left alone. Everything saved loads with ``weights_only=True``.
+    restores its state, then a run that was killed at any moment and resumed from its last checkpoint ends
+    with the same bits as an uninterrupted run. Everything saved loads with ``weights_only=True``.
 
     Args:
-        directory: The directory of the run. If the checkpoint lies in it, the run goes on there: log rows and
-            checkpoints of later steps are deleted before it trains. If it does not, this is a new run that
-            starts from the checkpoint: early stopping and the best checkpoints begin anew. None leaves both
-            to Lightning.
+        directory: The directory of the run. If the checkpoint is in it, the run continues there: log rows and
+            checkpoints of later steps are deleted before training. Otherwise a new run starts from the
+            checkpoint, with new best scores and early stopping. None leaves both to Lightning.
     """
 
     KEY = "gradpolicy_exact_resume"
@@ -77,7 +77,7 @@ class ExactResume(Callback):
         self._ended_epoch: dict[str, Any] = {}
 
     def goes_on(self, trainer: Trainer) -> bool:
-        """Return True if the checkpoint that is resumed is one of this run's directory."""
+        """Return True if the checkpoint that is resumed is in this run's directory."""
         if self.directory is None or trainer.ckpt_path is None:
             return False
         return Path(str(trainer.ckpt_path)).resolve().is_relative_to(self.directory.resolve())
@@ -113,15 +113,15 @@ class ExactResume(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep the state until training starts. Lightning saved one rank's loaders: replace them."""
+        """Store the state until training starts, and insert this rank's state of the loaders."""
         states = checkpoint["callbacks"]
         if trainer.state.fn is not TrainerFn.FITTING:
-            # A test must not change which checkpoint counts as the best.
+            # A test must not change the best checkpoint.
             for key in _kept(trainer):
                 states.pop(key, None)
             return
         self._step = checkpoint["global_step"]
-        # Of a sharded checkpoint they are not here, but among its shards.
+        # In a sharded checkpoint they are in its shards.
         self._counts = {name: len(checkpoint[name]) for name in COUNTED if name in checkpoint}
         self._restored = checkpoint.get(self.KEY, [])
         self._loops = checkpoint["loops"]["fit_loop"]
@@ -136,7 +136,7 @@ class ExactResume(Callback):
                 states.pop(key, None)
 
     def _restore_best(self, trainer: Trainer, states: dict[str, Any]) -> None:
-        """Have each ModelCheckpoint go on with what is in the directory; all ranks call this."""
+        """Update each ModelCheckpoint's state by the checkpoints in the directory; all ranks call this."""
         kept = {
             key: each
             for key, each in _kept(trainer).items()
@@ -153,7 +153,7 @@ class ExactResume(Callback):
             callback._defer_save_until_validation = deferred.get(key, False)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let a run that has taken its last step end its epoch."""
+        """Complete the epoch of a run that has taken its last step."""
         self._max_steps = trainer.max_steps
         if self._restored and self._restored[0]["moment"] in (BATCH, VALIDATION):
             trainer.fit_loop.epoch_loop.max_steps = -1
@@ -200,7 +200,7 @@ class ExactResume(Callback):
         self._continue(trainer, state)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the averages of an epoch whose batches all came before the checkpoint."""
+        """Log the averages of an epoch all of whose batches were before the checkpoint."""
         ended, self._ended_epoch = self._ended_epoch, {}
         for name, value in ended.get("callback", {}).items():
             pl_module.log(
@@ -209,13 +209,13 @@ class ExactResume(Callback):
                 logger=name in ended["log"],
                 on_step=False,
                 on_epoch=True,
-                # The greatest of the same number on every rank.
+                # Reduced by the maximum, since the number is the same on every rank.
                 reduce_fx="max",
                 sync_dist=True,
             )
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Complete the log and the metrics of a run that had no step left to take."""
+        """Complete the log and the metrics of a run without remaining steps."""
         if self._restored:
             self._cut(trainer)
             saved, self._restored = self._restored, []
@@ -223,7 +223,7 @@ class ExactResume(Callback):
             _log_row(trainer, saved[0]["row"])
 
     def _cut(self, trainer: Trainer) -> None:
-        """Delete what the run has written after the checkpoint."""
+        """Delete everything that the run has written after the checkpoint."""
         if not self.goes_on(trainer) or not trainer.is_global_zero:
             return
         assert self.directory is not None
@@ -233,7 +233,7 @@ class ExactResume(Callback):
             _cut_rows(Path(logger.experiment.metrics_file_path), number)
 
     def _continue(self, trainer: Trainer, state: dict[str, Any]) -> None:
-        """Have the loops go on after the moment at which the checkpoint was saved."""
+        """Continue the loops from the position at which the checkpoint was saved."""
         saved_in, row = state["moment"], state["row"]
         if saved_in == ELSEWHERE:
             return
@@ -261,16 +261,16 @@ class ExactResume(Callback):
                 _log_row(trainer, row)
             else:
                 epoch_loop._skip_next_val = True
-            # Epoch averages begin anew at the first batch of an epoch, which the next batch is not.
+            # Epoch averages are reset at the first batch of an epoch, which the next batch is not.
             trainer._logger_connector._first_loop_iter = True
             epoch_loop.on_advance_end(fetcher)
 
-        # In an epoch that has begun, no hook is left between those of the start and the next batch.
+        # Within an epoch, there are no hooks between those of the start and the next batch.
         epoch_loop.reset = end_batch_instead_of_reset  # type: ignore[method-assign]
 
 
 def starts_new_run(trainer: Trainer) -> bool:
-    """Return True if the run starts from the checkpoint of another run, whose record is not its own."""
+    """Return True if the run starts from the checkpoint of another run."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     found = [each for each in callbacks if isinstance(each, ExactResume) and each.directory is not None]
     return trainer.ckpt_path is not None and any(not each.goes_on(trainer) for each in found)
@@ -280,7 +280,7 @@ def starts_new_run(trainer: Trainer) -> bool:
 
 
 def moment(trainer: Trainer) -> str:
-    """Return which of the moments at which a checkpoint may be saved the loops have reached."""
+    """Return the position of the loops, among those at which a checkpoint may be saved."""
     fit = trainer.fit_loop
     if trainer.state.fn is not TrainerFn.FITTING:
         return ELSEWHERE
@@ -297,9 +297,9 @@ def moment(trainer: Trainer) -> str:
 
 
 def _settle(trainer: Trainer) -> None:
-    """Make the loops behave as those of a run that was never ended."""
+    """Make the loops behave like those of an uninterrupted run."""
     fit = trainer.fit_loop
-    # The loop's own property ignores what it is set to if the run is limited by steps.
+    # The loop's own property ignores assignments if the run is limited by steps.
     _Loop.restarting.fset(fit, False)  # type: ignore[attr-defined]
     fit.epoch_loop.reset_restart_stage()
     fit.epoch_loop.val_loop.reset_restart_stage()
@@ -322,10 +322,10 @@ RESTORING = frozenset(
 def checked_restore(checkpoint: Path | None) -> Iterator[None]:
     """Check a checkpoint before Lightning restores it, and name it if Lightning cannot restore it.
 
-    The check is here, since not every strategy of Lightning reads checkpoints through the trainer's plugin.
+    This is done here, since not every strategy reads checkpoints through the trainer's plugin.
 
     Raises:
-        PolicyError: In place of what Lightning raises.
+        PolicyError: In place of Lightning's errors.
     """
     if checkpoint is not None:
         check_checkpoint(checkpoint)
@@ -337,7 +337,7 @@ def checked_restore(checkpoint: Path | None) -> Iterator[None]:
         frames = traceback.walk_tb(error.__traceback__)
         if checkpoint is None or not any(frame.f_code in RESTORING for frame, _ in frames):
             raise
-        # Python's message about a value of the wrong type does not help the reader.
+        # Python's own message about a wrong type would not be helpful.
         is_clear = isinstance(error, RuntimeError | ValueError)
         what = f" ({brief(str(error), most=120)})" if is_clear else ""
         raise PolicyError(
@@ -364,8 +364,8 @@ def _stoppers(trainer: Trainer) -> dict[str, EarlyStopping]:
 def _state_here(state: dict[str, Any], callback: ModelCheckpoint, step: int) -> dict[str, Any]:
     """Return a ModelCheckpoint's state with paths in its directory, which may have been moved or copied.
 
-    A checkpoint that is gone, damaged, or was overwritten after `step` does not count. (A resumed run that
-    repeats the steps writes one that was overwritten again.)
+    Without checkpoints that are missing, damaged, or were overwritten after `step`; the resumed run, which
+    repeats those steps, writes the latter again.
     """
     folder, scores = Path(str(callback.dirpath)), state["best_k_models"]
     here: dict[str, str] = {}
@@ -373,7 +373,7 @@ def _state_here(state: dict[str, Any], callback: ModelCheckpoint, step: int) -> 
     for path in {each for each in (*map(state.get, PATHS), *scores) if each}:
         name = os.path.relpath(path, state["dirpath"])
         try:
-            # A name that leads out of the directory is of no checkpoint of this run.
+            # A path outside the directory is not a checkpoint of this run.
             if name.split(os.sep)[0] != os.pardir and step_of(folder / name) <= step:
                 here[path] = str(folder / name)
         except PolicyError as error:
@@ -392,7 +392,7 @@ def _state_here(state: dict[str, Any], callback: ModelCheckpoint, step: int) -> 
 
 
 def _pending_row(trainer: Trainer, now: str) -> dict[str, Any]:
-    """Return the row that is logged after a moment: ``metrics`` by name, and ``step``; or nothing."""
+    """Return the row that is logged after a position: ``metrics`` by name, and ``step``; or nothing."""
     connector, epoch_loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
     due = {BATCH: connector.should_update_logs and not epoch_loop._should_accumulate(), EPOCH: True}
     values = convert_tensors_to_scalars(connector.metrics["log"]) if due.get(now) else {}
@@ -412,7 +412,7 @@ def _log_row(trainer: Trainer, row: dict[str, Any]) -> None:
 
 
 def _ended_epoch(trainer: Trainer, now: str) -> dict[str, Any]:
-    """Return the averages of an epoch that has no batch left but has not ended, for loggers and callbacks."""
+    """Return the averages, for loggers and callbacks, of an epoch whose last batch is done."""
     epoch_loop = trainer.fit_loop.epoch_loop
     if now not in (BATCH, VALIDATION) or not epoch_loop._is_training_done:
         return {}
@@ -424,13 +424,13 @@ def _ended_epoch(trainer: Trainer, now: str) -> dict[str, Any]:
 
 
 def _restore_metrics(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Give the trainer the metrics that were logged before."""
+    """Restore the metrics that were logged before."""
     metrics = move_data_to_device(state["metrics"], trainer.strategy.root_device)
     trainer._logger_connector._callback_metrics.update(metrics)
 
 
 class _AppendingWriter(ExperimentWriter):
-    """Goes on with the file that is there. Lightning's own deletes it."""
+    """Appends to an existing file, which Lightning's own class deletes."""
 
     def _check_log_dir_exists(self) -> None:
         path = Path(self.metrics_file_path)
@@ -440,7 +440,7 @@ class _AppendingWriter(ExperimentWriter):
 
 
 def append_rows(logger: CSVLogger) -> None:
-    """Have a CSVLogger append to the file of its version, instead of deleting it."""
+    """Make a CSVLogger append to the file of its version, instead of deleting it."""
     logger._experiment = _AppendingWriter(logger.log_dir)
 
 
@@ -451,13 +451,13 @@ def _csv_loggers(trainer: Trainer) -> list[CSVLogger]:
 
 
 def _count_rows(logger: CSVLogger) -> int:
-    """Return the number of lines in a logger's file, once it has written what it holds."""
+    """Write the pending rows of a logger, and return the number of lines in its file."""
     logger.save()
     return len(_lines(Path(logger.experiment.metrics_file_path)))
 
 
 def _cut_rows(path: Path, number: int) -> None:
-    """Leave the first lines of a log, and the names of the columns."""
+    """Truncate a log to its first lines, and keep the names of its columns."""
     lines = _lines(path)
     if len(lines) < number:
         rank_zero_warn(f"{path} lacks rows of the steps before the checkpoint")
@@ -477,7 +477,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
     """Return the global random states of this process, in tensors, numbers, strings and containers.
 
     Args:
-        device: The process's own; that of a CUDA device has a state too.
+        device: The device of the process; a CUDA device has its own random state.
     """
     mersenne: Any = np.random.get_state()
     name, keys, *rest = mersenne
@@ -492,7 +492,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Set the states that `random_states` returned."""
+    """Restore the states that `random_states` returned."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"].cpu())

@@ -34,7 +34,7 @@ LAST = "last"
 Kind = Literal["run", "sweep", "trial"]
 RUN: Kind = "run"
 KINDS: dict[Kind, str] = {RUN: "a run", "sweep": "a job of a sweep", "trial": "a trial of a study"}
-# A moment of the year 3058, which every calendar knows.
+# A time in the year 3058, the latest that is accepted.
 LAST_MOMENT = 2**35
 PACKAGES = ("torch", "lightning", "numpy", "hydra-core")
 INITIAL_WEIGHTS = "callbacks.initial_weights.path"
@@ -42,17 +42,17 @@ INITIAL_WEIGHTS = "callbacks.initial_weights.path"
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The record that a run leaves in its directory, by which it is found and resumed.
+    """The content of ``run.json``, by which a run is found and resumed.
 
     Args:
         task: The config's ``task_name``.
         kind: ``"run"``, ``"sweep"`` for a job of a sweep, ``"trial"`` for a trial of a study.
-        started: When it last began to train or test, in seconds since 1970.
-        directory: Where it was written. A copy of the run still names the original directory.
-        versions: Versions of Python and of the packages that decide results.
+        started: The last time at which it started to train or test, in seconds since 1970.
+        directory: The directory of the run; in a copy of the run, that of the original.
+        versions: Versions of Python and of the packages that affect results.
         command: The command line of this run alone.
         started_in: The working directory of that command line.
-        loggers: The ids under which its loggers, by their names in the config, have stored it.
+        loggers: The ids of the run in its loggers, by their names in the config.
     """
 
     task: str
@@ -66,7 +66,7 @@ class RunRecord:
 
     @staticmethod
     def begin(directory: Path, task: str, kind: Kind, command: list[str]) -> "RunRecord":
-        """Return the record of a run that begins now."""
+        """Return the record of a run that starts now."""
         versions = {
             "gradpolicy": sys.modules["gradpolicy"].__version__,
             "python": platform.python_version(),
@@ -81,7 +81,7 @@ class RunRecord:
 
     @staticmethod
     def load(directory: Path) -> "RunRecord | None":
-        """Return the record in a directory; None if there is none that can be read."""
+        """Return the record in a directory; None if there is none, or it cannot be read."""
         try:
             return read_json(directory / RECORD, RunRecord)
         except (OSError, ValueError):
@@ -98,10 +98,10 @@ def find_checkpoint(
 
     Args:
         ckpt_path: None; a checkpoint; a run directory, which means its last checkpoint; or ``last``, which
-            means that of the newest run. Jobs of sweeps and trials of studies are no candidates for it.
-        log_dir: The directory below which ``last`` looks for runs.
+            means that of the newest run. Jobs of sweeps and trials of studies are not considered.
+        log_dir: The directory below which ``last`` searches for runs.
         task: The ``task_name`` of the runs that ``last`` considers; None: any.
-        own: A directory that ``last`` means if it holds checkpoints: that of the run itself.
+        own: The directory of the run itself, which ``last`` means if it has checkpoints.
 
     Raises:
         PolicyError: If there is none.
@@ -111,7 +111,7 @@ def find_checkpoint(
     if ckpt_path == LAST:
         return _last_of([own] if own is not None and _checkpoints_in(own) else _runs(log_dir, task), log_dir)
     path = Path(ckpt_path).expanduser()
-    # Of os.path: Path.exists raises where a name is too long for the file system.
+    # Not Path.exists, which raises if a name is too long for the file system.
     if os.path.isdir(path) and not is_sharded_checkpoint(path):
         found, bad = last_checkpoint(path)
         if bad:
@@ -126,12 +126,12 @@ def find_checkpoint(
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """Return the directory of the run that a checkpoint lies in; None if it lies in none."""
+    """Return the directory of the run that contains a checkpoint; None if there is none."""
     return next((each for each in checkpoint.absolute().parents if RunRecord.load(each) is not None), None)
 
 
 def _last_of(candidates: Iterable[Path | str], log_dir: Path) -> Path:
-    """Return the last checkpoint of the first run that has one; say what is newer and was passed over."""
+    """Return the last checkpoint of the first run that has one; warn of newer runs that were skipped."""
     passed: list[str] = []
     for run in candidates:
         if isinstance(run, str):
@@ -150,7 +150,7 @@ def _last_of(candidates: Iterable[Path | str], log_dir: Path) -> Path:
 
 
 def _runs(log_dir: Path, task: str | None) -> list[Path | str]:
-    """Return the runs below a directory, the newest first; for one that does not count, what it is."""
+    """Return the runs below a directory, the newest first; for others, a description."""
     found = []
     for path in log_dir.rglob(RECORD):
         record = RunRecord.load(path.parent)
@@ -164,9 +164,9 @@ def _runs(log_dir: Path, task: str | None) -> list[Path | str]:
 
 
 def last_checkpoint(directory: Path) -> tuple[Path | None, list[str]]:
-    """Return the checkpoint to resume from in a directory, and what is wrong with those passed over.
+    """Return the checkpoint to resume from in a directory, and the reasons for skipping others.
 
-    It is the one furthest in training of those named ``last*.ckpt``; if none is good, of the others.
+    It is the one with the most training steps of those named ``last*.ckpt``; if none is valid, of the others.
     """
     bad: list[str] = []
     good: list[tuple[bool, int, float, Path]] = []
@@ -182,7 +182,7 @@ def last_checkpoint(directory: Path) -> tuple[Path | None, list[str]]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the number of training steps that a checkpoint was saved after; -1 if it does not say.
+    """Return the number of training steps of a checkpoint; -1 if it is not stored.
 
     Raises:
         PolicyError: If it cannot be read.
@@ -192,7 +192,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def _checkpoints_in(directory: Path) -> list[Path]:
-    """Return the checkpoints in a run directory; of one that holds no run, only those near the top."""
+    """Return the checkpoints in a run directory; in another directory, only those near the top."""
     if any((directory / name).exists() for name in (RECORD, "config.yaml")):
         return sorted({*directory.rglob("*.ckpt"), *find_whole(directory, "*.ckpt")})
     near = (directory, *(path for path in directory.glob("*") if os.path.isdir(path)))
@@ -200,7 +200,7 @@ def _checkpoints_in(directory: Path) -> list[Path]:
 
 
 def cut_checkpoints(directory: Path, step: int) -> None:
-    """Delete the checkpoints in a run directory that were saved after a step: the run goes on from there."""
+    """Delete the checkpoints in a run directory that were saved after the given step."""
     for path in _checkpoints_in(directory):
         try:
             is_later = step_of(path) > step
@@ -211,14 +211,14 @@ def cut_checkpoints(directory: Path, step: int) -> None:
 
 
 def _counted(reasons: list[str]) -> str:
-    """Return reasons in one line, equal ones once with their number."""
+    """Return reasons in one line; equal ones once, with their number."""
     return "; ".join(
         reason if number == 1 else f"{reason} ({number})" for reason, number in Counter(reasons).items()
     )
 
 
 def _near(path: Path) -> str:
-    """Return a hint that names the checkpoints beside one that does not exist."""
+    """Return a hint with the checkpoints beside a path that does not exist."""
     if not os.path.isdir(path.parent):
         parent = brief(str(path.parent), most=120)
         return f"there is no directory {parent} either; ckpt_path=last finds the newest"
@@ -230,7 +230,7 @@ def _near(path: Path) -> str:
 
 
 def best_scores(trainer: Trainer) -> dict[str, float]:
-    """Return the best value of each metric that a checkpoint callback watches, under the name ``…_best``."""
+    """Return the best value of each metric that a checkpoint callback monitors, under the name ``…_best``."""
     return {
         f"{callback.monitor}_best": float(callback.best_model_score)
         for callback in trainer.checkpoint_callbacks
@@ -241,13 +241,13 @@ def best_scores(trainer: Trainer) -> dict[str, float]:
 
 
 def best_checkpoint(trainer: Trainer) -> Path | None:
-    """Return the best checkpoint of this run; None if none was kept, which means the weights as they are."""
+    """Return the best checkpoint of this run; None if there is none, which means the current weights."""
     kept = [
         callback
         for callback in trainer.checkpoint_callbacks
         if isinstance(callback, ModelCheckpoint) and callback.best_model_path
     ]
-    # One that watches no metric keeps the newest, not the best.
+    # A ModelCheckpoint without a metric keeps the newest checkpoint, not the best.
     kept.sort(key=lambda callback: callback.monitor is None)
     return Path(kept[0].best_model_path) if kept else None
 
@@ -256,14 +256,14 @@ def best_checkpoint(trainer: Trainer) -> Path | None:
 
 
 class InitialWeights(Callback):
-    """Loads the weights of a checkpoint before training: for fine-tuning.
+    """Loads the weights of a checkpoint before training, for fine-tuning.
 
-    Unlike a resumed run, which is what ``ckpt_path`` is for, this one begins at step 0 with an empty
-    optimizer. A run that is resumed keeps the weights of its own checkpoint.
+    Unlike a run resumed by ``ckpt_path``, the run starts at step 0 with an empty optimizer. If it is resumed
+    later, it uses the weights of its own checkpoint.
 
     Args:
-        path: A checkpoint, be it a file or a directory of shards; None starts from the weights as they are,
-            and warns of it.
+        path: A checkpoint, as a file or a directory of shards; None starts from the current weights, with a
+            warning.
 
     Raises:
         PolicyError: When training is set up, if it does not exist, is damaged, or is of another model.
@@ -273,7 +273,7 @@ class InitialWeights(Callback):
         self.path = path
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Load the weights, before strategies wrap the model and policies look at it."""
+        """Load the weights, before strategies wrap the model and policies read it."""
         if stage != "fit":
             return
         if self.path is None:

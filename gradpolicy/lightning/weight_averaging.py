@@ -1,4 +1,4 @@
-"""Refuses callbacks that average weights in a way that moves frozen entries."""
+"""A check for callbacks that average weights and so change frozen entries."""
 
 from collections.abc import Iterable, Mapping
 
@@ -11,10 +11,10 @@ from gradpolicy.policies import Freeze, Policy
 
 
 def check_weight_averaging(callbacks: Iterable[Callback], policies: Mapping[str, Policy]) -> None:
-    """Check that no callback averages weights of which other entries freeze as training goes on.
+    """Check that no callback averages weights whose masks change during training.
 
-    An average over all steps mixes what an entry was while it trained with what it is while it is frozen.
-    Where masks never change, every average of a frozen entry is over equal values.
+    An average over all steps mixes the values of an entry from before and after it froze. If masks never
+    change, the average of a frozen entry is over equal values.
 
     Raises:
         PolicyError: If a callback averages weights whose masks change; or if it is EMAWeightAveraging, which

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 class ZeroStrategy(DDPStrategy):
     """DDP in which each rank holds the optimizer state of only some parameters.
 
-    The optimizers that the module configures are remade as ``ZeroRedundancyOptimizer``; learning-rate
-    schedulers stay in force, since both share their parameter groups.
+    The module's optimizers are replaced by ``ZeroRedundancyOptimizer``. Learning-rate schedulers keep
+    working, since both share their parameter groups.
 
     Args:
-        **settings: As DDPStrategy's.
+        **settings: As for DDPStrategy.
     """
 
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -32,8 +32,8 @@ def as_zero(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
         optimizer: An optimizer that has not stepped.
 
     Returns:
-        A ZeroRedundancyOptimizer that shares the parameter groups of the one given: what changes these, such
-        as a learning-rate scheduler, acts on both.
+        A ZeroRedundancyOptimizer that shares the parameter groups of the given one, so that a learning-rate
+        scheduler acts on both.
     """
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         return optimizer
@@ -45,10 +45,11 @@ def as_zero(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
     shared.param_groups = optimizer.param_groups
 
     def share_groups(loaded: Optimizer) -> None:
-        """Share the new groups that loading a state makes."""
+        """Share the new groups after a state was loaded."""
         optimizer.param_groups = loaded.param_groups
 
     shared.register_load_state_dict_post_hook(share_groups)
-    # A scheduler asks whether the optimizer that it was made with has stepped. The sharded one steps for it.
+    # A scheduler checks that the optimizer that it was created with has stepped; the sharded one steps
+    # instead.
     optimizer._opt_called = True  # type: ignore[attr-defined]
     return shared

@@ -1,1 +1,1 @@
-"""The plan: what each policy will touch, found by a step of a copy."""
+"""The plan: what each policy affects, determined by one step on a copy."""

@@ -1,4 +1,4 @@
-"""The plan: what each policy will touch, found by a step of a copy."""
+"""The plan: what each policy affects, determined by one step on a copy."""
 
 import copy
 import functools
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 Step = Callable[[nn.Module], Tensor]
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
-# What becomes of the optimizer state of an entry that freezes, by ``frozen_state``.
+# What happens to the optimizer state of an entry that freezes, by ``frozen_state``.
 FATES = {
     "keep": "what freezes keeps its optimizer state",
     "zero": "what freezes loses its optimizer state",
@@ -55,25 +55,26 @@ def plan(
     seed: int = 0,
     optimizers: Optimizers | None = None,
 ) -> Plan:
-    """Find out what policies will touch, by one step of a copy of the model.
+    """Return the plan of policies: what each affects, determined by one step on a copy of the model.
 
-    The model, its gradients and the random generators are left alone. It may have the policies on it already;
-    others that are installed stay in force.
+    The model, its gradients and the random states do not change. The policies may already be installed on
+    the model; other installed policies stay active.
 
     Args:
         model: The model.
         policies: The policies, by name or in a list.
-        step: Does a training step's forward pass with the model it is given and returns the loss, a scalar.
-        seed: The seed that mask sources without one of their own will get.
+        step: A function that does the forward pass of a training step with the given model and returns the
+            loss, a scalar.
+        seed: The seed of mask sources without a seed of their own.
         optimizers: The model's optimizers; None: those of its ``configure_optimizers``, if it has one.
 
     Returns:
         The plan, which prints as a table and displays in a notebook.
 
     Raises:
-        PolicyError: If something is no policy, a pattern matches nothing, an operation that a policy names is
-            not called, a stop leaves nothing that trains with a gradient, two policies contradict each other,
-            or the optimizer cannot freeze some entries of a tensor.
+        PolicyError: If an entry is not a policy, a pattern matches nothing, an operation that a policy names
+            is not called, a stop leaves no active parameter with a gradient, two policies contradict each
+            other, or the optimizer cannot freeze some entries of a tensor.
 
     Example:
         >>> import gradpolicy as gp
@@ -102,7 +103,7 @@ def plan(
         }
     put_back = tuple(put_back_remarks(_partly_frozen(freeze, masks), optimized, trained_by))
     vain = trained_in_vain(policies, matched, gradients)
-    # Those that hold later leave the first step alone.
+    # Policies that are active later do not affect the first step.
     first = {name: masks[name] for name, policy in freeze.items() if policy.when.active()}
     _check_cuts(flow, rows, gradients, first)
     for name, policy in policies.items():
@@ -135,7 +136,7 @@ def plan(
 def _training_entries(
     parameters: Mapping[str, nn.Parameter], masks: Any, gradients: Mapping[str, Any]
 ) -> int:
-    """Return how many entries get a gradient and are active in the first step."""
+    """Return the number of entries that get a gradient and are active in the first step."""
     getting = {name: each for name, each in parameters.items() if gets_gradient(gradients[name])}
     return round(sum(each.numel() * _share(each, masks, name) for name, each in getting.items()))
 
@@ -144,10 +145,10 @@ def training_loss(module: Any, batch: Any) -> Tensor:
     """Return the loss of a LightningModule's ``training_step``, without a Trainer.
 
     Raises:
-        PolicyError: If the step gives no loss.
+        PolicyError: If the step returns no loss.
     """
     with warnings.catch_warnings():
-        # Logging has no Trainer to go to here, which Lightning says at each call.
+        # Without a Trainer Lightning warns at each call that logs.
         warnings.simplefilter("ignore")
         result = module.training_step(batch, 0)
     loss = result.get("loss") if isinstance(result, Mapping) else result
@@ -160,7 +161,7 @@ def _checked(policies: Iterable[Policy] | Mapping[str, Policy]) -> dict[str, Pol
     """Return the policies by name.
 
     Raises:
-        PolicyError: If one is none.
+        PolicyError: If an entry is not a policy.
     """
     if isinstance(policies, Policy):
         raise PolicyError("plan takes a list or dict of policies, not one policy")
@@ -172,13 +173,13 @@ def _checked(policies: Iterable[Policy] | Mapping[str, Policy]) -> dict[str, Pol
 
 
 def _matched(model: nn.Module, policies: Mapping[str, Policy]) -> dict[str, dict[str, nn.Parameter]]:
-    """Return the parameters that each policy matches, of those that name parameters."""
+    """Return the parameters that each policy with ``params`` matches."""
     params = {name: getattr(policy, "params", ()) for name, policy in policies.items()}
     return pick_each(named_parameters(model), {name: globs for name, globs in params.items() if globs})
 
 
 def _without_gradient(gradients: Mapping[str, Tensor | None]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the parameters that get no gradient, and those whose gradient is 0."""
+    """Return the parameters without a gradient, and those whose gradient is 0."""
     none = tuple(name for name, gradient in gradients.items() if gradient is None)
     given = {name: gradient for name, gradient in gradients.items() if gradient is not None}
     return none, tuple(name for name, gradient in given.items() if not gets_gradient(gradient))
@@ -199,7 +200,7 @@ def _modules(model: nn.Module, rows: Iterable[PlanRow]) -> tuple[PlanModule, ...
     )
 
 
-# ---- the copy, and what will train it
+# ---- the copy, and its optimizers
 
 
 def _duplicate(model: nn.Module, flow: Mapping[str, FlowPolicy]) -> nn.Module:
@@ -213,25 +214,25 @@ def _duplicate(model: nn.Module, flow: Mapping[str, FlowPolicy]) -> nn.Module:
 
 
 def _optimizers(duplicate: nn.Module, given: Optimizers | None) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that were given, or that a LightningModule makes."""
+    """Return the given optimizers, or those of a LightningModule."""
     if given is not None:
         return [given] if isinstance(given, torch.optim.Optimizer) else list(given)
     configure: Any = getattr(duplicate, "configure_optimizers", tuple)
     try:
         made = configure()
     except Exception:
-        # Some ask a Trainer, which does not exist yet; the plan can do without.
+        # Some modules need a Trainer, which does not exist yet; the plan works without optimizers.
         return []
     return [each for each in tree_leaves(made) if isinstance(each, torch.optim.Optimizer)]
 
 
-# ---- flow policies: one step for training, one for what holds in other phases
+# ---- flow policies: one step for training, one for the policies of other phases
 
 
 def _flow_rows(
     model: nn.Module, policies: Mapping[str, FlowPolicy], step: Step
 ) -> tuple[dict[str, PlanRow], dict[str, Tensor | None], list[str], set[str]]:
-    """Return a row for each policy, gradients, lines on operations that did not run, policies that acted."""
+    """Return the rows, the gradients, lines on operations that did not run, and the policies that acted."""
     training = {name for name, policy in policies.items() if "fit" in policy.when.phases}
     gradients, rows, unmet, acting = _observe(model, policies, training, step)
     others = set(policies) - training
@@ -246,7 +247,7 @@ def _flow_rows(
 def _observe(
     model: nn.Module, policies: Mapping[str, FlowPolicy], active: set[str], step: Step
 ) -> tuple[dict[str, Tensor | None], dict[str, PlanRow], list[str], set[str]]:
-    """Take one step with some of the policies active."""
+    """Do one step with some of the policies active."""
     parameters = _trainable(model)
     entry_point = "training_step" if hasattr(model, "training_step") else "forward"
     installed = install(model, policies, entry_points={"": [entry_point]})
@@ -258,7 +259,7 @@ def _observe(
         report = {row.name: row for row in installed.report().rows}
     finally:
         installed.remove(quiet=True)
-    # What runs without a gradient now may get one when what comes before it thaws.
+    # An operation without a gradient may get one when layers before it thaw.
     thaws = any(not parameter.requires_grad for parameter in model.parameters())
     lines = []
     for name in [name for name in policies if name in active]:
@@ -296,7 +297,7 @@ def _check_cuts(
     gradients: Mapping[str, Tensor | None],
     masks: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Make sure that the stops leave a path to something that trains.
+    """Check that the stops leave a path to an active parameter.
 
     Raises:
         PolicyError: If they do not.
@@ -327,7 +328,7 @@ def _freeze_masks(
     """Return each policy's mask source, set up, and its masks at its first step.
 
     Raises:
-        PolicyError: If a source cannot mask what its policy matches, or policies want different state.
+        PolicyError: If a source cannot mask the parameters of its policy, or policies disagree on the state.
     """
     sources: dict[str, MaskSource] = {}
     masks: dict[str, dict[str, Any]] = {}
@@ -376,7 +377,7 @@ def _budget(
 def _partly_frozen(
     policies: Mapping[str, Freeze], masks: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, bool]]:
-    """Return the parameters of which each policy freezes some entries, and whether these lose their state."""
+    """Return the parameters that each policy freezes in part, and True if frozen entries lose their state."""
     return {
         name: {
             key: policy.frozen_state != "keep"
@@ -442,13 +443,13 @@ def _rates_row(name: str, policy: Rates, parameters: Mapping[str, nn.Parameter])
 
 
 def _described(source: MaskSource) -> str:
-    """Return a source with its own arguments, without its timetable."""
+    """Return a description of a source with its own arguments, without its timetable."""
     arguments = (f"{key}={value}" for key, value in source.describe().items())
     return f"{type(source).__name__}({', '.join(arguments)})"
 
 
 def _timetable(source: MaskSource) -> str:
-    """When a source's masks may change, as in ``may change every 5 steps from step 10 until step 90``."""
+    """Return when a source's masks may change, as in ``may change every 5 steps from step 10``."""
     times = source.timetable
     if times.every is None:
         return "is chosen once" + (f" at {times.unit} {times.start}" if times.start else "")
@@ -456,7 +457,7 @@ def _timetable(source: MaskSource) -> str:
 
 
 def _moments(when: When) -> str:
-    """When a policy holds, as in ``in fit, test, every 2 epochs from epoch 4``; empty for all of training."""
+    """Return when a policy is active, as in ``in fit, test, every 2 epochs``; empty for all of training."""
     phases = "" if when.phases == ("fit",) else f"in {', '.join(when.phases)}"
     counts = "" if (when.start, when.stop, when.stride) == (0, None, 1) else _counts(when.stride, when)
     return ", ".join(filter(None, (phases, counts)))
@@ -470,7 +471,7 @@ def _counts(every: int, window: Window) -> str:
 
 
 def mask_share(mask: Any) -> float:
-    """Return the share of entries that a mask lets train; a random mask's expected share."""
+    """Return the active share of a mask; the expected share of a random mask."""
     if isinstance(mask, bool):
         return float(mask)
     if isinstance(mask, Tensor):
@@ -479,7 +480,7 @@ def mask_share(mask: Any) -> float:
 
 
 def _share(parameter: Tensor, masks: Mapping[str, Mapping[str, Any]], key: str) -> float:
-    """Return the share of a parameter that all policies together let train."""
+    """Return the active share of a parameter under all policies together."""
     chosen = [given[key] for given in masks.values() if key in given]
     if len(chosen) < 2 or parameter.is_meta:
         return math.prod(mask_share(mask) for mask in chosen)

@@ -1,4 +1,4 @@
-"""The plan as a table with remarks below."""
+"""The plan as a table with remarks below it."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -16,26 +16,26 @@ HEADINGS = ("policy", "what", "where", "matches", "entries that train")
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One policy and everything that it matches.
+    """A policy and everything that it matches.
 
     Args:
         name: The policy's name.
         policy: The policy's class.
         what: Its effect: the class, and the mask source of a freeze policy.
-        where: The place, as a person writes it.
+        where: The place, as code.
         modules: The modules that it matched.
-        operations: How many calls of each operation it matched in one step.
+        operations: The number of calls of each operation that it matched in one step.
         parameters: The parameters that it matched.
-        entries: How many entries these hold.
-        active_share: The share of these entries that the policy lets train at its first step.
-        training_share: The share that does train: what gets no gradient, or only zeros, is not in it.
-        groups: For a freeze policy that goes by layers: the names of its groups.
-        phases: The phases in which it holds.
-        when: When it holds, as a person writes it; empty where it holds throughout training.
-        course: For a freeze policy: its mask source, when masks may change, what becomes of frozen state; for
-            rates: what parameters have of their own at first.
-        budget: For a source that chooses by scores: which share of what it would choose by the first step's
-            gradients lies in which parameter, the largest first.
+        entries: The number of their entries.
+        active_share: The share of these entries that is active at the policy's first step.
+        training_share: The share that trains: without parameters that get no gradient, or only zeros.
+        groups: For a freeze policy that works by layers: the names of its groups.
+        phases: The phases in which it is active.
+        when: The times at which it is active, as text; empty if it is active throughout training.
+        course: For a freeze policy: its mask source, when masks may change, what happens to frozen state; for
+            rates: the initial settings of parameters.
+        budget: For a source that chooses by scores: the parameters in which it would choose entries by the
+            gradients of the first step, with their shares, the largest first.
         vain: The parameters that get no gradient, or only zeros.
     """
 
@@ -58,7 +58,7 @@ class PlanRow:
 
     @property
     def active_entries(self) -> int:
-        """The number of entries that the policy lets train at its first step."""
+        """The number of entries that are active at the policy's first step."""
         return round(self.entries * self.active_share)
 
     @property
@@ -77,7 +77,7 @@ class PlanRow:
         return lines
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as plain values; what it matched stands under ``matched``."""
+        """Return the row as plain values, with the matches under ``matched``."""
         own = asdict(self)
         own["matched"] = own.pop("modules")
         return {**own, "active_entries": self.active_entries, "remarks": self.remarks}
@@ -90,8 +90,8 @@ class PlanModule:
     Args:
         name: Its qualified name; empty for the model itself.
         type: Its class.
-        parameters: How many entries its own parameters have, without those of its children.
-        policies: The policies that matched it, or a parameter of its own.
+        parameters: The number of entries of its own parameters, without those of its children.
+        policies: The policies that matched it, or one of its own parameters.
     """
 
     name: str
@@ -105,11 +105,11 @@ class Plan(Displayed):
     """The effect of all policies together in the first training step.
 
     Args:
-        rows: One a policy.
+        rows: One row per policy.
         entries: Entries of all trainable parameters.
-        training_entries: How many of them train: not frozen, and with a gradient that is not zero.
+        training_entries: The number that train: not frozen, and with a gradient that is not zero.
         cuts: Where the gradient is cut.
-        without_gradient: Parameters that get no gradient at all.
+        without_gradient: Parameters that get no gradient.
         zero_gradient: Parameters whose gradient is zero in every entry.
         warnings: Policies without effect or with an unexpected one; missing gradients come first.
         modules: The modules of the model, in the order in which it has them.
@@ -129,12 +129,12 @@ class Plan(Displayed):
         return Group(table(self.rows), *remarks(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain values, as ``plan.json`` holds it."""
+        """Return the plan as plain values, the content of ``plan.json``."""
         return {**asdict(self), "rows": [row.to_dict() for row in self.rows]}
 
 
 def table(rows: tuple[PlanRow, ...]) -> Table:
-    """Return a row a policy: what it is, where it acts, what it matched, what trains at its first step."""
+    """Return a table with a row per policy: what it does, where, its matches, and its active share."""
     drawn = Table(title="Plan", title_justify="left", title_style="bold", header_style="bold")
     first, *others, last = HEADINGS
     drawn.add_column(first, no_wrap=True)
@@ -147,14 +147,14 @@ def table(rows: tuple[PlanRow, ...]) -> Table:
 
 
 def cells(row: PlanRow) -> tuple[str, ...]:
-    """Return a policy's texts under the headings of the table."""
+    """Return a policy's cells by the headings of the table."""
     when = f" ({row.when})" if row.when else ""
     trains = f"{row.training_share:.1%} of {row.entries:,}" if row.entries else ""
     return row.name, row.what + when, row.where, _matched(row), trains
 
 
 def _matched(row: PlanRow) -> str:
-    """Return what a policy matched, as in ``2 modules, 3 relu`` or ``9 parameters``."""
+    """Return a text on the matches of a policy, such as ``2 modules, 3 relu`` or ``9 parameters``."""
     calls = [f"{count} {operation}" for operation, count in row.operations.items()]
     return ", ".join(
         [*_counted(len(row.modules), "module"), *calls, *_counted(len(row.parameters), "parameter")]
@@ -166,7 +166,7 @@ def _counted(count: int, what: str) -> list[str]:
 
 
 def remarks(plan: Plan) -> list[str]:
-    """Return what to be warned of, what trains in the first step, how masks change, where gradients end."""
+    """Return the lines below the table: warnings, what trains first, how masks change, cuts."""
     lines = [f"[bold yellow]Warning:[/bold yellow] {escape(warning)}." for warning in plan.warnings]
     lines += [
         f"[bold]{plan.training_entries:,}[/bold] of {plan.entries:,} trainable entries "

@@ -13,7 +13,7 @@ Gradients = Mapping[str, Tensor | None]
 def trained_in_vain(
     policies: Mapping[str, Policy], matched: Mapping[str, Iterable[str]], gradients: Gradients
 ) -> dict[str, tuple[str, ...]]:
-    """For each policy on parameters, those that get no gradient or only zeros, whatever it lets train.
+    """Return the parameters of each policy that get no gradient, or only zeros, even if they are active.
 
     Args:
         policies: The policies by name.
@@ -23,13 +23,13 @@ def trained_in_vain(
     return {
         name: tuple(key for key in keys if not gets_gradient(gradients.get(key)))
         for name, keys in matched.items()
-        # A stop is what gives its parameters no gradient.
+        # A stop is meant to give its parameters no gradient.
         if not isinstance(policies[name], Stop)
     }
 
 
 def gets_gradient(gradient: Tensor | None) -> bool:
-    """Return True if a gradient is there and is not zero in every entry."""
+    """Return True if there is a gradient that is not zero in every entry."""
     return gradient is not None and (gradient.is_meta or bool(gradient.any()))
 
 
@@ -39,7 +39,7 @@ def vain_warnings(
     """Yield a line for each policy on parameters that get no gradient."""
     for name, without in vain.items():
         count = len(matched[name])
-        # That somebody turned off the gradient of some of them is no news.
+        # No warning if the user has turned off the gradient of some of them.
         named = without if len(without) == count else [key for key in without if key in gradients]
         if not named:
             continue

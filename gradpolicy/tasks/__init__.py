@@ -1,4 +1,4 @@
-"""Ready data modules, models and Lightning modules, to try policies on and to start from."""
+"""Data modules, models and Lightning modules to try policies on and to start from."""
 
 from gradpolicy.tasks.classification import Classifier
 from gradpolicy.tasks.digits import DigitsDataModule

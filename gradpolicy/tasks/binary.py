@@ -1,7 +1,7 @@
 """A small network with binary weights and activations.
 
-The model contains nothing about gradients: it takes signs. What the gradient of a sign is, is said
-by policies, as in ``conf/policy/binary.yaml``.
+The model does not define gradients: it computes signs. Policies define their gradient, as in
+``conf/policy/binary.yaml``.
 """
 
 import torch
@@ -36,7 +36,7 @@ class Sign(nn.Module):
 
 
 class BinaryPerceptron(nn.Module):
-    """Two hidden layers with binary weights and activations, normalised between; the pixels stay as they are.
+    """Two hidden layers with binary weights and activations, and normalisation between them.
 
     Args:
         inputs: Pixels of an image, over all channels.

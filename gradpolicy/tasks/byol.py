@@ -1,6 +1,6 @@
 """BYOL on small images: a network predicts its moving average's output for another view.
 
-The model contains nothing about gradients. That none goes into the copy is said by a policy, as in
+The model does not define gradients. A policy stops the gradient into the target network, as in
 ``conf/policy/byol.yaml``.
 """
 
@@ -15,7 +15,7 @@ from gradpolicy.tasks.task import OptimizerFactory, SchedulerFactory
 
 
 class BYOLNetwork(SimSiamNetwork):
-    """An encoder with a projector and a predictor, a copy of the first two, and a probe.
+    """An encoder with a projector and a predictor, a target network, and a probe.
 
     Arguments are those of :class:`~gradpolicy.tasks.simsiam.SimSiamNetwork`.
 
@@ -27,22 +27,22 @@ class BYOLNetwork(SimSiamNetwork):
         self.target = copy.deepcopy(nn.Sequential(self.encoder, self.projector))
 
     def targets(self, first: Tensor, second: Tensor, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the copy gives for the second and for the first view."""
+        """Return the target network's outputs for the second and for the first view."""
         return self.target(second), self.target(first)
 
 
 class BYOL(SimSiam):
-    """Trains BYOL as :class:`~gradpolicy.tasks.simsiam.SimSiam` is trained; after each step the copy moves.
+    """Trains BYOL like :class:`~gradpolicy.tasks.simsiam.SimSiam`, with an updated target network.
 
     Args:
-        model: Gives :class:`~gradpolicy.tasks.simsiam.Views`.
+        model: A model that returns :class:`~gradpolicy.tasks.simsiam.Views`.
         optimizer: See :class:`~gradpolicy.tasks.task.Task`.
         scheduler: See :class:`~gradpolicy.tasks.task.Task`.
         scheduler_interval: See :class:`~gradpolicy.tasks.task.Task`.
-        momentum: The share of the copy that is kept at each step, between 0 and 1.
+        momentum: The weight of the target network's old value in each update, between 0 and 1.
 
     Raises:
-        PolicyError: If the momentum is no share.
+        PolicyError: If the momentum is not between 0 and 1.
     """
 
     model: BYOLNetwork
@@ -61,7 +61,7 @@ class BYOL(SimSiam):
 
     @torch.no_grad()
     def on_train_batch_end(self, outputs: object, batch: object, batch_index: int) -> None:
-        """Move the copy: ``target = momentum · target + (1 − momentum) · online``."""
+        """Update the target network: ``target = momentum · target + (1 − momentum) · online``."""
         online = nn.Sequential(self.model.encoder, self.model.projector)
         for follower, leader in zip(self.model.target.parameters(), online.parameters(), strict=True):
             follower.lerp_(leader, 1 - self.momentum)

@@ -1,4 +1,4 @@
-"""Classification as a Lightning module, with a probe where the model has one."""
+"""Classification as a Lightning module, with a probe if the model has one."""
 
 from typing import Any, cast
 
@@ -13,20 +13,21 @@ from gradpolicy.tasks.task import OptimizerFactory, SchedulerFactory, Task
 
 
 class Classifier(Task):
-    """Trains a classifier with cross-entropy, and its probe beside it.
+    """Trains a classifier, and its probe if it has one, with cross-entropy.
 
-    The loss is the head's cross-entropy plus the probe's. Whether the probe shapes the trunk is not decided
-    here but by the policies of the run.
+    The loss is the head's cross-entropy plus the probe's. The policies of the run determine if the probe
+    trains the trunk.
 
     Args:
-        model: Gives logits of shape (batch, classes), or something with `logits` and perhaps `probe_logits`.
+        model: Returns logits of shape (batch, classes), or an object with `logits` and optionally
+            `probe_logits`.
         optimizer: See :class:`~gradpolicy.tasks.task.Task`.
         scheduler: See :class:`~gradpolicy.tasks.task.Task`.
         scheduler_interval: See :class:`~gradpolicy.tasks.task.Task`.
         classes: Number of classes.
 
     Logs ``{train,val,test}/loss``, ``…/accuracy`` and, with a probe, ``…/probe_loss``, ``…/probe_accuracy``.
-    Training values are those of the batch: they need no memory that a resumed run would have lost.
+    Training values are those of the current batch, so a resumed run logs the same.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Classifier(Task):
             self.log(f"{stage}/{part}accuracy", metric, on_epoch=True, prog_bar=stage == "val")
 
     def losses_of(self, output: Any, labels: Tensor) -> dict[str, Tensor]:
-        """Return the parts of the loss by name; their sum is trained."""
+        """Return the parts of the loss by name; the loss is their sum."""
         return {
             f"{part}loss": functional.cross_entropy(logits, labels)
             for part, logits in _logits_of(output).items()

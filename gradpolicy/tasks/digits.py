@@ -1,4 +1,4 @@
-"""Handwritten digits that come with scikit-learn: real data with no download."""
+"""Handwritten digits from scikit-learn, which need no download."""
 
 import numpy as np
 import torch
@@ -17,14 +17,14 @@ class DigitsDataModule(DataModule):
     Repository, 1998, the test half, as scikit-learn holds it.
 
     Args:
-        batch_size: Images a batch, on each process.
+        batch_size: Images per batch, on each process.
         validation_share: Share of all images for validation.
         test_share: Share of all images for the test.
-        seed: Seeds the split and the order of the training images.
-        workers: Loader processes; 0 loads in the training process.
+        seed: The seed of the split and of the order of the training images.
+        workers: The number of loader processes; 0 loads in the training process.
 
     Raises:
-        PolicyError: If the shares are not positive or leave nothing to train on.
+        PolicyError: If the shares are not positive, or leave no training images.
     """
 
     classes = tuple("0123456789")

@@ -1,7 +1,7 @@
 """Domain-adversarial training: features that distinguish classes, but not the domain of an image.
 
-The model contains nothing about gradients. That the features learn *against* the classifier of
-domains is said by a policy, as in ``conf/policy/domain_adversarial.yaml``.
+The model does not define gradients. A policy reverses the gradient of the domain classifier, as in
+``conf/policy/domain_adversarial.yaml``.
 """
 
 from typing import NamedTuple
@@ -15,11 +15,11 @@ from gradpolicy.tasks.task import OptimizerFactory, SchedulerFactory, Task
 
 
 class Domains(NamedTuple):
-    """The output of a model of two domains.
+    """The output of a model for two domains.
 
     Attributes:
-        logits: Of the classes, shape (batch, classes).
-        domain_logits: That an image is of the target domain, shape (batch,).
+        logits: The logits of the classes, shape (batch, classes).
+        domain_logits: The logit of the target domain, shape (batch,).
     """
 
     logits: Tensor
@@ -27,7 +27,7 @@ class Domains(NamedTuple):
 
 
 class DomainNetwork(nn.Module):
-    """Features, a classifier of the images and a classifier of their domains.
+    """A feature extractor with a classifier of images and a classifier of domains.
 
     Args:
         inputs: Pixels of an image, over all channels.
@@ -54,7 +54,7 @@ class DomainNetwork(nn.Module):
 
 
 class DomainAdversarial(Task):
-    """Trains on labelled images that carry a mark and, without their labels, on images without it.
+    """Trains on labelled images with a mark, and on unlabelled images without it.
 
     In the source domain the first rows of an image are a mark of its class: bright in the pixels
     before ``width · label / classes``. In the target domain they are empty. The first half of a training
@@ -62,12 +62,12 @@ class DomainAdversarial(Task):
     classes and that of the domains of both.
 
     Args:
-        model: Gives :class:`Domains`.
+        model: A model that returns :class:`Domains`.
         optimizer: See :class:`~gradpolicy.tasks.task.Task`.
         scheduler: See :class:`~gradpolicy.tasks.task.Task`.
         scheduler_interval: See :class:`~gradpolicy.tasks.task.Task`.
         classes: Number of classes.
-        rows: How many rows the mark has.
+        rows: The number of rows of the mark.
 
     Logs ``{val,test}/source_accuracy``, ``…/target_accuracy`` and ``…/domain_accuracy``, the share of images
     whose domain is recognised; and ``train/loss``, ``train/domain_loss``.
@@ -91,7 +91,7 @@ class DomainAdversarial(Task):
         self.rows = rows
 
     def source(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Images of shape (batch, channels, height, width) with their mark."""
+        """Return images of shape (batch, channels, height, width) with the mark."""
         width = images.shape[-1]
         place = torch.arange(width, device=images.device)
         marks = (place < width * (labels[:, None] / self.classes)).to(images.dtype)

@@ -32,15 +32,15 @@ class FashionMNISTDataModule(FileDataModule):
     Source: H. Xiao, K. Rasul, R. Vollgraf, "Fashion-MNIST", 2017, arXiv:1708.07747; MIT licence.
 
     Args:
-        data_dir: Holds the four compressed files, or gets them.
-        batch_size: Images a batch, on each process.
+        data_dir: The directory of the four compressed files.
+        batch_size: Images per batch, on each process.
         validation_share: Share of the 60,000 images for validation.
-        seed: Seeds the split and the order of the training images.
-        workers: Loader processes; 0 loads in the training process.
-        download: Downloads what is absent.
+        seed: The seed of the split and of the order of the training images.
+        workers: The number of loader processes; 0 loads in the training process.
+        download: Download missing files.
 
     Raises:
-        PolicyError: If a file is absent and not to be downloaded, or has other contents than it should.
+        PolicyError: If a file is missing and `download` is false, or has the wrong checksum.
     """
 
     classes = (
@@ -81,7 +81,7 @@ def read_idx(path: Path) -> Tensor:
     big-endian 32-bit number, then the values (Y. LeCun, C. Cortes, C. Burges, the MNIST database).
 
     Raises:
-        PolicyError: If it is no such file.
+        PolicyError: If it is not such a file.
     """
     content = gzip.decompress(path.read_bytes())
     dimensions = content[3] if len(content) > 3 else 0

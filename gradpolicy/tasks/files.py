@@ -1,4 +1,4 @@
-"""Files of a data set: found locally or downloaded, and checked."""
+"""Files of data sets: local or downloaded, and checked."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ class RemoteFile(NamedTuple):
 
     Attributes:
         name: Its name in the directory.
-        url: Where it is downloaded from.
+        url: The address for the download.
         sha256: The SHA-256 of its contents, in hexadecimal.
     """
 
@@ -31,14 +31,14 @@ class FileDataModule(DataModule):
 
     Args:
         files: The files.
-        data_dir: The directory that holds them, or that they are downloaded to.
-        batch_size: Samples a batch, on each process.
-        seed: Seeds the order of the training samples.
-        workers: Loader processes; 0 loads in the training process.
-        download: Downloads files that are absent.
+        data_dir: The directory of the files.
+        batch_size: Samples per batch, on each process.
+        seed: The seed of the order of the training samples.
+        workers: The number of loader processes; 0 loads in the training process.
+        download: Download missing files.
 
     Raises:
-        PolicyError: If a file is absent and `download` is false, or a file has other contents than it should.
+        PolicyError: If a file is missing and `download` is false, or a file has the wrong checksum.
     """
 
     def __init__(
@@ -57,15 +57,15 @@ class FileDataModule(DataModule):
         check_present(self.data_dir, self.files, download)
 
     def prepare_data(self) -> None:
-        """Check the files, and download those that are absent if `download` is true."""
+        """Check the files, and download missing ones if `download` is true."""
         fetch(self.data_dir, self.files, self.download)
 
 
 def check_present(directory: Path, files: Sequence[RemoteFile], download: bool) -> None:
-    """Check that the files are there, unless they are to be downloaded. None of them is read.
+    """Check that the files exist, unless they will be downloaded. They are not read.
 
     Raises:
-        PolicyError: If one is absent and `download` is false.
+        PolicyError: If one is missing and `download` is false.
     """
     missing = [file.name for file in files if not (directory / file.name).is_file()]
     if missing and not download:
@@ -74,18 +74,18 @@ def check_present(directory: Path, files: Sequence[RemoteFile], download: bool) 
 
 
 def fetch(directory: Path, files: Sequence[RemoteFile], download: bool) -> None:
-    """Make sure that each file is in a directory, with the contents that its checksum says.
+    """Check the checksums of files in a directory, and download missing files.
 
     Args:
-        directory: The directory that has the files, or gets them.
+        directory: The directory of the files.
         files: The files.
-        download: Download files that are absent, with a progress bar.
+        download: Download missing files, with a progress bar.
 
     Raises:
-        PolicyError: If a file is absent and `download` is false or the download fails, or if a file has other
-            contents.
+        PolicyError: If a file is missing and `download` is false or the download fails, or if a file has the
+            wrong checksum.
     """
-    # Few runs need it, and its import takes longer than that of this module.
+    # Imported here, since few runs need it and the import is slow.
     import pooch
 
     check_present(directory, files, download)
@@ -99,6 +99,6 @@ def fetch(directory: Path, files: Sequence[RemoteFile], download: bool) -> None:
             )
         try:
             pooch.retrieve(url, f"sha256:{sha256}", name, directory, downloader=downloader)
-        # A ValueError if the contents are others; the file is not kept then.
+        # A ValueError if the checksum is wrong; the file is deleted then.
         except (OSError, ValueError) as error:
             raise PolicyError(f"{KEY}: {path} is absent and {url} could not be had: {error}") from error

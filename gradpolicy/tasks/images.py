@@ -1,4 +1,4 @@
-"""Pictures from files, as tensors of the shape that a model takes."""
+"""Pictures from files, as tensors of a model's input shape."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +17,12 @@ MODES = {1: "L", 3: "RGB"}
 
 @dataclass(frozen=True)
 class ImageShape:
-    """The shape of the images that a model takes.
+    """The shape of a model's input images.
 
     Attributes:
         channels: 1 for grey, 3 for colour.
-        height: In pixels.
-        width: In pixels.
+        height: The height in pixels.
+        width: The width in pixels.
     """
 
     channels: int
@@ -30,20 +30,20 @@ class ImageShape:
     width: int
 
     def __post_init__(self) -> None:
-        """Check that pictures can be brought into this shape."""
+        """Check that pictures can be converted to this shape."""
         if self.channels not in MODES:
             raise PolicyError(f"images: the model takes {self.channels} channels; pictures have 1 or 3")
 
 
 def images_of(batch: Any, owner: str) -> tuple[Tensor, Tensor | None]:
-    """Take a batch apart: images, or images and more, of which the second are their classes.
+    """Return the images of a batch and, if it has more entries, their classes, which are the second entry.
 
     Args:
         batch: A batch of a data loader.
-        owner: Whose batch it is, for the message.
+        owner: The owner of the batch, for the message.
 
     Raises:
-        PolicyError: If it does not begin with images.
+        PolicyError: If its first entry is not images.
     """
     parts = batch if isinstance(batch, list | tuple) else [batch]
     images = parts[0] if parts else None
@@ -63,7 +63,7 @@ def images_of(batch: Any, owner: str) -> tuple[Tensor, Tensor | None]:
 
 
 def find_images(path: Path) -> list[Path]:
-    """Return the pictures in a directory, by name; or the one picture that is named.
+    """Return the pictures in a directory in the order of their names, or a single picture.
 
     Raises:
         PolicyError: If there is none.
@@ -79,13 +79,13 @@ def find_images(path: Path) -> list[Path]:
 
 
 def read_image(path: Path, shape: ImageShape) -> Tensor:
-    """Read a picture, scale it and cut off what sticks out.
+    """Read a picture, scale it and crop it.
 
     Returns:
-        float32 in [0, 1], of the shape asked for.
+        A float32 tensor in [0, 1], of the given shape.
 
     Raises:
-        PolicyError: If the file is no picture.
+        PolicyError: If the file is not a picture.
     """
     try:
         with Image.open(path) as picture:

@@ -11,10 +11,10 @@ from gradpolicy.tasks.task import Task
 class LanguageModel(Task):
     """Trains a model to predict the next token, with cross-entropy.
 
-    Arguments are those of :class:`~gradpolicy.tasks.task.Task`; the model gives logits of shape
+    Arguments are those of :class:`~gradpolicy.tasks.task.Task`; the model returns logits of shape
     (batch, length, vocabulary) for tokens of shape (batch, length). A batch is ``(tokens, next tokens)``.
 
-    Logs ``{train,val,test}/loss`` in nats and ``…/bits_per_character``, the loss over ln 2, a token.
+    Logs ``{train,val,test}/loss`` in nats and ``…/bits_per_character``, the loss over ln 2, per token.
     """
 
     def assess(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

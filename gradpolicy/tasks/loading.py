@@ -1,10 +1,9 @@
 """Data loaders whose order and position depend only on (seed, epoch, batches done).
 
-A run that is killed and resumed must get the samples that the undisturbed run would have seen. So nothing
-here is drawn from the global random state, and a loader keeps no position of its own: Lightning's progress
-counter, which is in every checkpoint, says how many batches of the epoch are done, and the loader begins
-there. This works with worker processes (batches they have prefetched do not count), within an accumulation
-window and on many ranks.
+A run that is killed and resumed must get the same samples as an uninterrupted run. So nothing here is drawn
+from the global random state, and a loader stores no position: it starts from the number of batches done in
+the epoch, which is Lightning's progress counter in every checkpoint. This works with worker processes
+(prefetched batches do not count), within an accumulation window, and on several ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ MOST_WORKERS = 1024
 
 
 class TensorRows(TensorDataset):
-    """Rows of equally long tensors, fetched a whole batch at a time."""
+    """Rows of equally long tensors, which are fetched as whole batches."""
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
         """Return the rows of a batch, stacked; a loader over it needs `already_stacked` to collate."""
@@ -32,25 +31,25 @@ class TensorRows(TensorDataset):
 
 
 def already_stacked(batch: Any) -> Any:
-    """Return the batch, for datasets whose `__getitems__` gives a whole batch."""
+    """Return the batch unchanged; the collate function of datasets whose `__getitems__` returns a batch."""
     return batch
 
 
 class EpochSampler(DistributedSampler[Any]):
-    """The order of an epoch as a function of (seed, epoch), dealt out to the ranks sample by sample.
+    """The order of an epoch as a function of (seed, epoch), distributed over the ranks.
 
     Rank r of w takes samples r, r + w, … of the order. With batches of b samples on each rank, batch i of
-    all ranks together is therefore batch i of one process with batches of w·b. Being a
-    `DistributedSampler`, it is not replaced by Lightning.
+    all ranks together is therefore batch i of one process with batches of w·b. Since it is a
+    `DistributedSampler`, Lightning does not replace it.
 
     Args:
         dataset: The dataset that is sampled.
-        shuffle: Give each epoch an order of its own.
-        seed: Seeds the orders.
+        shuffle: Use a new random order for each epoch.
+        seed: The seed of the orders.
         ranks: Number of processes that share an epoch.
         rank: This process.
-        even: Gives every rank equally many samples by leaving out up to ranks - 1 of the last ones, as
-            training needs; otherwise each sample is dealt out exactly once, as evaluation needs.
+        even: Give every rank the same number of samples by dropping up to ranks - 1 of the last ones, as
+            training needs; otherwise each sample is used exactly once, as evaluation needs.
     """
 
     def __init__(
@@ -80,19 +79,19 @@ class EpochSampler(DistributedSampler[Any]):
 
 
 class ResumableLoader(DataLoader[Any]):
-    """A loader that begins an epoch after the batches that are done.
+    """A loader that starts an epoch after the batches that are done.
 
-    It takes the arguments of a `DataLoader`. It asks for its position when the first batch of an epoch is
-    asked for: only then has Lightning set the sampler's epoch.
+    It takes the arguments of a `DataLoader`. It determines its position when the first batch of an epoch is
+    requested, since only then Lightning has set the sampler's epoch.
 
     Attributes:
-        batches_done: Returns how many batches of the current epoch are done; 0 by default.
+        batches_done: A function that returns the number of batches done in the current epoch; by default 0.
     """
 
     batches_done: Callable[[], int] = staticmethod(lambda: 0)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield the batches of this epoch that are still to do."""
+        """Yield the remaining batches of this epoch."""
         if not isinstance(self.sampler, EpochSampler):  # Lightning's overfit_batches puts its own here
             yield from super().__iter__()
             return
@@ -102,7 +101,7 @@ class ResumableLoader(DataLoader[Any]):
         yield from super().__iter__()
 
     def state_dict(self) -> dict[str, int]:
-        """Return what the order of the samples depends on, for a check when the run is resumed."""
+        """Return the values that determine the order of the samples, for a check when the run is resumed."""
         if not isinstance(self.sampler, EpochSampler):
             return {}
         return {
@@ -112,7 +111,7 @@ class ResumableLoader(DataLoader[Any]):
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Refuse to resume within an epoch whose order of samples is different now.
+        """Check that the order of samples is unchanged if the run is resumed within an epoch.
 
         Raises:
             PolicyError: If seed, number of samples or joint batch size differ from the checkpoint's.
@@ -139,10 +138,10 @@ def epoch_seed(seed: int, epoch: int) -> int:
 
 
 def evaluation_batch_size(samples: int, ranks: int, largest: int) -> int:
-    """Return the largest batch size for which all ranks have equally many batches of samples dealt out once.
+    """Return the largest batch size for which all ranks have the same number of batches in an evaluation.
 
     With different numbers of batches, ranks would wait for each other if a forward pass communicates, as
-    DistributedDataParallel does for buffers. If the shares are equal, or too small, the size stays.
+    DistributedDataParallel does for buffers. If the shares are equal, or too small, the size does not change.
 
     Example:
         >>> evaluation_batch_size(samples=129, ranks=2, largest=64)  # 65 and 64 samples
@@ -155,15 +154,15 @@ def evaluation_batch_size(samples: int, ranks: int, largest: int) -> int:
 
 
 class DataModule(LightningDataModule):
-    """The base of the project's data modules: makes resumable loaders of three sets.
+    """Base class of data modules, with resumable loaders of three sets.
 
-    A subclass fills `train_set`, `validation_set` and `test_set` in `setup`. Under several processes each one
-    loads its own share. Leave `use_distributed_sampler` as it is: it does not replace these samplers.
+    A subclass sets `train_set`, `validation_set` and `test_set` in `setup`. With several processes each one
+    loads its own share. Lightning's `use_distributed_sampler` does not replace these samplers.
 
     Args:
-        batch_size: Samples a batch, on each process.
-        seed: Seeds the order of the training samples.
-        workers: Loader processes; 0 loads in the training process.
+        batch_size: Samples per batch, on each process.
+        seed: The seed of the order of the training samples.
+        workers: The number of loader processes; 0 loads in the training process.
 
     Raises:
         PolicyError: If a number is too small or too large; when training starts, if no batch can be filled.
@@ -183,7 +182,7 @@ class DataModule(LightningDataModule):
         self.workers = workers
 
     def train_dataloader(self) -> ResumableLoader:
-        """Shuffled anew each epoch; the last, incomplete batch is left out."""
+        """Return the training samples, shuffled for each epoch, without an incomplete last batch."""
         loader = self._loader(self.train_set, training=True)
         if len(loader) == 0:
             ranks = self._ranks()[0]

@@ -1,4 +1,4 @@
-"""Small image classifiers in which every activation is a module of its own."""
+"""Small image classifiers in which every activation is its own module."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,7 +15,7 @@ class Prediction(NamedTuple):
 
     Attributes:
         logits: Unnormalised log-probabilities of the head, shape (batch, classes).
-        probe_logits: The same from the probe.
+        probe_logits: Those of the probe.
     """
 
     logits: Tensor
@@ -26,14 +26,15 @@ class QuantizedReLU(nn.Module):
     """A ReLU with an upper bound of 1 and `levels` + 1 evenly spaced values.
 
     Formula: ``round(levels · min(relu(x), 1)) / levels``. The derivative of `round` is zero almost
-    everywhere: without a straight-through policy on it nothing before it learns. (The quantised activation
+    everywhere: without a straight-through policy, the layers before it do not learn. (The quantised
+        activation
     of Zhou et al., "DoReFa-Net", 2016, arXiv:1606.06160.)
 
     Args:
         levels: Number of steps between 0 and 1.
 
     Raises:
-        PolicyError: If there is no step.
+        PolicyError: If `levels` is below 1.
     """
 
     def __init__(self, levels: int = 4) -> None:
@@ -48,12 +49,12 @@ class QuantizedReLU(nn.Module):
         return torch.round(bounded * self.levels) / self.levels
 
     def extra_repr(self) -> str:
-        """Say the number of steps."""
+        """Return the number of steps."""
         return f"levels={self.levels}"
 
 
 class QuantizedBlock(nn.Sequential):
-    """Convolution 3×3, normalisation over all channels, quantised activation.
+    """A 3×3 convolution, normalisation over all channels, and a quantised activation.
 
     Args:
         inputs: Input channels.
@@ -70,7 +71,7 @@ class QuantizedBlock(nn.Sequential):
 
 
 class ConvNet(nn.Module):
-    """Two convolutions with pooling, two linear layers; every activation is an `nn.ReLU` of its own.
+    """Two convolutions with pooling, two linear layers; every activation is its own `nn.ReLU`.
 
     Args:
         channels: Channels of the images.
@@ -78,10 +79,10 @@ class ConvNet(nn.Module):
         classes: Number of classes.
         width: Channels of the first convolution; the second has twice as many.
         hidden: Units of the hidden linear layer.
-        dropout: Share of its units that are left out in training.
+        dropout: The dropout probability of these units.
 
     Raises:
-        PolicyError: For an impossible size, or images that leave nothing after pooling.
+        PolicyError: For an impossible size, or images that are too small for pooling.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class MultilayerPerceptron(nn.Module):
         inputs: Pixels of an image, over all channels.
         hidden: Units of each hidden layer.
         classes: Number of classes.
-        normalize: Put batch normalisation before each ReLU.
+        normalize: Add batch normalisation before each ReLU.
 
     Raises:
         PolicyError: For an impossible size.
@@ -152,10 +153,10 @@ class MultilayerPerceptron(nn.Module):
 
 
 class QuantizedConvNet(nn.Module):
-    """A small convolutional network with quantised activations and a probe beside its head.
+    """A small convolutional network with quantised activations, a head and a probe.
 
-    `trunk` makes the features, `head` classifies them, `probe` classifies them as well and is meant to
-    measure the trunk without shaping it. That is not done here: declare ``gp.Stop(modules="*.probe")``.
+    `trunk` computes features, and `head` classifies them. `probe` classifies them too, to evaluate the trunk
+    without training it, for which a policy is needed: ``gp.Stop(modules="*.probe")``.
 
     Args:
         channels: Channels of the images.
@@ -163,7 +164,7 @@ class QuantizedConvNet(nn.Module):
         classes: Number of classes.
         width: Channels of the first block; the later ones have twice as many.
         levels: Steps of the quantised activations between 0 and 1.
-        dropout: Share of the features that head and probe do not see in training.
+        dropout: The dropout probability of the features.
 
     Raises:
         PolicyError: For an impossible size.

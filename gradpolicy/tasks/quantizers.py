@@ -1,8 +1,8 @@
 """Quantised weights and activations: forward values only. Policies supply the gradients.
 
-What rounds here is an operation, so that a policy can name it: ``round`` in :class:`DoReFaWeight` and in
+Each rounding is an operation that a policy can name: ``round`` in :class:`DoReFaWeight` and in
 :class:`~gradpolicy.tasks.models.QuantizedReLU`, and the functions :func:`quantize` and
-:func:`clip_and_quantize` by their dotted paths. Without a policy nothing before them learns.
+:func:`clip_and_quantize` by their dotted paths. Without a policy the layers before them do not learn.
 """
 
 import math
@@ -27,8 +27,8 @@ def quantize(values: Tensor, step: Tensor, lowest: int, highest: int, offset: Te
         values: v, of any shape.
         step: s, the distance of the grid's points; broadcasts to the values.
         lowest: Index of the grid's first point.
-        highest: Index of its last.
-        offset: β, where the point with index 0 lies; broadcasts to the values.
+        highest: Index of the grid's last point.
+        offset: β, the position of the point with index 0; broadcasts to the values.
 
     Example:
         >>> quantize(torch.tensor([0.3, 0.9, 9.0]), torch.tensor(0.5), -8, 7)
@@ -48,7 +48,7 @@ def clip_and_quantize(values: Tensor, clip: Tensor, levels: int) -> Tensor:
     An operation: its rule (``pact``) gets ``(values, clip)``.
 
     Args:
-        values: Of any shape.
+        values: A tensor of any shape.
         clip: α, a scalar above 0.
         levels: Steps between 0 and α.
 
@@ -86,13 +86,13 @@ class DoReFaWeight(nn.Module):
 
 
 class PACT(nn.Module):
-    """An activation between 0 and a learned clip α, rounded; in the place of a ReLU.
+    """An activation that clips between 0 and a learned α and rounds; replaces a ReLU.
 
     Its policy is ``UseRule("pact", ops=["gradpolicy.tasks.quantizers.clip_and_quantize"])``.
 
     Args:
         bits: b; there are ``2ᵇ − 1`` steps between 0 and α.
-        clip: Where α starts.
+        clip: The initial value of α.
 
     Source: Choi et al. 2018, arXiv:1805.06085.
     """
@@ -108,15 +108,15 @@ class PACT(nn.Module):
 
 
 class LSQ(nn.Module):
-    """A uniform grid with a learned step: for weights by ``parametrize``, or in the place of a ReLU.
+    """A uniform grid with a learned step: for weights by ``parametrize``, or as a replacement of a ReLU.
 
     Its policy is ``UseRule("lsq", ops=["gradpolicy.tasks.quantizers.quantize"])`` with the same bits and
-    sign. As a parametrisation it starts the step from the weights, at the paper's ``2 ⟨|w|⟩ / √Qₚ``.
+    sign. As a parametrization it initialises the step from the weights, by the paper's ``2 ⟨|w|⟩ / √Qₚ``.
 
     Args:
         bits: b, the width of the grid.
         signed: Use a grid from ``−2ᵇ⁻¹`` to ``2ᵇ⁻¹ − 1`` instead of one from 0 to ``2ᵇ − 1``.
-        magnitude: The mean size ``⟨|v|⟩`` that activations are expected to have at the start.
+        magnitude: The expected mean magnitude ``⟨|v|⟩`` of activations at the start.
 
     Source: Esser et al. 2020, arXiv:1902.08153.
     """
@@ -133,21 +133,21 @@ class LSQ(nn.Module):
         return quantize(values, self.step, self.lowest, self.highest)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """Start the step from weights; ``parametrize`` calls this when a weight is given."""
+        """Initialise the step from weights; ``parametrize`` calls this when a weight is assigned."""
         with torch.no_grad():
             self.step.copy_(2 * weight.abs().mean() / math.sqrt(self.highest))
         return weight
 
 
 class LSQPlus(nn.Module):
-    """A uniform grid with learned step and offset, in the place of an activation.
+    """A uniform grid with learned step and offset; replaces an activation.
 
     Its policy is ``UseRule("lsq_plus", ops=["gradpolicy.tasks.quantizers.quantize"])`` with the same bits.
 
     Args:
         bits: b; the grid has ``2ᵇ`` points.
-        low: Where the first point starts.
-        high: Where the last one starts.
+        low: The initial position of the first point.
+        high: The initial position of the last point.
 
     Source: Bhalgat et al. 2020, arXiv:2004.09576.
     """
@@ -164,13 +164,13 @@ class LSQPlus(nn.Module):
 
 
 class Quantized(nn.Module):
-    """A model with every weight of its linear layers and convolutions quantised, and every ReLU.
+    """Quantises every ReLU of a model, and the weights of its linear layers and convolutions.
 
     Args:
-        model: Is changed in place.
-        weights: Makes what parametrises a weight, as Hydra's ``_partial_: true`` gives it.
-        activations: Makes what takes the place of an ``nn.ReLU``.
-        keep: Globs on the names of layers whose weights are left as they are, such as the last one.
+        model: The model, which is changed in place.
+        weights: A function that returns the parametrization of a weight, as from Hydra's ``_partial_: true``.
+        activations: A function that returns the replacement of an ``nn.ReLU``.
+        keep: Globs on the names of layers whose weights are not quantised, such as the last one.
 
     Raises:
         PolicyError: If a glob matches no such layer.
@@ -205,5 +205,5 @@ class Quantized(nn.Module):
                     setattr(module, name, activations())
 
     def forward(self, *inputs: Any) -> Any:
-        """Return what the model gives."""
+        """Return the model's output."""
         return self.model(*inputs)

@@ -1,7 +1,7 @@
-"""SimSiam on small images: two views of an image learn to agree, without negative pairs.
+"""SimSiam on small images: representations of two views agree, without negative pairs.
 
-The model contains nothing about gradients. What keeps it from collapsing, and the probe from shaping
-it, is said by policies, as in ``conf/policy/simsiam.yaml``.
+The model does not define gradients. Policies stop the gradient into the target, which prevents collapse, and
+that of the probe, as in ``conf/policy/simsiam.yaml``.
 """
 
 from typing import NamedTuple
@@ -19,8 +19,8 @@ class Views(NamedTuple):
 
     Attributes:
         loss: The mean of the two negative cosine similarities.
-        projections: Of the first view, shape (batch, size).
-        probe_logits: Of the first view, shape (batch, classes).
+        projections: The projections of the first view, shape (batch, size).
+        probe_logits: The probe's logits for the first view, shape (batch, classes).
     """
 
     loss: Tensor
@@ -37,12 +37,12 @@ class NegativeCosine(nn.Module):
 
 
 class SimSiamNetwork(nn.Module):
-    """An encoder with a projector and a predictor, and a probe beside them.
+    """An encoder with a projector, a predictor and a probe.
 
     Args:
         inputs: Pixels of an image, over all channels.
         hidden: Units of the hidden layers.
-        size: Entries of a projection.
+        size: The size of a projection.
         classes: Classes that the probe distinguishes.
 
     Raises:
@@ -63,7 +63,7 @@ class SimSiamNetwork(nn.Module):
             nn.BatchNorm1d(hidden),
             nn.ReLU(),
         )
-        # The paper's last normalisation is left out: it would spread out what has collapsed.
+        # Without the paper's last normalisation, which would spread out collapsed projections.
         self.projector = nn.Linear(hidden, size)
         self.predictor = nn.Sequential(
             nn.Linear(size, size // 2, bias=False),
@@ -84,18 +84,18 @@ class SimSiamNetwork(nn.Module):
         return Views(similarity / 2, one, self.probe(features))
 
     def targets(self, first: Tensor, second: Tensor, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what is predicted of the second and of the first view: here, their projections."""
+        """Return the targets of the predictions, the projections of the second and of the first view."""
         return other, one
 
 
 class SimSiam(Task):
     """Trains SimSiam on two noisy, shifted views of each image, and a probe of its features.
 
-    Arguments are those of :class:`~gradpolicy.tasks.task.Task`; the model gives :class:`Views`.
+    Arguments are those of :class:`~gradpolicy.tasks.task.Task`; the model returns :class:`Views`.
 
     Logs ``{train,val,test}/loss``, ``…/probe_accuracy`` and ``…/spread``: the standard deviation of the
-    normalised projections times the root of their size. It is 1 where they fill all directions, and 0 where
-    they have collapsed to one.
+    normalised projections times the root of their size. It is 1 if they fill all directions, and 0 if they
+    have collapsed to one.
     """
 
     def assess(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

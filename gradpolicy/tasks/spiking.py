@@ -1,7 +1,7 @@
 """A small network of leaky integrate-and-fire neurons.
 
-The model contains nothing about gradients: a spike is ``(potential > threshold).float()``. What the
-gradient of a spike is, is said by a policy, as in ``conf/policy/spiking.yaml``.
+The model does not define gradients: a spike is ``(potential > threshold).float()``. A policy defines the
+gradient of a spike, as in ``conf/policy/spiking.yaml``.
 """
 
 import torch
@@ -25,7 +25,7 @@ class Neurons(nn.Module):
         self.decay = decay
 
     def forward(self, potential: Tensor, current: Tensor) -> tuple[Tensor, Tensor]:
-        """One step: the spikes, and the potential after them."""
+        """Do one step; return the spikes and the new potential."""
         potential = self.decay * potential + current
         spikes = (potential - 1 > 0).float()
         return spikes, potential - spikes
@@ -38,9 +38,9 @@ class SpikingNetwork(nn.Module):
 
     Args:
         inputs: Pixels of an image, over all channels.
-        hidden: Spiking neurons.
+        hidden: Number of spiking neurons.
         classes: Number of classes.
-        steps: Steps in time.
+        steps: Number of time steps.
         decay: See :class:`Neurons`.
 
     Raises:

@@ -13,7 +13,7 @@ def check_shares(**shares: float) -> None:
     """Check the shares of the samples that are split off, by the names of their settings.
 
     Raises:
-        PolicyError: If one is not between 0 and 1, or they leave nothing to train on.
+        PolicyError: If one is not between 0 and 1, or they leave no training samples.
     """
     for key, share in shares.items():
         if not 0 < share < 1:
@@ -23,16 +23,16 @@ def check_shares(**shares: float) -> None:
 
 
 def stratified_split(indices: Indices, labels: Indices, share: float, seed: int) -> tuple[Indices, Indices]:
-    """Take a share away from samples, in every class alike.
+    """Split off the same share of the samples of every class.
 
     Args:
         indices: The samples.
-        labels: The class of every sample there is, by index.
-        share: The share that is taken away, between 0 and 1.
-        seed: Decides which.
+        labels: The classes of all samples, by index.
+        share: The share that is split off, between 0 and 1.
+        seed: The seed.
 
     Returns:
-        What is left and what was taken, each in ascending order.
+        The remaining samples and those split off, each in ascending order.
 
     Example:
         >>> left, taken = stratified_split(np.arange(8), np.array([0, 1] * 4), share=0.25, seed=0)

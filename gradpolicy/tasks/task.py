@@ -1,4 +1,4 @@
-"""The base of the project's Lightning modules: a model, and how its optimizer is made."""
+"""The base class of Lightning modules: a model, and functions that return its optimizer."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,12 +14,13 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 
 
 class Task(LightningModule):
-    """A model with an optimizer and perhaps a learning-rate scheduler.
+    """A model with an optimizer and optionally a learning-rate scheduler.
 
     Args:
         model: The model that is trained.
-        optimizer: Makes the optimizer of an iterable of parameters, as Hydra's ``_partial_: true`` gives it.
-        scheduler: Makes a learning-rate scheduler of the optimizer.
+        optimizer: A function of the parameters that returns an optimizer, as from Hydra's ``_partial_:
+            true``.
+        scheduler: A function of the optimizer that returns a learning-rate scheduler.
         scheduler_interval: When the scheduler steps, ``"step"`` or ``"epoch"``.
 
     Raises:
@@ -44,11 +45,11 @@ class Task(LightningModule):
         self.scheduler_interval = scheduler_interval
 
     def forward(self, inputs: torch.Tensor) -> Any:
-        """Return what the model gives."""
+        """Return the model's output."""
         return self.model(inputs)
 
     def assess(self, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss of a batch, which is trained, and the values to log by their names.
+        """Return the loss of a batch, and the values to log by their names.
 
         Args:
             batch: A batch of the loader.
@@ -74,8 +75,8 @@ class Task(LightningModule):
         """Log the values of a batch.
 
         Args:
-            stage: ``"val"`` or ``"test"``, with which their names begin.
-            batch: A batch of the loader, of which the first entry is a tensor of samples.
+            stage: ``"val"`` or ``"test"``, the prefix of their names.
+            batch: A batch of the loader, whose first entry is a tensor of samples.
         """
         values = {f"{stage}/{name}": value for name, value in self.assess(batch)[1].items()}
         self.log_dict(
@@ -92,7 +93,7 @@ class Task(LightningModule):
         """Return the optimizer and, if there is one, its scheduler.
 
         Raises:
-            PolicyError: If the module was made without an optimizer, as by a config that has none.
+            PolicyError: If the module was created without an optimizer, as by a config that has none.
         """
         if self.make_optimizer is None:
             raise PolicyError("model.optimizer: is missing; name one, such as optimizer=adamw")

@@ -1,4 +1,4 @@
-"""Tiny Shakespeare: a million characters of his plays, whole or one half of them."""
+"""Tiny Shakespeare: a million characters of plays, the whole text or one half."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,12 +23,12 @@ PARTS = {"all": (0.0, 1.0), "first": (0.0, 0.5), "second": (0.5, 1.0)}
 
 
 class Windows(Dataset[tuple[Tensor, ...]]):
-    """Stretches of a text, each with the same stretch one token later.
+    """Sequences of a text, each with the sequence shifted by one token.
 
     Args:
-        tokens: int64, shape (length,).
-        context: Length of a stretch.
-        stride: From the start of one stretch to that of the next.
+        tokens: The tokens, int64, shape (length,).
+        context: The length of a sequence.
+        stride: The distance between the starts of two sequences.
     """
 
     def __init__(self, tokens: Tensor, context: int, stride: int) -> None:
@@ -37,42 +37,42 @@ class Windows(Dataset[tuple[Tensor, ...]]):
         self.offsets = torch.arange(context + 1)
 
     def __len__(self) -> int:
-        """Return the number of stretches."""
+        """Return the number of sequences."""
         return max(0, (len(self.tokens) - len(self.offsets)) // self.stride + 1)
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        """One stretch and the one a token later."""
+        """Return a sequence, and the one shifted by one token."""
         return tuple(part[0] for part in self.__getitems__([index]))
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return the stretches of a batch, each of shape (batch, context)."""
+        """Return the sequences of a batch, each of shape (batch, context)."""
         starts = torch.as_tensor(indices) * self.stride
         stretches = self.tokens[starts[:, None] + self.offsets]
         return stretches[:, :-1], stretches[:, 1:]
 
 
 class TinyShakespeareDataModule(FileDataModule):
-    """1,115,394 characters out of 65, of which the end is kept for validation and test.
+    """1,115,394 characters, 65 different ones; the end of the text is for validation and test.
 
     A batch is ``(characters, next characters)``, both int64 of shape (batch, context). The 65 characters have
-    the same numbers whichever part of the text is taken, so that a model of one part can be tuned on another.
+    the same numbers for each part of the text, so that a model of one part can be fine-tuned on another.
 
     Source: A. Karpathy, char-rnn, 2015; MIT licence, the text itself is in the public domain.
 
     Args:
-        data_dir: Holds ``input.txt``, or gets it.
-        batch_size: Sequences a batch, on each process.
+        data_dir: The directory of ``input.txt``.
+        batch_size: Sequences per batch, on each process.
         context: Length of a sequence.
-        stride: From the start of one training sequence to that of the next; the context unless given.
+        stride: The distance between the starts of two training sequences; default: the context.
         part: ``"all"`` of the text, its ``"first"`` or its ``"second"`` half.
         validation_share: Share of that part for validation, before the test's.
         test_share: Share of that part for the test, at its end.
-        seed: Seeds the order of the training sequences.
-        workers: Loader processes; 0 loads in the training process.
-        download: Downloads what is absent.
+        seed: The seed of the order of the training sequences.
+        workers: The number of loader processes; 0 loads in the training process.
+        download: Download the file if it is missing.
 
     Raises:
-        PolicyError: If the file is absent and not to be downloaded, has other contents than it should, or the
+        PolicyError: If the file is missing and `download` is false, it has the wrong checksum, or the
             settings leave no sequence.
     """
 
@@ -103,7 +103,7 @@ class TinyShakespeareDataModule(FileDataModule):
         self.characters = ""
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the text, number its characters and cut it in three."""
+        """Read the text, encode its characters and split it into three parts."""
         if self.train_set is not None:
             return
         text = (self.data_dir / self.files[0].name).read_text(encoding="utf-8")

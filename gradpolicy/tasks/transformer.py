@@ -7,24 +7,25 @@ from torch.nn import functional
 from gradpolicy.checks import check_share, check_sizes, check_whole
 from gradpolicy.errors import PolicyError
 
-# Far above any that was trained; they are made one by one.
+# Far above any trained model; limits the time to create the layers.
 MOST_LAYERS = 10_000
 
 
 class CharacterTransformer(nn.Module):
-    """Predicts the next character from those before it.
+    """Predicts the next character from the previous ones.
 
-    `embedding`, the numbered `layers`, `norm` and `head` follow each other, as layerwise policies expect.
+    The modules are `embedding`, the numbered `layers`, `norm` and `head`, as layerwise policies expect.
     Each layer normalises before attention and before its perceptron (Radford et al., "Language Models are
-    Unsupervised Multitask Learners", 2019); weights start as there, with residual outputs scaled by depth.
+    Unsupervised Multitask Learners", 2019); weights are initialised as there, with residual outputs scaled by
+    depth.
 
     Args:
         vocabulary: Number of characters.
         context: Longest sequence.
-        width: Features of a character.
+        width: Number of features per character.
         layers: Number of layers.
-        heads: Attention heads of a layer.
-        dropout: Share of values left out in training.
+        heads: Attention heads per layer.
+        dropout: The dropout probability.
 
     Raises:
         PolicyError: For an impossible size, or heads that do not divide the width.
@@ -54,10 +55,10 @@ class CharacterTransformer(nn.Module):
         self._initialise(layers)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Give logits of shape (batch, length, vocabulary) for tokens of shape (batch, length).
+        """Return logits of shape (batch, length, vocabulary) for tokens of shape (batch, length).
 
         Raises:
-            ValueError: If there are more characters than the context holds.
+            ValueError: If the sequence is longer than the context.
         """
         if tokens.shape[1] > self.context:
             raise ValueError(f"{tokens.shape[1]} characters are more than the context of {self.context}")
@@ -71,12 +72,12 @@ class CharacterTransformer(nn.Module):
         """Continue sequences by sampling.
 
         Args:
-            tokens: Shape (batch, length).
-            count: How many characters to add.
-            generator: Where the samples come from.
+            tokens: Tokens of shape (batch, length).
+            count: The number of characters to add.
+            generator: The random generator.
 
         Returns:
-            Shape (batch, length + count).
+            Tokens of shape (batch, length + count).
         """
         for _ in range(count):
             probabilities = self(tokens[:, -self.context :])[:, -1].softmax(dim=-1)
@@ -93,12 +94,12 @@ class CharacterTransformer(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Adds the embedding of a character to that of its position.
+    """The sum of the embeddings of a character and of its position.
 
     Args:
         vocabulary: Number of characters.
         context: Longest sequence.
-        width: Features of a character.
+        width: Number of features per character.
     """
 
     def __init__(self, vocabulary: int, context: int, width: int) -> None:
@@ -113,12 +114,12 @@ class Embedding(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Causal self-attention, then a perceptron, each added to what it was given.
+    """Causal self-attention, then a perceptron, each with a residual connection.
 
     Args:
-        width: Features of a character.
+        width: Number of features per character.
         heads: Attention heads.
-        dropout: Share of values left out in training.
+        dropout: The dropout probability.
     """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -139,9 +140,9 @@ class Attention(nn.Module):
     """Causal multi-head self-attention (Vaswani et al. 2017, arXiv:1706.03762).
 
     Args:
-        width: Features of a character.
+        width: Number of features per character.
         heads: Attention heads.
-        dropout: Share of attention weights left out in training.
+        dropout: The dropout probability of attention weights.
     """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -152,7 +153,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Attend from each position to itself and those before it."""
+        """Attend from each position to itself and earlier ones."""
         parts = self.input(hidden).unflatten(-1, (3, self.heads, -1))
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
@@ -166,7 +167,7 @@ class Perceptron(nn.Module):
     """Two linear layers with a GELU between them.
 
     Args:
-        width: Features of a character; the layer between has four times as many.
+        width: Number of features per character; the hidden layer has four times as many.
     """
 
     def __init__(self, width: int) -> None:
@@ -176,5 +177,5 @@ class Perceptron(nn.Module):
         self.output = nn.Linear(4 * width, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Transform the features of each position by itself."""
+        """Transform the features of each position separately."""
         return self.output(self.activation(self.input(hidden)))

@@ -1,7 +1,7 @@
 """Visual attention by a mask: the positions of an image that a classifier uses.
 
-The model contains nothing about gradients. How a sampled mask passes its gradient on to the
-attention is said by a policy, as in ``conf/policy/visual_attention.yaml``.
+The model does not define gradients. A policy passes the gradient of a sampled mask to the attention, as in
+``conf/policy/visual_attention.yaml``.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class Attended(NamedTuple):
 
     Attributes:
         logits: Unnormalised log-probabilities, shape (batch, classes).
-        attention: The probability of each place, shape (batch, 1, height, width).
+        attention: The probability of each position, shape (batch, 1, height, width).
         mask: The factors of the features, of the same shape.
     """
 
@@ -29,10 +29,10 @@ class Attended(NamedTuple):
 
 
 class Mask(nn.Module):
-    """The mask of an attention map: bits that are 1 with its probabilities, or the map as it is.
+    """The mask of an attention map: bits sampled with its probabilities, or the map itself.
 
     Args:
-        sampled: Draw bits.
+        sampled: Sample bits.
     """
 
     def __init__(self, sampled: bool) -> None:
@@ -45,17 +45,18 @@ class Mask(nn.Module):
 
 
 class VisualAttention(nn.Module):
-    """Features of an image, an attention map over their places, and a classifier of what it lets through.
+    """A classifier of an image's features times the mask of an attention map.
 
     Formula: ``logits = head(features · mask)``, ``mask ~ Bernoulli(attention)``. The gradient of a sampled
-    mask is the policies': with `identity` the attention gets ``Σ features · incoming`` over the channels.
+        mask is defined by policies: with `identity` the attention gets ``Σ features · incoming`` over the
+        channels.
 
     Args:
         channels: Channels of the images.
         size: Height and width of the images in pixels.
         classes: Number of classes.
         width: Channels of the features.
-        sampled: Hard masks, drawn anew each time (also in a test); otherwise soft ones, the attention itself.
+        sampled: Use hard masks, which are sampled in each forward pass (also in a test); otherwise soft ones.
 
     Raises:
         PolicyError: For an impossible size.
@@ -87,23 +88,23 @@ class VisualAttention(nn.Module):
 
 
 class AttentionClassifier(Classifier):
-    """Trains a classifier that may look at a share of the places of an image.
+    """Trains a classifier that should use only a share of the positions of an image.
 
     The loss is the cross-entropy plus ``weight · mean((attention's mean over an image − share)²)``.
 
     Args:
-        model: Gives :class:`Attended`.
+        model: A model that returns :class:`Attended`.
         optimizer: See :class:`~gradpolicy.tasks.task.Task`.
         scheduler: See :class:`~gradpolicy.tasks.task.Task`.
         scheduler_interval: See :class:`~gradpolicy.tasks.task.Task`.
         classes: Number of classes.
-        share: The share of the places, between 0 and 1.
-        weight: Of the second part of the loss.
+        share: The target share of positions, between 0 and 1.
+        weight: The weight of the second part of the loss.
 
     Logs what :class:`~gradpolicy.tasks.classification.Classifier` logs, and ``…/share_loss``.
 
     Raises:
-        PolicyError: If the share is none.
+        PolicyError: If the share is not between 0 and 1.
     """
 
     def __init__(
@@ -122,6 +123,6 @@ class AttentionClassifier(Classifier):
         self.weight = weight
 
     def losses_of(self, output: Attended, labels: Tensor) -> dict[str, Tensor]:
-        """Return the cross-entropy, and how far the attention is from its share."""
+        """Return the cross-entropy, and the deviation of the attention from its target share."""
         excess = output.attention.mean((1, 2, 3)) - self.share
         return {**super().losses_of(output, labels), "share_loss": self.weight * excess.square().mean()}

@@ -1,8 +1,7 @@
 """A vector-quantised autoencoder of small images, and its training.
 
-The model contains nothing about gradients. Which of them pass is said by policies, as in
-``conf/policy/vq_vae.yaml``: the quantiser passes its codes' gradient on to the encoder, and each of its two
-losses trains one side only.
+The model does not define gradients. With the policies of ``conf/policy/vq_vae.yaml``, the quantiser passes
+the gradient of its codes to the encoder, and each of its two losses trains one side only.
 """
 
 from typing import NamedTuple
@@ -19,10 +18,10 @@ class QuantizerOutput(NamedTuple):
     """The output of a quantiser.
 
     Attributes:
-        codes: The nearest vectors of the codebook, in the shape of what was encoded.
-        codebook_loss: Their mean squared distance, which is to move the codebook.
-        commitment_loss: The same distance, which is to move the encoder.
-        indices: Which vectors they are, without the last dimension.
+        codes: The nearest vectors of the codebook, in the shape of the encoded vectors.
+        codebook_loss: Their mean squared distance, which should train the codebook.
+        commitment_loss: The same distance, which should train the encoder.
+        indices: The indices of the vectors, without the last dimension.
     """
 
     codes: Tensor
@@ -35,13 +34,13 @@ class VectorQuantizer(nn.Module):
     """Replaces each vector by the nearest one of a codebook.
 
     Args:
-        vectors: How many the codebook holds.
-        size: Entries of a vector.
+        vectors: The number of vectors in the codebook.
+        size: The size of a vector.
     """
 
     def __init__(self, vectors: int, size: int) -> None:
         super().__init__()
-        # Narrower than what is encoded, so that no few of them take all of it.
+        # With a smaller spread than the encoded vectors, so that many codebook vectors are used.
         self.codebook = nn.Parameter(0.3 * torch.randn(vectors, size))
         self.codebook_loss = nn.MSELoss()
         self.commitment_loss = nn.MSELoss()
@@ -62,7 +61,7 @@ class Reconstruction(NamedTuple):
     """The output of the autoencoder.
 
     Attributes:
-        images: The images that the decoder makes of the codes.
+        images: The images decoded from the codes.
         quantized: The output of the quantiser.
     """
 
@@ -71,7 +70,7 @@ class Reconstruction(NamedTuple):
 
 
 class VectorQuantizedAutoencoder(nn.Module):
-    """A convolutional encoder, a quantiser, a decoder; images of half the size are what is quantised.
+    """A convolutional encoder, a quantiser at half the image size, and a decoder.
 
     Args:
         channels: Channels of the images.
@@ -113,7 +112,7 @@ class VQVAE(Task):
     """Trains a vector-quantised autoencoder: reconstruction, codebook and commitment loss.
 
     Args:
-        model: Gives a :class:`Reconstruction`.
+        model: A model that returns a :class:`Reconstruction`.
         optimizer: See :class:`~gradpolicy.tasks.task.Task`.
         scheduler: See :class:`~gradpolicy.tasks.task.Task`.
         scheduler_interval: See :class:`~gradpolicy.tasks.task.Task`.
@@ -135,7 +134,7 @@ class VQVAE(Task):
         self.commitment = commitment
 
     def assess(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the summed loss of a batch, with the reconstruction's error and the codebook's use."""
+        """Return the loss of a batch, with the reconstruction error and the perplexity of the codebook."""
         images = batch[0]
         result = self(images)
         quantized = result.quantized

@@ -30,7 +30,7 @@ def test_a_checkpoint_of_the_model_passes(tmp_path: Path, model: nn.Module) -> N
     [
         (nn.Linear(2, 4), r"weight is \(4, 2\) there and \(3, 2\) here"),
         (nn.Linear(2, 3, bias=False), "it lacks bias"),
-        (nn.Sequential(nn.Linear(2, 3)), "it holds 0.bias, 0.weight, which this model has not"),
+        (nn.Sequential(nn.Linear(2, 3)), "it holds 0.bias, 0.weight, which this model does not have"),
     ],
 )
 def test_a_checkpoint_of_another_model_is_told_apart(
