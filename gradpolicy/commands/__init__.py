@@ -1,1 +1,1 @@
-"""The command `gradpolicy`: `cli.py` chooses, and each subcommand is a module with a `main`."""
+"""The command `gradpolicy`: `cli.py` selects the subcommand, each a module with a `main`."""

@@ -1,10 +1,10 @@
-"""Shows which pixels speak for a class.
+"""Draws attribution maps: which pixels support a class.
 
     gradpolicy attribute --ckpt_path last --method guided --images test
     gradpolicy attribute --ckpt_path last --method all --images photographs/
 
-Writes an overlay for each image, and a grid of them. Options may also be written without dashes, as train.py
-takes its own: ckpt_path=last method=guided.
+Writes an overlay for each image, and a grid of them. Options may also be written as for train.py, without
+dashes: ckpt_path=last method=guided.
 """
 
 import argparse
@@ -42,14 +42,14 @@ GRID = 64
 
 @dataclass(frozen=True)
 class Explained:
-    """A run's model, ready to be explained.
+    """The model and data of a run.
 
     Attributes:
         run: The run's directory.
-        model: Takes images.
+        model: A model of images.
         data: The data module.
         shape: The shape of the images.
-        policies: Flow policies that belong to the model, such as straight-through for a quantised one.
+        policies: The model's flow policies, such as straight-through for a quantised model.
     """
 
     run: Path
@@ -73,11 +73,11 @@ class Picture(NamedTuple):
 
 
 def main(arguments: Sequence[str], config_dir: Path) -> int:
-    """Run the program and return its exit code: 0, or 2 for wrong input.
+    """Run the program and return its exit code: 0, or 2 for invalid input.
 
     Args:
         arguments: The command line.
-        config_dir: The directory of configs, beside which a file may name packages to trust.
+        config_dir: The directory of configs; a file beside it may name packages to trust.
     """
     replace_unencodable()
     parser = make_parser()
@@ -113,22 +113,22 @@ def make_parser() -> argparse.ArgumentParser:
     add("--method", default="guided", help=methods)
     images = f"a directory, a file, or `test` for the test images of the run {default}"
     add("--images", default="test", help=images)
-    add("--count", type=int, default=16, help=f"how many images at most {default}")
+    add("--count", type=int, default=16, help=f"the maximum number of images {default}")
     add("--target", type=int, help="the number of the class to explain (default: the predicted class)")
-    add("--output", help="where the pictures go (default: attributions/METHOD in the run directory)")
-    add("--batch_size", type=int, default=8, help=f"images at once {default}")
+    add("--output", help="the directory of the pictures (default: attributions/METHOD in the run directory)")
+    add("--batch_size", type=int, default=8, help=f"images per batch {default}")
     add("--device", default="auto", help=f"cpu, cuda, … {default}")
-    add("--allowed_targets", help="packages of yours that the run's config may name, as for train.py")
-    debug = "show where in the code an error came from"
+    add("--allowed_targets", help="your own packages that the run's config may name, as for train.py")
+    debug = "show the traceback of errors"
     add("--debug", nargs="?", const="true", default="false", choices=("true", "false"), help=debug)
     return parser
 
 
 def read_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the command line, in which ``name=value`` means ``--name=value``.
+    """Parse the command line, in which ``name=value`` means ``--name=value``.
 
     Raises:
-        PolicyError: For an unknown option, a value of another type, or values that exclude each other.
+        PolicyError: For an unknown option, a value of the wrong type, or contradictory values.
     """
     names = vars(parser.parse_args([]))
     words = [f"--{word}" if word.partition("=")[0] in names else word for word in arguments]
@@ -142,10 +142,10 @@ def read_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> a
 
 
 def attribute(options: argparse.Namespace) -> Path:
-    """Attribute the images, and return the directory that the pictures were written to.
+    """Attribute the images, and return the directory of the pictures.
 
     Raises:
-        PolicyError: For wrong input; if the directory that is asked for holds something.
+        PolicyError: For invalid input, or if the given directory is not empty.
     """
     names = list(METHODS) if options.method == "all" else options.method.split(",")
     methods = {name: get_method(name) for name in names}
@@ -167,7 +167,7 @@ def attribute(options: argparse.Namespace) -> Path:
 def attribute_by(
     name: str, method: Attribution, explained: Explained, options: argparse.Namespace, directory: Path
 ) -> None:
-    """Attribute the images by one method, a batch at a time, and write the pictures."""
+    """Attribute the images by one method in batches, and write the pictures."""
     drawn: list[Sample] = []
     pictures = itertools.islice(_pictures(explained, options), options.count)
     batches = iter(lambda: list(itertools.islice(pictures, options.batch_size)), [])
@@ -181,10 +181,10 @@ def attribute_by(
 
 
 def load_run(options: argparse.Namespace) -> Explained:
-    """Make model, data and policies from the config of a run, and load its weights.
+    """Build model, data and policies from the config of a run, and load its weights.
 
     Raises:
-        PolicyError: If there is no such run, or its data are no images.
+        PolicyError: If there is no such run, or its data are not images.
     """
     checkpoint = find_checkpoint(options.ckpt_path, Path("outputs"))
     assert checkpoint is not None
@@ -202,7 +202,7 @@ def load_run(options: argparse.Namespace) -> Explained:
 
 
 def _subject(path: Path) -> Subject:
-    """Build the objects that a run's resolved config describes, if it may name them."""
+    """Build the objects of a run's resolved config, if they are allowed."""
     if not path.is_file():
         raise PolicyError(
             f"ckpt_path: {path} is absent: a run's config lies in the directory above its checkpoints'"
@@ -214,7 +214,7 @@ def _subject(path: Path) -> Subject:
 
 
 def model_policies(policies: Iterable[Policy]) -> tuple[FlowPolicy, ...]:
-    """Return the policies of a run that hold while its model is explained, whatever the method."""
+    """Return the policies of a run that are active for every attribution method."""
     return tuple(
         policy
         for policy in policies
@@ -225,7 +225,7 @@ def model_policies(policies: Iterable[Policy]) -> tuple[FlowPolicy, ...]:
 
 
 def _pictures(explained: Explained, options: argparse.Namespace) -> Iterator[Picture]:
-    """Yield the images one after the other, so that memory does not grow with their number."""
+    """Yield the images one by one, so that memory does not grow with their number."""
     if options.images != "test":
         paths = find_images(Path(options.images))[: options.count]
         stems = [path.stem for path in paths]
@@ -244,7 +244,7 @@ def _pictures(explained: Explained, options: argparse.Namespace) -> Iterator[Pic
 def attribute_pictures(
     explained: Explained, method: Attribution, pictures: Sequence[Picture], target: int | None
 ) -> list[Sample]:
-    """Attribute a batch of pictures. If a class is asked for, the true class is left out."""
+    """Attribute a batch of pictures. If a class is given, the true class is not shown."""
     images = torch.stack([picture.image for picture in pictures])
     images = images.to(next(explained.model.parameters()).device)
     attributions = method(explained.model, images, target)

@@ -1,4 +1,4 @@
-"""The command ``gradpolicy checkpoint``: files that hold optimizers, for programs that know torch alone."""
+"""The command ``gradpolicy checkpoint``: converts saved optimizers for plain torch."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,10 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command, and return its exit code.
 
     Args:
-        arguments: What follows ``gradpolicy checkpoint``.
+        arguments: The arguments after ``gradpolicy checkpoint``.
 
     Raises:
-        PolicyError: For wrong input.
+        PolicyError: For invalid input.
     """
     options = _parser().parse_args(arguments)
     path, out = Path(options.file), Path(options.out)
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _dense_inside(content: Any) -> tuple[Any, int]:
-    """Return a checkpoint with every optimizer in it dense, and how many there are."""
+    """Return a checkpoint with dense states of all its optimizers, and their number."""
     if isinstance(content, Mapping) and {"state", "param_groups"} <= content.keys():
         return dense(dict(content)), 1
     if not isinstance(content, Mapping | list):
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="gradpolicy checkpoint", description="Checkpoints of optimizers (docs/resume.md)."
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    each = actions.add_parser("dense", help="write FILE with optimizers in the form that torch alone loads")
-    each.add_argument("file", metavar="FILE", help="what torch.save, Lightning or the Trainer wrote")
+    each = actions.add_parser("dense", help="write FILE with optimizers in the form that plain torch loads")
+    each.add_argument("file", metavar="FILE", help="a file of torch.save, Lightning or the Trainer")
     each.add_argument("--out", required=True, metavar="FILE", help="a new file")
     return parser

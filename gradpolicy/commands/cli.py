@@ -1,6 +1,6 @@
 """The command `gradpolicy`, also run by ``python -m gradpolicy`` and `train.py`.
 
-Only the standard library is imported here: what a subcommand needs is loaded once it is known.
+Only the standard library is imported here; the modules of a subcommand are imported once it is known.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from gradpolicy.errors import PolicyError, brief, unknown
 from gradpolicy.imports import EXTRAS
 
 CONFIGS = Path(__file__).parents[1] / "conf"
-# Where the `main` of each subcommand is that takes its own words.
+# The modules of subcommands with their own arguments.
 COMMANDS = {
     "attribute": "gradpolicy.commands.attribute",
     "checkpoint": "gradpolicy.commands.checkpoint",
@@ -25,7 +25,7 @@ COMMANDS = {
     "schema": "gradpolicy.commands.schema",
     "sweep": "gradpolicy.commands.sweep",
 }
-# These read configs, so they are given the directory of those.
+# Subcommands that read configs, and so get their directory.
 READ_CONFIGS = ("attribute", "resume", "sweep")
 PLAN = "plan"
 WRONG_INPUT, INTERRUPTED = 2, 130
@@ -35,15 +35,15 @@ def main(arguments: Sequence[str] | None = None, config_dir: Path | None = None)
     """Run a subcommand, or train if none is named.
 
     Args:
-        arguments: The command line; that of this process unless given.
-        config_dir: The directory of configs; those of the package unless given. A file of packages that
-            configs may name (``allowed_targets.txt``) is searched for beside it.
+        arguments: The command line; default: that of this process.
+        config_dir: The directory of configs; default: those of the package. A file of packages that configs
+            may name (``allowed_targets.txt``) is read beside it.
 
     Returns:
-        The exit code: 0, 1 for a failure, 2 for wrong input, 3 for a promise that did not hold, 130 for
-        Ctrl-C, 143 for SIGTERM.
+        The exit code: 0, 1 for a failure, 2 for invalid input, 3 for a violated guarantee, 130 for Ctrl-C,
+        143 for SIGTERM.
     """
-    # Threads that spin while they wait took four times the time on a busy machine. Read when torch is loaded.
+    # Spinning threads took four times as long on a busy machine. Read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -54,16 +54,16 @@ def main(arguments: Sequence[str] | None = None, config_dir: Path | None = None)
 
 
 def _imported_command(words: Sequence[str], config_dir: Path) -> Callable[[], int]:
-    """Import what the first word asks for.
+    """Import the module of the subcommand.
 
     Raises:
-        PolicyError: If there is no such subcommand, or a package that it needs is not installed.
+        PolicyError: If there is no such subcommand, or one of its packages is not installed.
     """
     first, rest = (words[0], words[1:]) if words else ("", [])
     names_command = first.isidentifier()
     if names_command and first not in (*COMMANDS, PLAN):
         raise unknown("command", brief(first), (*COMMANDS, PLAN), key="gradpolicy")
-    # Ctrl-C while the program is imported: nothing has begun, so there is nothing to say.
+    # Ctrl-C during the import: nothing has started, so no message is needed.
     former = signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     try:
         run = importlib.import_module(COMMANDS.get(first, "gradpolicy.launch.app")).main

@@ -1,4 +1,4 @@
-"""The command ``gradpolicy delta``: files of what changed, without writing Python."""
+"""The command ``gradpolicy delta``: delta files without writing Python."""
 
 import argparse
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from gradpolicy.delta.save import save
 from gradpolicy.delta.weights import read_weights, write_weights
 from gradpolicy.display import wide_console
 
-WRITTEN = "the file that is written; only a delta is ever replaced"
+WRITTEN = "the output file; only a delta is ever replaced"
 WEIGHTS = "a .safetensors file, or a checkpoint of torch.save or Lightning"
 
 
@@ -19,10 +19,10 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command, and return its exit code.
 
     Args:
-        arguments: What follows ``gradpolicy delta``.
+        arguments: The arguments after ``gradpolicy delta``.
 
     Raises:
-        PolicyError: For wrong input.
+        PolicyError: For invalid input.
     """
     options = _parser().parse_args(arguments)
     console = wide_console()
@@ -46,22 +46,22 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="gradpolicy delta", description="Files of what a training changed (docs/delta.md)."
+        prog="gradpolicy delta", description="Files of the weights that training changed (docs/delta.md)."
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    each = actions.add_parser("info", help="what a file holds")
+    each = actions.add_parser("info", help="show the content of a file")
     each.add_argument("delta", metavar="DELTA")
-    each = actions.add_parser("save", help="write what MODEL and BASE differ in")
+    each = actions.add_parser("save", help="write the differences of MODEL and BASE")
     each.add_argument("model", metavar="MODEL", help=WEIGHTS)
-    each.add_argument("base", metavar="BASE", help="the same before the training")
+    each.add_argument("base", metavar="BASE", help="the same, before training")
     each.add_argument("--out", required=True, metavar="FILE", help=WRITTEN)
-    for name, text in (("apply", "take a base to what DELTA says"), ("revert", "take it back, bit for bit")):
+    for name, text in (("apply", "apply DELTA to its base"), ("revert", "revert it, bit for bit")):
         each = actions.add_parser(name, help=text)
         each.add_argument("model", metavar="MODEL", help=WEIGHTS)
         each.add_argument("delta", metavar="DELTA")
         each.add_argument("--out", required=True, metavar="FILE", help="a new .safetensors file")
-    each = actions.add_parser("merge", help="put several files of one base together")
+    each = actions.add_parser("merge", help="merge several files of one base")
     each.add_argument("deltas", metavar="DELTA", nargs="+")
-    each.add_argument("--weights", type=float, nargs="+", help="a number for each file; 1 unless given")
+    each.add_argument("--weights", type=float, nargs="+", help="a number for each file; default: 1")
     each.add_argument("--out", required=True, metavar="FILE", help=WRITTEN)
     return parser

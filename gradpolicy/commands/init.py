@@ -1,4 +1,4 @@
-"""The command ``gradpolicy init``: a small project to begin with."""
+"""The command ``gradpolicy init``: writes a small project to start from."""
 
 import argparse
 import keyword
@@ -10,7 +10,7 @@ from gradpolicy.errors import PolicyError, shown
 from gradpolicy.imports import to_install
 
 STARTER = Path(__file__).parent / "starter"
-# The package of the starter project, which gets the name of the directory.
+# The package of the starter project, which is renamed after the directory.
 PACKAGE = "my_project"
 DESCRIPTION = """Write a small project: a model, data, two policies and a test.
 
@@ -31,19 +31,19 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("directory", metavar="DIR", type=Path, help="the project's directory, new or empty")
     directory = parser.parse_args(arguments).directory.expanduser()
     write_project(directory)
-    print(f"Wrote {directory}; next:\n  cd {directory}\n  python train.py\nREADME.md says how to go on.")
+    print(f"Wrote {directory}; next:\n  cd {directory}\n  python train.py\nSee README.md for the next steps.")
     return 0
 
 
 def write_project(directory: Path) -> None:
-    """Write the project, with the schemas by which editors complete its configs.
+    """Write the project, with JSON schemas of its configs for editors.
 
     Args:
-        directory: Where it goes. Its name becomes that of the project's package.
+        directory: The directory, whose name becomes that of the project's package.
 
     Raises:
-        PolicyError: If the directory holds something, cannot be written to, or has a name that no package can
-            have.
+        PolicyError: If the directory is not empty or cannot be written to, or its name is not a valid package
+            name.
     """
     name = directory.absolute().name.replace("-", "_")
     if not name.isidentifier() or keyword.iskeyword(name):

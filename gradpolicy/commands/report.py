@@ -1,10 +1,9 @@
-"""Writes the report of one run, or of several beside each other.
+"""Writes the report of one or several runs.
 
     gradpolicy report outputs/train/runs/DATE
     gradpolicy report outputs/train/multiruns/DATE/* --output sweep.html
 
-A directory that holds run directories stands for all of these. The report is one HTML file, which opens
-offline.
+A directory of run directories means all of these. The report is one HTML file, which opens offline.
 """
 
 import argparse
@@ -13,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# Imported here, so that a package that is not installed is named before any work.
+# Imported here, so that a missing package is reported before any work.
 import gradpolicy.insight.report.page  # noqa: F401
 from gradpolicy.checks import check_free
 from gradpolicy.errors import PolicyError, brief
@@ -23,7 +22,7 @@ WRONG_INPUT, INTERRUPTED = 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit code: 0, or 2 for wrong input."""
+    """Run the program and return its exit code: 0, or 2 for invalid input."""
     options = make_parser().parse_args(arguments)
     try:
         runs = find_runs([Path(given).expanduser() for given in options.runs])
@@ -62,10 +61,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def find_runs(given: Sequence[Path]) -> list[Path]:
-    """Return the run directories that the command line names, each once.
+    """Return the run directories of the command line, each once.
 
     Raises:
-        PolicyError: For a path that is no run directory and holds none.
+        PolicyError: For a path that neither is nor contains a run directory.
     """
     found: list[Path] = []
     for path in given:

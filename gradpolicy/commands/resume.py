@@ -1,4 +1,4 @@
-"""Goes on with a run: `gradpolicy resume [RUN] [OVERRIDE ...]`."""
+"""Resumes a run: `gradpolicy resume [RUN] [OVERRIDE ...]`."""
 
 import argparse
 import os
@@ -10,7 +10,7 @@ from gradpolicy.launch.app import main as train
 from gradpolicy.launch.processes import quoted
 from gradpolicy.lightning.runs import LAST, RunRecord, find_checkpoint, run_of
 
-# What only a person may allow, not a directory that may be a stranger's; and what is given anew.
+# Overrides of the original command that are not repeated: those that only the user may allow, and new values.
 LEFT_OUT = ("allowed_targets=", "extensions=", "hydra.searchpath=", "ckpt_path=")
 
 
@@ -28,9 +28,11 @@ def main(arguments: Sequence[str], config_dir: Path) -> int:
         PolicyError: If there is no such run.
     """
     parser = argparse.ArgumentParser(
-        prog="gradpolicy resume", description="Goes on with a run, by the command line that began it."
+        prog="gradpolicy resume", description="Resumes a run, with its original command line."
     )
-    parser.add_argument("words", nargs="*", metavar="RUN, OVERRIDE", help="its directory; what changes")
+    parser.add_argument(
+        "words", nargs="*", metavar="RUN, OVERRIDE", help="its directory; overrides to change"
+    )
     words = parser.parse_args(arguments).words
     names = [word for word in words if "=" not in word]
     if len(names) > 1:
@@ -42,7 +44,7 @@ def main(arguments: Sequence[str], config_dir: Path) -> int:
 
 
 def _run(directory: Path | None) -> tuple[Path, list[str]]:
-    """Return a run, the newest unless one is named, and its command line; go to where that was given.
+    """Return a run, by default the newest, and its command line; change to its working directory.
 
     Raises:
         PolicyError: If there is none.

@@ -1,6 +1,6 @@
 """The command ``gradpolicy schema``: JSON schemas by which editors complete and check config files.
 
-Pydantic makes them from the signatures by which a run checks its config, and from the docstrings.
+Pydantic makes them from docstrings and signatures, by which a run also checks its config.
 """
 
 import argparse
@@ -32,9 +32,9 @@ from gradpolicy.when import When
 Schema = dict[str, Any]
 
 ENDING = ".schema.json"
-# The first line of each file says who wrote it, so that no other file is replaced.
+# The first line marks the files of this command, so that no other file is replaced.
 WRITER = '{"$comment": "written by gradpolicy schema",'
-# The packages and modules whose classes editors offer. The first path of a class is the one offered.
+# The packages and modules whose classes editors suggest, by the first path of each class.
 ROOMS = ("gradpolicy.tasks", "gradpolicy.insight", "gradpolicy.lightning", "gradpolicy.distributed")
 PACKAGES = (
     *("gradpolicy", "gradpolicy.masks", "gradpolicy.schedules", *ROOMS),
@@ -45,18 +45,18 @@ KINDS = {
     kind.rpartition(".")[2]: kind
     for kind in (*(kind for kind, _ in KIND_AT.values()), "gradpolicy.schedules.Schedule", "torch.nn.Module")
 }
-# The key of a config that holds one node of a kind; a file of these groups holds such a node.
+# The keys of a config with one node of a kind; the files of these groups are such nodes.
 NODES = {key: kind.rpartition(".")[2] for key, (kind, _) in KIND_AT.items() if "." not in key}
 GROUPS = {key: KIND_AT[f"{key}.*"][0].rpartition(".")[2] for key in NAMED_NODES}
 
 REFERENCE: Schema = {"type": "string", "pattern": r"\$\{|^\?\?\?$", "description": "A reference: ${key}"}
 DEFAULTS: Schema = {"type": "array", "description": "Hydra's defaults list."}
-# A class of a person's own package may have any name and arguments.
+# A class of a user's package may have any name and arguments.
 FOREIGN: Schema = {"type": "string", "pattern": r"^(?!gradpolicy\.)"}
-# Parts of a task or of Lightning, of which there are too many kinds.
+# Parts of a task or of Lightning, for which there are too many kinds.
 PART: Schema = {"type": "string", "pattern": r"^(?!gradpolicy\.((masks|schedules)\.)?\w+$)"}
 ANY_NODE: Schema = {"type": "object", "required": ["_target_"], "properties": {"_target_": PART}}
-# Pydantic would look for a "$ref" among its own definitions.
+# Pydantic would search its own definitions for a "$ref".
 REF = "$kind"
 
 
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
         prog="gradpolicy schema",
         description="Write JSON schemas of config files, for editors (docs/editors.md).",
     )
-    parser.add_argument("directory", nargs="?", default="conf", help="where they go; conf unless given")
+    parser.add_argument("directory", nargs="?", default="conf", help="the directory; default: conf")
     try:
         written = write_schemas(Path(parser.parse_args(arguments).directory))
     except OSError as error:
@@ -91,7 +91,7 @@ def write_schemas(directory: Path) -> list[Path]:
     """Write a schema for each kind of config file, and return their paths.
 
     Raises:
-        PolicyError: If a file of one of their names is there and is no schema that this command wrote.
+        PolicyError: If a file with one of their names exists that this command did not write.
     """
     directory.mkdir(parents=True, exist_ok=True)
     paths = {directory / f"{name}{ENDING}": schema for name, schema in schemas().items()}
@@ -137,7 +137,7 @@ def _node(kind: str) -> Schema:
 
 
 def _group(node: Schema) -> Schema:
-    """Return the schema of nodes by names that a person chooses; null takes one away."""
+    """Return the schema of nodes by names that the user chooses; null removes one."""
     return {"type": "object", "additionalProperties": {"type": ["object", "null"], **node}}
 
 
@@ -160,7 +160,7 @@ def _job() -> Schema:
 
 
 class Generator(GenerateJsonSchema):
-    """Pydantic's generator, for which an object is the node that builds it."""
+    """Pydantic's generator, with nodes in place of objects."""
 
     ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}
 
@@ -196,7 +196,7 @@ class Generator(GenerateJsonSchema):
 
 
 def _definitions() -> dict[str, Schema]:
-    """Return what each class takes, and for each kind of node which classes there are."""
+    """Return the schema of each class's arguments, and the classes of each kind of node."""
     targets = {name: found for name, found in _targets().items() if not inspect.isabstract(found)}
     models = {target: _arguments_of(target) for target in targets.values()}
     references, generated = models_json_schema(
@@ -222,13 +222,14 @@ def _definitions() -> dict[str, Schema]:
 
 
 def _kind(paths: dict[str, list[str]], definitions: dict[str, Schema]) -> Schema:
-    """Return the schema of a node: its `_target_` decides which arguments it takes.
+    """Return the schema of a node, whose `_target_` determines its arguments.
 
-    A node without one sets some arguments of a node that another file gives, so it may have those of any.
+    A node without a `_target_` sets some arguments of a node in another file, so it may have those of any
+    class.
 
     Args:
         paths: The paths of each class of the kind, by the name of its definition.
-        definitions: What the classes take.
+        definitions: The schemas of the classes' arguments.
     """
     branches = [
         {"if": {"required": ["_target_"], "properties": {"_target_": {"enum": each}}}, "then": _refer(name)}
@@ -262,7 +263,7 @@ def _arguments_of(target: type) -> type[BaseModel]:
     """Return a model whose fields are the arguments of a class."""
     parameters, takes_any = argument_names(target)
     summary, descriptions = documentation(target)
-    # A name of its own for each field, since many arguments would hide a method of pydantic's.
+    # Fields get other names, since many arguments would hide methods of pydantic.
     fields: dict[str, Any] = {}
     required = inspect.signature(target).parameters
     for index, (name, parameter) in enumerate(parameters.items()):
@@ -271,14 +272,14 @@ def _arguments_of(target: type) -> type[BaseModel]:
             default = ...
         field = Field(default, alias=name, description=descriptions.get(name))
         fields[f"argument{index}"] = (_type_of(parameter), field)
-    # A mask source takes any argument only to refuse the unknown by name.
+    # A mask source takes any argument only to report unknown ones.
     takes_others = takes_any and not issubclass(target, MaskSource)
     config = ConfigDict(arbitrary_types_allowed=True, extra="allow" if takes_others else "forbid")
     return create_model(target.__name__, __config__=config, __doc__=summary, **fields)
 
 
 def _type_of(parameter: inspect.Parameter) -> Any:
-    """Return an argument's annotation, with what else a config may give for it; anything if it has none."""
+    """Return an argument's annotation with the alternatives in configs; any type if it has none."""
     annotation = parameter.annotation
     if annotation in (parameter.empty, Any):
         return Any
@@ -289,14 +290,14 @@ def _type_of(parameter: inspect.Parameter) -> Any:
     if not adapter.pydantic_complete:
         return Any
     if When in get_args(annotation):
-        # Its table has the keys of the class.
+        # Its schema has the keys of the class.
         annotation = When
     alternatives = [annotation, Reference, Node, *([None] if parameter.default is None else [])]
     return Union[tuple(alternatives)]  # noqa: UP007
 
 
 def documentation(target: type) -> tuple[str, dict[str, str]]:
-    """Return what the docstrings say of a class, and of each of its arguments.
+    """Return the docstring of a class, and those of its arguments.
 
     Example:
         >>> from gradpolicy.schedules import Constant
@@ -316,7 +317,7 @@ def documentation(target: type) -> tuple[str, dict[str, str]]:
 
 
 def _targets() -> dict[str, type]:
-    """Return the classes that editors offer, by path."""
+    """Return the classes that editors suggest, by path."""
     kinds = tuple(map(follow, KINDS.values()))
     found: dict[str, type] = {}
     for module in _modules():

@@ -30,7 +30,7 @@ DISTRIBUTIONS: dict[str, tuple[tuple[str, ...], Callable[["Trial", str, Any], An
 
 
 class Parameter(BaseModel):
-    """How the values of one key are drawn."""
+    """The distribution of the values of one key."""
 
     distribution: str = ""
     min: int | float | None = None
@@ -40,7 +40,7 @@ class Parameter(BaseModel):
     values: list[Any] | None = None
 
     def model_post_init(self, context: Any) -> None:
-        """Choose the distribution by W&B's rules where it is not named."""
+        """Choose the distribution by W&B's rules if it is not named."""
         if not self.distribution:
             whole = isinstance(self.min, int) and isinstance(self.max, int)
             named = self.model_fields_set
@@ -54,7 +54,7 @@ class Parameter(BaseModel):
 
     @property
     def first(self) -> Any:
-        """One of the values, by which the overrides are checked."""
+        """One of the values, for checking the overrides."""
         if self.distribution == "constant":
             return self.value
         return self.values[0] if self.values else self.min
@@ -68,14 +68,14 @@ class Metric(BaseModel):
 
 
 class SearchSpace(BaseModel):
-    """A sweep: the keys that it sets, and how their values are drawn."""
+    """A search space: the keys and the distributions of their values."""
 
     model_config = ConfigDict(extra="allow")
-    program: str = Field("train.py", description="What an agent of W&B runs.")
-    method: Literal["grid", "random", "bayes"] = Field("bayes", description="How values are chosen.")
+    program: str = Field("train.py", description="The program that an agent of W&B runs.")
+    method: Literal["grid", "random", "bayes"] = Field("bayes", description="The search method.")
     metric: Metric
-    parameters: dict[str, Parameter] = Field(description="By the key of the config.")
-    command: list[str] = Field(default_factory=list, description="What an agent of W&B runs, word by word.")
+    parameters: dict[str, Parameter] = Field(description="The distributions by key of the config.")
+    command: list[str] = Field(default_factory=list, description="The command of an agent of W&B, as a list of words.")
 
 
 def read_space(name: str, directories: Sequence[Path]) -> SearchSpace:
@@ -86,7 +86,7 @@ def read_space(name: str, directories: Sequence[Path]) -> SearchSpace:
         directories: The directories to search, in this order.
 
     Raises:
-        PolicyError: If there is none, or a distribution in it is unknown or lacks a bound.
+        PolicyError: If there is none, or it has a distribution that is unknown or lacks a bound.
     """
     found = [file for directory in directories for file in sorted(directory.glob("*.yaml"))]
     spaces = {file.stem: file for file in reversed(found) if "parameters:" in file.read_text("utf-8")}

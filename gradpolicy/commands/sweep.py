@@ -3,10 +3,9 @@
     gradpolicy sweep sweep=learning_rate --trials 20
     gradpolicy sweep sweep=learning_rate --trials 20 trainer.max_epochs=5    # any override of a run
 
-The study lies in an sqlite file: run the same command again to go on where it was stopped, run it twice at
-the same time to search with two processes, open it with `optuna-dashboard sqlite:///outputs/study.db`.
-Ctrl-C and SIGTERM stop the search: the trial that ran counts as failed, and the next call begins
-with its values.
+The study is in an sqlite file: run the same command again to continue it, run it twice at the same time to
+search with two processes, open it with `optuna-dashboard sqlite:///outputs/study.db`. Ctrl-C and SIGTERM stop
+the search: the current trial counts as failed, and the next call starts with its values.
 """
 
 import argparse
@@ -41,15 +40,15 @@ STATUSES = {TrialState.COMPLETE: "completed", TrialState.FAIL: "failed"}
 
 
 def make_pruner() -> optuna.pruners.BasePruner:
-    """Return the pruner of every study: below the median of five others, after two reports, a trial ends.
+    """Return the pruner of every study: after two reports, a trial below the median of five others ends.
 
-    A study does not keep its pruner, so each process that opens one makes it.
+    A study does not store its pruner, so each process that opens it creates one.
     """
     return optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=2)
 
 
 class PruneTrial(PyTorchLightningPruningCallback):
-    """Optuna's pruning callback, by arguments that a config can hold.
+    """Optuna's pruning callback, with arguments that a config can have.
 
     Args:
         storage: The storage of the study, such as ``sqlite:///study.db``.
@@ -64,20 +63,20 @@ class PruneTrial(PyTorchLightningPruningCallback):
 
 
 class WrongTrialError(Exception):
-    """The overrides are wrong, so that every other trial would fail, too."""
+    """Raised if the overrides are wrong, so that every other trial would also fail."""
 
 
 class StoppedError(Exception):
-    """Ctrl-C or SIGTERM ended a trial with the exit code given."""
+    """Raised if Ctrl-C or SIGTERM ended a trial, with the exit code."""
 
 
 class TrialFailedError(Exception):
-    """A trial failed; the others go on."""
+    """Raised if a trial failed; the search continues."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """A search: the settings that all its trials share.
+    """The settings of a search, which all its trials share.
 
     Args:
         study: The study.
@@ -111,7 +110,7 @@ def main(arguments: Sequence[str], config_dir: Path) -> int:
         config_dir: The directory of configs.
 
     Returns:
-        The exit code: 0, 2 for wrong input, 130 for Ctrl-C, 143 for SIGTERM.
+        The exit code: 0, 2 for invalid input, 130 for Ctrl-C, 143 for SIGTERM.
     """
     replace_unencodable()
     options = parse(arguments)
@@ -132,22 +131,24 @@ def main(arguments: Sequence[str], config_dir: Path) -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="gradpolicy sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("overrides", nargs="*", help="sweep=NAME of conf/sweep, and overrides of a run")
-    parser.add_argument("--trials", type=int, default=20, help="how many in all, with those already done")
-    parser.add_argument("--study", help="the study's name; the sweep's unless given")
-    parser.add_argument("--storage", help="its storage; sqlite:///DIRECTORY/study.db unless given")
-    parser.add_argument("--directory", default="outputs", help="the directory of trials and study")
+    parser.add_argument(
+        "--trials", type=int, default=20, help="the total number of trials, including earlier ones"
+    )
+    parser.add_argument("--study", help="the study's name; default: the sweep's")
+    parser.add_argument("--storage", help="its storage; default: sqlite:///DIRECTORY/study.db")
+    parser.add_argument("--directory", default="outputs", help="the directory of the trials and the study")
     parser.add_argument("--seed", type=int, default=0, help="the seed of the sampler")
-    parser.add_argument("--monitor", help="prunes by this metric; the optimised one unless given")
+    parser.add_argument("--monitor", help="the metric for pruning; default: the optimised one")
     return parser.parse_intermixed_args(arguments)
 
 
 def split(overrides: list[str]) -> tuple[str, list[str]]:
-    """Take the sweep's name out of the overrides."""
+    """Separate the sweep's name from the overrides."""
     names = [line.partition("=")[2] for line in overrides if line.startswith("sweep=")]
     if len(names) != 1:
         raise PolicyError("sweep: name one search space of conf/sweep, as sweep=learning_rate")
@@ -172,9 +173,9 @@ def prepare(options: argparse.Namespace, config_dir: Path) -> Search:
 
 
 def open_study(url: str, name: str, metric: Metric, seed: int) -> optuna.Study:
-    """Open a study, or create it; trials whose process is gone count as failed.
+    """Open or create a study; trials whose process is gone count as failed.
 
-    Dashboards name the objective by the metric.
+    In dashboards the objective is named after the metric.
     """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -185,7 +186,7 @@ def open_study(url: str, name: str, metric: Metric, seed: int) -> optuna.Study:
         study_name=name,
         storage=storage,
         direction=metric.goal,
-        # The same seed would draw the first trials again.
+        # The same seed would repeat the first trials.
         sampler=optuna.samplers.TPESampler(seed=seed + done),
         pruner=make_pruner(),
         load_if_exists=True,
@@ -196,7 +197,7 @@ def open_study(url: str, name: str, metric: Metric, seed: int) -> optuna.Study:
 
 
 def run_trials(search: Search, wanted: int) -> int:
-    """Run trials until there are enough in the study, and return the exit code."""
+    """Run trials until the study has the given number, and return the exit code."""
     good = (TrialState.COMPLETE, TrialState.PRUNED)
     missing = wanted - len(search.study.get_trials(states=good))
     try:
@@ -237,7 +238,7 @@ def run_trial(trial: Trial, search: Search) -> float:
         raise WrongTrialError
     if code:
         raise TrialFailedError(f"trial {trial.number} ended with code {code}")
-    # Under several processes the callback ends the training as usual and leaves this note.
+    # With several processes the callback ends the training as usual and stores this note.
     if search.study.trials[trial.number].system_attrs.get("ddp_pl:pruned"):
         raise optuna.TrialPruned
     try:
@@ -250,7 +251,7 @@ def run_trial(trial: Trial, search: Search) -> float:
 
 
 def as_override(node: Mapping[str, Any]) -> str:
-    """Write a config node so that Hydra reads it from the command line."""
+    """Return a config node as a Hydra override."""
     inner = (f"{key}: {quoted(value) if isinstance(value, str) else value}" for key, value in node.items())
     return f"{{{', '.join(inner)}}}"
 
@@ -267,7 +268,7 @@ def show(search: Search) -> None:
 
 
 def as_result(trial: FrozenTrial) -> Result:
-    """Return a trial as the table shows it."""
+    """Return a trial as a row of the table."""
     complete = trial.state is TrialState.COMPLETE
     return Result(
         overrides=[f"{key}={value}" for key, value in trial.params.items()],

@@ -1,4 +1,4 @@
-"""Pictures of attributions: an image, the predicted class, and which pixels speak for it."""
+"""Pictures of attributions: an image, the predicted class, and the attribution map."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-COLOURS = "RdBu_r"  # red speaks for the class, blue against it, white for neither
+COLOURS = "RdBu_r"  # red supports the class, blue counts against it, white does neither
 SCALE = Normalize(-1.0, 1.0)
 RIGHT, WRONG, UNKNOWN = "#1a7f37", "#cf222e", "#24292f"
-# The longest caption, in characters.
+# The maximum length of a caption, in characters.
 LONGEST = 44
 
 
@@ -26,12 +26,12 @@ class Sample:
     """One image with its attribution and the model's prediction.
 
     Attributes:
-        image: Shape (channels, height, width) with 1 or 3 channels.
-        attribution: The same shape.
+        image: The image, of shape (channels, height, width) with 1 or 3 channels.
+        attribution: The attribution, of the same shape.
         predicted: Name of the predicted class.
         probability: Its probability.
-        truth: Name of the true class, where it is known.
-        title: The name of the image, where it has one.
+        truth: Name of the true class, if it is known.
+        title: The name of the image, if it has one.
     """
 
     image: Tensor
@@ -43,21 +43,21 @@ class Sample:
 
     @property
     def caption(self) -> str:
-        """The class and its probability, and the true class where the model is wrong."""
+        """The class and its probability, and the true class if the model is wrong."""
         title = f"{self.title}: " if self.title is not None else ""
         wrong = f"  (is {self.truth})" if self.truth not in (None, self.predicted) else ""
         return f"{title}{self.predicted}  {100 * self.probability:.0f} %{wrong}"
 
     @property
     def colour(self) -> str:
-        """Green where the model is right, red where it is wrong."""
+        """Green if the model is right, red if it is wrong."""
         if self.truth is None:
             return UNKNOWN
         return RIGHT if self.truth == self.predicted else WRONG
 
 
 def displayable(image: Tensor) -> NDArray[np.float32]:
-    """Return an image as (height, width, 3) in [0, 1]; values outside are brought there linearly."""
+    """Return an image as (height, width, 3), rescaled to [0, 1] if values are outside."""
     pixels = image.detach().float().cpu()
     low, high = pixels.min(), pixels.max()
     if low < 0 or high > 1:
@@ -70,8 +70,8 @@ def relative(attribution: Tensor, percentile: float = 99.5) -> NDArray[np.float3
 
     Args:
         attribution: Shape (channels, height, width).
-        percentile: Which percentile of the magnitudes becomes 1; beyond it values are cut off, so that single
-            pixels do not pale the rest.
+        percentile: The percentile of the magnitudes that becomes 1; larger values are clipped, so that single
+            pixels do not dominate.
 
     Returns:
         Shape (height, width), from -1 to 1.
@@ -82,7 +82,7 @@ def relative(attribution: Tensor, percentile: float = 99.5) -> NDArray[np.float3
 
 
 def overlay(image: Tensor, attribution: Tensor) -> NDArray[np.float32]:
-    """Return the attribution in colour over the image in pale grey, as (height, width, 3) in [0, 1]."""
+    """Return the attribution in colour over the image in light grey, as (height, width, 3) in [0, 1]."""
     strength = relative(attribution)
     grey = displayable(image).mean(axis=-1, keepdims=True).repeat(3, axis=-1)
     pale = 0.65 + 0.35 * grey
@@ -96,11 +96,11 @@ def picture_grid(samples: Sequence[Sample], title: str, columns: int = 4) -> Fig
 
     Args:
         samples: The samples, row by row.
-        title: Above the grid.
+        title: The title above the grid.
         columns: Samples in a row.
 
     Returns:
-        A figure of its own; `figure.savefig` writes it.
+        A new figure; `figure.savefig` writes it.
 
     Raises:
         ValueError: If there are no samples.
@@ -129,7 +129,7 @@ def picture_grid(samples: Sequence[Sample], title: str, columns: int = 4) -> Fig
 
 
 def save_overlay(sample: Sample, path: Path, pixels: int = 448) -> None:
-    """Write one overlay as a PNG, with small images enlarged in whole steps to about `pixels` pixels."""
+    """Write one overlay as a PNG; small images are enlarged by an integer factor to about `pixels` pixels."""
     path.parent.mkdir(parents=True, exist_ok=True)
     colours = Image.fromarray((overlay(sample.image, sample.attribution) * 255).round().astype(np.uint8))
     times = max(1, pixels // max(colours.size))
@@ -138,13 +138,13 @@ def save_overlay(sample: Sample, path: Path, pixels: int = 448) -> None:
 
 
 def log_image(logger: Logger, name: str, path: Path, step: int, folder: str) -> None:
-    """Give an image to a logger, if it is one that takes images.
+    """Log an image, if the logger supports images.
 
     Args:
         logger: One of Lightning's loggers.
         name: The name of the image in the logger.
         path: The image.
-        step: The step that it belongs to.
+        step: The step.
         folder: The folder among MLflow's artifacts.
     """
     if isinstance(logger, WandbLogger):

@@ -1,4 +1,4 @@
-"""The record of a run: what policies did at each logged step.
+"""The record of a run: values of each policy at each logged step.
 
 >>> import tempfile
 >>> from pathlib import Path
@@ -59,14 +59,14 @@ class SavedRecord(BaseModel, extra="forbid", strict=True):
 
 
 class Record(Callback):
-    """Writes what policies do into ``record.jsonl`` in the run's directory, a JSON object a line.
+    """Writes values of each policy to ``record.jsonl`` in the run's directory, as JSON lines.
 
     Lines are written at every ``log_every_n_steps``-th update; for flow policies also after every validation,
-    test or prediction. ``step`` counts the updates so far. docs/insight/record.md says what a line holds;
+    test or prediction. ``step`` counts the updates so far. docs/insight/record.md describes the columns;
     :func:`gradpolicy.insight.record.load` reads the file as a table.
 
-    A checkpoint holds the length of the file. A resumed run cuts the file to that length, so that no row is
-    missing or written twice. On several processes the first one writes the numbers of all.
+    A checkpoint holds the length of the file. A resumed run truncates the file to that length, so that no row
+    is missing or written twice. With several processes the first one writes the values of all.
 
     Args:
         directory: The run's directory; None: the trainer's ``default_root_dir``.
@@ -92,7 +92,7 @@ class Record(Callback):
                     each.sinks.append(self._write)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the file, or cut it to its length when the checkpoint was saved."""
+        """Start the file, or truncate it to its length in the checkpoint."""
         self._updates = trainer.global_step
         # A second fit by the same callback continues the file.
         if self.file is not None and (self._restored or not self.file.size):
@@ -100,7 +100,7 @@ class Record(Callback):
         self._restored = None
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Cut the file also where the resumed run had nothing left to train."""
+        """Truncate the file also if the resumed run has no steps left."""
         if self.file is not None and self._restored:
             self._cut(self.file, self._restored)
         self._restored = None
@@ -136,13 +136,13 @@ class Record(Callback):
         return {"size": 0 if self.file is None else self.file.size}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the length until training starts."""
+        """Store the length until training starts."""
         SavedRecord.model_validate(state_dict)
         self._restored = state_dict
 
 
 def adam_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
-    """Return the bytes of state that plain Adam would hold: two moments an entry, a count a parameter.
+    """Return the bytes of state of plain Adam: two moments per entry, and a count per parameter.
 
     Example:
         >>> adam_bytes([torch.optim.SGD([torch.ones(10)], lr=0.1)])
@@ -153,7 +153,7 @@ def adam_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
 
 
 def _is_divided(optimizers: Collection[torch.optim.Optimizer]) -> bool:
-    """Return True if processes hold different parts of parameters or of optimizer state."""
+    """Return True if processes have different parts of parameters or of optimizer state."""
     parameters = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     return any(MaskedZero.wraps(getattr(each, "inner", each)) for each in optimizers) or any(
         is_sharded(parameter) for parameter in parameters
@@ -166,8 +166,8 @@ def _is_divided(optimizers: Collection[torch.optim.Optimizer]) -> bool:
 class RecordFile:
     """A record that is being written.
 
-    Each :meth:`append` is one write to the operating system, so that killing the process loses no line that
-    was written. At most the last line can be incomplete.
+    Each :meth:`append` is one write to the operating system, so that no written line is lost if the process
+    is killed. At most the last line can be incomplete.
 
     Args:
         directory: The run's directory.
@@ -183,7 +183,7 @@ class RecordFile:
         self._has_begun = False
 
     def begin(self, size: int = 0) -> bool:
-        """Cut the file to its length when a checkpoint was saved; without one, empty it.
+        """Truncate the file to its length in a checkpoint; without one, empty it.
 
         Returns:
             True if the file had that many bytes.
@@ -197,7 +197,7 @@ class RecordFile:
         return self.size == size
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write rows at once, a line each, behind the last whole line; null stands for NaN and infinity."""
+        """Append rows in one write, a line each; NaN and infinity become null."""
         if not self._has_begun:
             self.begin(self.path.stat().st_size if self.path.is_file() else 0)
         content = b"".join(to_json(row, inf_nan_mode="null") + b"\n" for row in rows)
@@ -227,20 +227,20 @@ _Line: Any = create_model("RecordLine", **_FIELDS)
 
 
 def load(run: str | Path) -> DataFrame:
-    """Read the record of a run as a table. docs/insight/record.md says what its columns mean.
+    """Read the record of a run as a table. docs/insight/record.md describes its columns.
 
-    A line that a kill left incomplete is skipped.
+    An incomplete last line of a killed run is ignored.
 
     Args:
         run: The run's directory.
 
     Returns:
         A row for each parameter, layer, flow policy and measurement of memory (``kind``), by ``step``.
-        ``step`` and ``epoch`` are whole numbers; other numbers are floats, NaN where a row has none;
-        ``changed`` is a nullable bool.
+        ``step`` and ``epoch`` are integers; other numbers are floats, NaN if a row has no value; ``changed``
+        is a nullable bool.
 
     Raises:
-        PolicyError: If the directory holds no record, or a line of it is damaged.
+        PolicyError: If the directory has no record, or a line is damaged.
     """
     import pandas
 
@@ -270,7 +270,7 @@ def load(run: str | Path) -> DataFrame:
 
 
 def _rows_of(line: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of a line: one, or one for each parameter where it has lists of them."""
+    """Return the rows of a line: one, or one for each parameter if it has lists of parameters."""
     kind = line["kind"]
     for name in NEEDED.get(kind, ()):
         if line.get(name) is None:
@@ -292,11 +292,11 @@ def _layer_of(parameter: str) -> str:
 
 
 def _layers(table: DataFrame) -> DataFrame:
-    """Return the rows of parameters combined by layer: counts are added, norms by the root of squares."""
+    """Return the rows of parameters combined by layer: sums of counts, and root sums of squared norms."""
     freeze = table[table["kind"] == "freeze"]
     squared = freeze.assign(**{norm: freeze[norm] ** 2 for norm in NORMS})
     groups = squared.groupby(["step", "epoch", "policy", "layer"], sort=False)
-    # Without a value in any parameter there is none in the layer.
+    # A layer has no value if none of its parameters has one.
     whole = groups[[*SUMS, *NORMS]].sum(min_count=1)
     whole = whole.assign(**{norm: whole[norm] ** 0.5 for norm in NORMS}, changed=groups["changed"].any())
     return whole.reset_index().assign(kind="layer").reindex(columns=table.columns)

@@ -22,10 +22,10 @@ class RequiredMetric(Callback):
         self.name = name
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look for the metric among those logged so far.
+        """Check that the metric is among those logged so far.
 
         Raises:
-            PolicyError: If it is not there, with the nearest names that are.
+            PolicyError: If it is not, with the nearest names.
         """
         checkpoints: list[Any] = trainer.checkpoint_callbacks
         monitored = [

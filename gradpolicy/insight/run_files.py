@@ -1,7 +1,7 @@
 """The JSON files of a run directory: names, and models of their content.
 
-That of ``run.json`` is :class:`gradpolicy.lightning.runs.RunRecord`. Keys that files of older versions lack
-have a default.
+The model of ``run.json`` is :class:`gradpolicy.lightning.runs.RunRecord`. Keys that older versions did not
+write have defaults.
 """
 
 import json
@@ -18,7 +18,7 @@ from gradpolicy.json_file import read_json
 PLAN, PLAN_TEXT, RESULT, AUDIT, REPORT = "plan.json", "plan.txt", "result.json", "audit.json", "report.html"
 STOPPED = "stopped before its end"
 
-# A float holds whole numbers up to this one exactly.
+# A float represents integers up to this one exactly.
 Count = Annotated[int, Field(ge=0, le=2**53)]
 
 
@@ -59,17 +59,17 @@ class PlanFile(BaseModel):
 
 
 class AuditDifference(BaseModel):
-    """A promise that did not hold.
+    """A failed check.
 
     Attributes:
-        tensor: The parameter or place.
+        tensor: The parameter, or the place of a stop.
         what: ``"weight"``, ``"state <name>"`` or ``"gradient"``.
         policy: The policies on it.
         count: Entries that changed or were not zero.
-        step: Updates when it was found.
+        step: The number of updates when it was found.
         rank: The process that found it.
-        indices: The first entries; of a sharded parameter within the part of that process.
-        message: The same in a sentence.
+        indices: The first entries; for a sharded parameter, within the part of that process.
+        message: The same as a sentence.
     """
 
     tensor: str
@@ -83,15 +83,15 @@ class AuditDifference(BaseModel):
 
 
 class AuditFile(BaseModel):
-    """The content of ``audit.json``, which a checkpoint holds, too.
+    """The content of ``audit.json``, also part of checkpoints.
 
     Attributes:
-        intervals: The intervals over which frozen entries were compared.
-        entries: The frozen entries in them.
-        changed: How many of these had changed.
-        sampled: True if random places were compared, False if all.
+        intervals: The number of intervals over which frozen entries were compared.
+        entries: The number of frozen entries in them.
+        changed: The number of these that changed.
+        sampled: True if random entries were compared, False if all were.
         stopped_branches: ``checked``: checks of stopped gradients; ``nonzero``: those that were not zero.
-        differences: The promises that did not hold.
+        differences: The failed checks.
     """
 
     intervals: Count
@@ -114,7 +114,7 @@ class Result:
         error: The error, if it failed.
         directory: The run directory.
         program: The command that started the run.
-        seconds: How long it took.
+        seconds: The duration.
     """
 
     overrides: list[str]
@@ -136,7 +136,7 @@ class Result:
         """Read a result that :meth:`save` wrote.
 
         Raises:
-            PolicyError: If it is absent, damaged, or something else.
+            PolicyError: If it is missing, damaged, or another file.
         """
         try:
             return read_json(path, Result)

@@ -19,10 +19,10 @@ from gradpolicy.display import WIDTH
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight.run_files import Result
 
-# Logs all that a run prints, into the file that Hydra's `job_logging` opens.
+# Logs the output of a run to the file that Hydra's `job_logging` opens.
 LOG = logging.getLogger("gradpolicy.run")
 LIGHTNING = tuple(logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric"))
-# Warnings that every small run gives and that need no change.
+# Warnings of every small run that can be ignored.
 QUIET = (
     ".*does not have many workers.*",
     ".*smaller than the logging interval.*",
@@ -36,18 +36,18 @@ QUIET = (
 
 @contextmanager
 def logged_run(*, first_rank: bool = True) -> Iterator[Console]:
-    """Log what a run prints, and the error that ends the block.
+    """Log the output of a run, and the error that ends the block.
 
     Args:
         first_rank: If False, this process neither prints nor logs.
 
     Yields:
-        A console for tables, 120 columns wide where the output is no terminal.
+        A console for tables, 120 columns wide if the output is no terminal.
     """
     if not first_rank:
         yield Console(quiet=True)
         return
-    # Not to the terminal, where it is printed already.
+    # Not to the terminal, where it is already printed.
     files = [each for each in logging.getLogger().handlers if isinstance(each, logging.FileHandler)]
     loggers = [LOG, *(logger for logger in LIGHTNING if not logger.propagate)]
     former = [(logger, logger.handlers, logger.propagate) for logger in loggers]
@@ -71,10 +71,10 @@ def say(text: str) -> None:
 
 
 class LoggedConsole(Console):
-    """Prints and logs."""
+    """A console that also logs what it prints."""
 
     def print(self, *objects: Any, **settings: Any) -> None:
-        """Print, and log the same as plain text."""
+        """Print, and log as plain text."""
         super().print(*objects, **settings)
         LOG.info(self.export_text().rstrip())
 
@@ -89,11 +89,11 @@ def _explained(error: BaseException) -> str:
 
 @contextmanager
 def quieter() -> Iterator[None]:
-    """Hide messages that Lightning gives in every run; print and log each warning in one line."""
+    """Hide messages of Lightning that appear in every run; print and log each warning in one line."""
     levels = [logger.level for logger in LIGHTNING]
     for logger in LIGHTNING:
         logger.setLevel(logging.WARNING)
-    # The user asked for a profiler's report.
+    # The user wants the profiler's report.
     logging.getLogger("lightning.pytorch.profilers").setLevel(logging.INFO)
     with warnings.catch_warnings():
         for message in QUIET:
@@ -131,13 +131,13 @@ def print_config(config: Any, console: Console) -> None:
 
 
 def print_results(result: Result, optimized: str | None, report: Path, console: Console) -> None:
-    """Print the last lines of a run: its main metrics, the time it took and where its report is.
+    """Print the last lines of a run: its main metrics, its duration and the path of its report.
 
     Args:
-        result: The result. All its metrics are in the report.
+        result: The result.
         optimized: The metric by which runs are compared.
-        report: The report. If it was not written, the directory of the run is named.
-        console: Where to print.
+        report: The report. If it was not written, the directory of the run is printed.
+        console: The console.
     """
     lines = {name: f"{value:.4g}" for name, value in main_metrics(result.metrics, optimized).items()}
     lines["time"] = duration(result.seconds)
@@ -147,14 +147,14 @@ def print_results(result: Result, optimized: str | None, report: Path, console: 
     width = max(map(len, lines))
     console.print("Results", style="bold")
     for name, value in lines.items():
-        # A path that is folded cannot be copied.
+        # A wrapped path could not be copied.
         console.print(f"  {name:<{width}}  {value}", markup=False, highlight=False, soft_wrap=True)
 
 
 def main_metrics(metrics: Mapping[str, float], optimized: str | None) -> dict[str, float]:
-    """Choose the metrics that say how a run went: those of the test, or else of validation, or of training.
+    """Return the main metrics: those of the test, or else of validation, or of training.
 
-    The metric by which runs are compared is always among them.
+    The metric by which runs are compared is always included.
 
     Example:
         >>> main_metrics({"train/loss": 0.1, "val/loss": 0.2, "val/loss_best": 0.15}, "val/loss_best")
@@ -168,7 +168,7 @@ def main_metrics(metrics: Mapping[str, float], optimized: str | None) -> dict[st
 
 
 def duration(seconds: float) -> str:
-    """Write a time as a person does.
+    """Format a duration for reading.
 
     Example:
         >>> duration(8.25), duration(75), duration(3725)
@@ -181,7 +181,7 @@ def duration(seconds: float) -> str:
 
 
 def replace_unencodable() -> None:
-    """Print ``?`` for a character that the encoding of an output stream lacks, in place of an error."""
+    """Print ``?`` for characters that the encoding of an output stream does not have."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

@@ -18,7 +18,7 @@ from gradpolicy.insight.run_files import Result
 if TYPE_CHECKING:
     import pandas as pd
 
-# In the directory of a sweep: a result for each job, and the table of them all.
+# In the directory of a sweep: a result for each job, and a table of all.
 RESULTS, SUMMARY = "results", "summary.csv"
 SEED = "seed"
 OWN_COLUMNS = ("job", "best", "status", "error", "directory")
@@ -30,8 +30,8 @@ class SweepSummary:
 
     Args:
         results: The results of the jobs.
-        metric: The metric that is compared.
-        mode: ``"min"`` or ``"max"``: which value is the best.
+        metric: The metric by which jobs are compared.
+        mode: ``"min"`` or ``"max"``.
     """
 
     results: Sequence[Result]
@@ -40,7 +40,7 @@ class SweepSummary:
 
     @property
     def heading(self) -> str:
-        """The heading of the column of values."""
+        """The heading of the metric's column."""
         return self.metric or "metric"
 
     @property
@@ -57,7 +57,7 @@ class SweepSummary:
 
     @cached_property
     def settings(self) -> list[dict[str, str]]:
-        """The overrides of each job: their values by their keys."""
+        """The overrides of each job, values by key."""
         return [dict(map(_key_and_value, result.overrides)) for result in self.results]
 
     @property
@@ -89,7 +89,7 @@ class SweepSummary:
         return table
 
     def over_seeds(self) -> "pd.DataFrame | None":
-        """Return the mean over seeds of each setting, and the standard deviation of the sample.
+        """Return the mean over seeds of each setting, and the sample standard deviation.
 
         Returns:
             A row for each setting with ``mean``, ``std`` (NaN for one seed) and ``count``, in the order of
@@ -135,7 +135,7 @@ class SweepSummary:
         best: int | None,
         failed: Collection[int] = (),
     ) -> None:
-        """Print a table, in which a row is the best and rows have failed."""
+        """Print a table with the best row and failed rows marked."""
         table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
         for name in map(str, shown):
             is_number = name in ("job", self.heading, "best", "seeds")
@@ -144,7 +144,7 @@ class SweepSummary:
             table.add_column(escape(heading), justify="right" if is_number else "left", overflow="fold")
         for index, row in enumerate(shown.astype(str).itertuples(index=False)):
             style = "bold green" if index == best else "red" if index in failed else ""
-            # In overrides brackets are lists, not rich's markup.
+            # Brackets in overrides are lists, not rich's markup.
             table.add_row(*map(escape, row), style=style)
         console.print(table)
 
@@ -155,7 +155,7 @@ class SweepSummary:
 
 
 def collect(sweep_dir: Path) -> list[Result]:
-    """Read the results of a sweep's jobs, in the order of the jobs; one that is damaged counts as failed."""
+    """Read the results of a sweep's jobs, in order; damaged ones count as failed."""
     paths = [path for path in (sweep_dir / RESULTS).glob("*.json") if path.stem.isdecimal()]
     return [_read(path) for path in sorted(paths, key=lambda path: int(path.stem))]
 

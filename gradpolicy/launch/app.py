@@ -1,4 +1,4 @@
-"""The program: reads the command line, checks every job, and lets Hydra run them."""
+"""The program: parses the command line, checks every job, and runs them by Hydra."""
 
 import argparse
 import shutil
@@ -65,11 +65,11 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
 
     Args:
         config_dir: The directory of configs.
-        arguments: The command line; that of this process unless given.
+        arguments: The command line; default: that of this process.
 
     Returns:
-        The exit code: 0, 1 for a failure, 2 for wrong input, 3 for a promise that did not hold, 130 for
-        Ctrl-C, 143 for SIGTERM.
+        The exit code: 0, 1 for a failure, 2 for invalid input, 3 for a violated guarantee, 130 for Ctrl-C,
+        143 for SIGTERM.
     """
     replace_unencodable()
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -100,7 +100,7 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
         _ask_hydra(config_dir, [*flags, *options.overrides])
         return 0
     except (KeyboardInterrupt, SystemExit) as leaving:
-        # Lightning raises SystemExit where Ctrl-C interrupts training.
+        # Lightning raises SystemExit if Ctrl-C interrupts training.
         interrupts = any(isinstance(each, KeyboardInterrupt) for each in (leaving, leaving.__context__))
         code = INTERRUPTED if interrupts else getattr(leaving, "code", FAILED)
         if code in (INTERRUPTED, TERMINATED) and is_first_rank():
@@ -121,12 +121,12 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_command_line(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Namespace:
-    """Parse a command line, and raise one clear error where the parser would exit.
+    """Parse a command line, and raise one clear error where argparse would exit.
 
     Raises:
-        PolicyError: For a flag that does not exist, or a value that one does not take.
+        PolicyError: For an unknown flag, or an invalid value of a flag.
     """
-    # Otherwise the program ends here, and says how it is used before it says what is wrong.
+    # Otherwise argparse would print the usage and exit.
     parser.exit_on_error = False
     try:
         options, unknown = parser.parse_known_intermixed_args(arguments)
@@ -140,16 +140,16 @@ def parse_command_line(parser: argparse.ArgumentParser, arguments: Sequence[str]
 
 
 def start(prepared: Hydra, source: Source, options: Namespace, config: DictConfig) -> int:
-    """Check every job that the command line asks for, then run the job, or the sweep.
+    """Check every job of the command line, then run the job or the sweep.
 
     Args:
-        prepared: Hydra, set up.
-        source: Where configs come from.
+        prepared: Hydra.
+        source: The directories of configs.
         options: The command line.
-        config: The composed config, without overrides that sweep.
+        config: The composed config, without sweep overrides.
 
     Raises:
-        PolicyError: For wrong input.
+        PolicyError: For invalid input.
     """
     overrides = options.overrides
     if not options.multirun and config.hydra.mode != RunMode.MULTIRUN:
@@ -167,7 +167,7 @@ def start(prepared: Hydra, source: Source, options: Namespace, config: DictConfi
 
 
 def run_job(prepared: Hydra, config: DictConfig, settings: Settings) -> None:
-    """Let Hydra run one job: Hydra makes the directory, sets up logging, and calls the job."""
+    """Run one job by Hydra, which creates the directory, sets up logging, and calls the job."""
     with read_write(config.hydra), open_dict(config.hydra):
         config.hydra.mode = RunMode.RUN
         if not is_first_rank():
@@ -194,7 +194,7 @@ def run_job(prepared: Hydra, config: DictConfig, settings: Settings) -> None:
             if failure is not None and not job.began:
                 raise failure
         except Exception as error:
-            # Hydra raised it while it set the job up.
+            # Hydra raised it during the setup of the job.
             RunDirectory(directory).clear_unless_begun()
             if isinstance(error, PolicyError):
                 raise
@@ -206,7 +206,7 @@ def run_job(prepared: Hydra, config: DictConfig, settings: Settings) -> None:
 
 
 def choose_directory(config: DictConfig, settings: Settings) -> None:
-    """Have a resumed job run in the directory of the run that it goes on with.
+    """Set the directory of a resumed job to that of the run that it continues.
 
     Raises:
         PolicyError: If there is no such checkpoint, or it contradicts the config.
@@ -226,12 +226,12 @@ def choose_directory(config: DictConfig, settings: Settings) -> None:
         config.ckpt_path = str(checkpoint.absolute())
         if resumed.directory is not None:
             config.hydra.run.dir = str(resumed.directory.absolute())
-            # Hydra's own files stay those of the command that began the run.
+            # Hydra's own files remain those of the original command.
             config.hydra.output_subdir = None
 
 
 def run_sweep(prepared: Hydra, source: Source, config: DictConfig, overrides: list[str]) -> None:
-    """Let Hydra's sweeper and launcher run the jobs; print the summary even if some failed."""
+    """Run the jobs by Hydra's sweeper and launcher; print the summary even if some failed."""
     with claimed_directory(config.hydra.sweep, "hydra.sweep.dir") as directory, termination_exits():
         is_new = is_unused(directory)
         try:
@@ -249,7 +249,7 @@ class Job:
     """The function that Hydra calls for each job.
 
     Args:
-        in_sweep: Whether it is one of several, whose results are saved for the summary.
+        in_sweep: True if it is one of several jobs, whose results are saved for the summary.
     """
 
     def __init__(self, *, in_sweep: bool) -> None:
@@ -263,7 +263,7 @@ class Job:
         from gradpolicy.launch.run import run
 
         hydra_config = HydraConfig.get()
-        # It resolves what the command line refers to, so a reference to nothing fails before the job begins.
+        # It resolves references of the command line, so a dangling reference fails before the job starts.
         overrides = list(hydra_config.overrides.task)
         directory = Path(hydra_config.runtime.output_dir)
         self.began = True
@@ -277,7 +277,7 @@ class Job:
         finally:
             if self.in_sweep and is_first_rank():
                 result.save(Path(hydra_config.sweep.dir) / RESULTS / f"{hydra_config.job.num}.json")
-                # A job that never began has left its directory empty.
+                # A job that did not start has left its directory empty.
                 with suppress(OSError):
                     directory.rmdir()
         return result.optimized
@@ -298,7 +298,7 @@ def _asks_for_information(options: Namespace) -> bool:
 def _print_help(prepared: Hydra, source: Source, options: Namespace) -> None:
     """Print the help with the groups of the whole search path.
 
-    Hydra itself leaves out those of ``hydra.searchpath``, in the config at the top and on the command line.
+    Hydra itself omits those of ``hydra.searchpath``, in the primary config and on the command line.
     """
     overrides = [line for line in options.overrides if line.startswith("hydra.searchpath=")]
     loader = prepared.config_loader
@@ -308,7 +308,7 @@ def _print_help(prepared: Hydra, source: Source, options: Namespace) -> None:
 
 
 def _ask_hydra(config_dir: Path, words: list[str]) -> None:
-    """Let Hydra print what the command line asks for."""
+    """Print the information that the command line requests, by Hydra."""
     former = sys.argv
     sys.argv = [former[0], *words]
     try:
@@ -319,7 +319,7 @@ def _ask_hydra(config_dir: Path, words: list[str]) -> None:
 
 
 def _end_sweep(directory: Path, config: DictConfig, is_new: bool) -> None:
-    """Print the summary; a sweep in which no job began leaves nothing."""
+    """Print the summary; remove the directory of a sweep in which no job started."""
     results = collect(directory)
     if any(result.status != "failed" or Path(result.directory).is_dir() for result in results):
         metric, mode = config.get("optimized_metric"), config.get("optimized_mode") or "max"

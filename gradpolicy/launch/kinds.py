@@ -1,13 +1,12 @@
 """The classes and functions that a config may build.
 
-This is the whole list. A `_target_` is compared with it by identity, in :mod:`gradpolicy.launch.targets`; all
-names here are those of the objects themselves, and none is loaded before a config names something of its
-package.
+This is the whole list. :mod:`gradpolicy.launch.targets` compares a `_target_` with it by identity. The names
+are those of the objects themselves; a package is loaded only if a config names something in it.
 """
 
 from typing import Any
 
-# The one kind that a key takes, and an example of it. A star stands for one name.
+# The single kind that a key takes, and an example. A star matches one name.
 KIND_AT: dict[str, tuple[str, str]] = {
     "callbacks.*": ("lightning.pytorch.Callback", "lightning.pytorch.callbacks.ModelCheckpoint"),
     "data": ("lightning.pytorch.LightningDataModule", "gradpolicy.tasks.DigitsDataModule"),
@@ -28,7 +27,7 @@ KIND_AT: dict[str, tuple[str, str]] = {
     ),
 }
 
-# The kinds that any other key takes. Making one of these runs nothing and deletes nothing.
+# The kinds that any other key takes. Building them runs no other code and deletes nothing.
 ARGUMENT_KINDS: tuple[str, ...] = (
     "gradpolicy.When",
     "gradpolicy.distributed.compression.ActiveEntries",
@@ -48,7 +47,7 @@ ARGUMENT_KINDS: tuple[str, ...] = (
     "lightning.pytorch.plugins.LayerSync",
     "lightning.pytorch.profilers.Profiler",
     "lightning.pytorch.strategies.Strategy",
-    # Models and their parts, LightningModules and metrics among them.
+    # Models and their parts, including LightningModules and metrics.
     "torch.nn.Module",
     "torch.optim.Optimizer",
     "torch.optim.lr_scheduler.LRScheduler",
@@ -76,7 +75,7 @@ FUNCTIONS: tuple[str, ...] = (
     ),
 )
 
-# These methods make Hugging Face's models and configs too, without a repository's code.
+# Methods that build Hugging Face's models and configs, without code from a repository.
 HUGGING_FACE = "transformers"
 HUGGING_FACE_METHODS = ("from_pretrained", "from_config")
 HUGGING_FACE_CLASSES = (
@@ -86,7 +85,7 @@ HUGGING_FACE_CLASSES = (
     "transformers.models.auto.auto_factory._BaseAutoModelClass",
 )
 
-# Packages whose functions hand unnamed arguments on: a config gives them one such argument at most.
+# Packages whose functions pass positional arguments on: a config may give them one such argument.
 HANDING_ON = (HUGGING_FACE, "timm")
 
 _ATTENTION = (None, "eager", "flash_attention_2", "flash_attention_3", "flex_attention", "sdpa")
@@ -97,7 +96,7 @@ LOADING_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "adapter_kwargs": (None,),
     "allow_all_kernels": (None, False),
     "attn_implementation": _ATTENTION,
-    # Gives any of these another name.
+    # Aliases of these.
     "attribute_map": (None,),
     "auto_map": (None,),
     "checkpoint_path": (None,),
@@ -106,7 +105,7 @@ LOADING_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "experts_implementation": _ATTENTION,
     "feature_extractor_weights_path": (None,),
     "kernel_config": (None,),
-    # torchmetrics runs the code of a repository whose name has "jinaai" in it, and asks about that of others.
+    # torchmetrics runs code of repositories with "jinaai" in their names, and asks about the code of others.
     "model_name_or_path": (
         None,
         "clip_iqa",

@@ -1,4 +1,4 @@
-"""One clear message for the errors that wrong input causes in libraries."""
+"""Clear one-line messages for errors that invalid input causes in libraries."""
 
 import errno
 import sys
@@ -17,14 +17,14 @@ WRONG_INPUT = 2
 FAILED = 1
 INTERRUPTED = 130
 TERMINATED = 143
-# The longest quotation of a library's message, in characters.
+# The maximum length of a quoted library message, in characters.
 LINE = 300
-# The longest message of this program, in characters.
+# The maximum length of a message, in characters.
 LONGEST = 800
 
 
 def wrong_input_errors() -> tuple[type[Exception], ...]:
-    """Return the errors that wrong input causes before training starts."""
+    """Return the types of errors that invalid input causes before training starts."""
     # Lightning takes seconds to import. If it has not been imported, it has raised nothing.
     lightning = sys.modules.get("lightning.fabric.utilities.exceptions")
     of_lightning = (lightning.MisconfigurationException,) if lightning else ()
@@ -32,12 +32,12 @@ def wrong_input_errors() -> tuple[type[Exception], ...]:
 
 
 def explain(error: BaseException) -> str:
-    """Say in one line what was wrong with the input, as plainly as the error allows."""
+    """Return a message of one line for an error that invalid input has caused."""
     return brief(_explanation(error), most=LONGEST)
 
 
 def full_disk(error: BaseException | None) -> OSError | None:
-    """Return the error of a full disk or quota from which another came; None if there is none."""
+    """Return the error of a full disk or quota that caused another error; None if there is none."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return error
@@ -66,7 +66,7 @@ def _explanation(error: BaseException) -> str:
 
 
 def type_error(key: str, problems: Sequence[Mapping[str, Any]]) -> PolicyError:
-    """Say which types a value may have.
+    """Return an error with the types that a value may have.
 
     Args:
         key: Its key in the config.
@@ -87,20 +87,20 @@ def type_error(key: str, problems: Sequence[Mapping[str, Any]]) -> PolicyError:
 
 
 def report_error(error: BaseException, show_traceback: bool) -> None:
-    """Print a message for wrong input, with a traceback if asked for, to the standard error stream."""
+    """Print a message for invalid input to stderr, with a traceback if requested."""
     if show_traceback:
         traceback.print_exception(error)
     print(f"error: {explain(error)}", file=sys.stderr)
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Follow the chain of causes to the first, or to one that is written for a person to read."""
+    """Return the first error in the chain of causes, or one with a message for users."""
     while error.__cause__ is not None and not isinstance(error, PolicyError):
         error = error.__cause__
     return error
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's message in one line, with that of the error from which it came."""
+    """Return an error's message in one line, with that of its cause."""
     said = str(error) if error.__cause__ is None else f"{error}: {error.__cause__}"
     return brief(" ".join(said.split()) or type(error).__name__, most=LINE)

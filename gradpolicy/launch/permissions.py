@@ -1,10 +1,9 @@
-"""Settings that only the command line may give: packages that configs name, Hydra's own part.
+"""Settings that only the command line may set: allowed packages, and parts of Hydra's config.
 
-A config may come from somebody else. It cannot allow packages: that person names them on the command line, in
-a file beside ``train.py``, or in an environment variable. Nor may it have Hydra import, run or overwrite
-anything: Hydra builds callbacks, log handlers, launchers and sweepers before the job begins. Their names are
-compared with fixed lists before interpolation, since a reference could have another value by the time Hydra
-resolves it.
+A config may be untrusted. It cannot allow packages: the user names them on the command line, in a file beside
+``train.py``, or in an environment variable. Nor may it make Hydra import, run or overwrite anything: Hydra
+builds callbacks, log handlers, launchers and sweepers before the job starts. Their names are compared with
+fixed lists before interpolation, since a reference could have another value when Hydra resolves it.
 """
 
 import os
@@ -33,7 +32,7 @@ LAUNCHERS = (
     "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher",
 )
 SWEEPERS = ("hydra._internal.core_plugins.basic_sweeper.BasicSweeper",)
-# Settings of Python's logging that name something, each with the values that it may have.
+# Settings of Python's logging that name objects, with the allowed values.
 LOGGING = {
     "class": ("logging.StreamHandler", "logging.FileHandler", "logging.NullHandler"),
     "stream": ("ext://sys.stdout", "ext://sys.stderr"),
@@ -53,7 +52,7 @@ VARIABLES = (
     "WANDB_MODE",
     "WANDB_SILENT",
 )
-# A shell runs these. Only the command line may set them, no file.
+# These are run by a shell. Only the command line may set them.
 SHELL = ("setup", "python", "srun_args", "additional_parameters")
 REFERENCE = re.compile(r"\$\{[\w.]+\}")
 
@@ -67,14 +66,15 @@ def parsed(overrides: Sequence[str]) -> list[Override]:
 
 
 def trusted_packages(overrides: Sequence[str], beside: Path) -> tuple[str, ...]:
-    """List the packages that this person allows configs to name.
+    """Return the packages that the user allows configs to name.
 
     Args:
-        overrides: The command line's.
-        beside: The directory of ``train.py``, where the file may lie: a package a line, ``#`` for comments.
+        overrides: The overrides of the command line.
+        beside: The directory of ``train.py``, which may have the file: one package per line, ``#`` for
+            comments.
 
     Raises:
-        PolicyError: If one is no name of a package.
+        PolicyError: If an entry is not the name of a package.
     """
     file = beside / FILE
     lines = file.read_text().splitlines() if file.is_file() else []
@@ -101,14 +101,14 @@ def _on_command_line(overrides: Sequence[str]) -> list[Any]:
 
 
 def check_not_from_config(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Make sure that no config file allows packages.
+    """Check that no config file allows packages.
 
     Args:
         config: A composed job.
         overrides: Those of the command line, without those that a config adds for a sweep.
 
     Raises:
-        PolicyError: If the job's list is not the command line's.
+        PolicyError: If the job's list differs from that of the command line.
     """
     listed = OmegaConf.to_container(config, resolve=False).get(KEY) or []  # type: ignore[union-attr]
     listed = [listed] if isinstance(listed, str) else listed
@@ -136,7 +136,7 @@ def check_search_path(directories: Sequence[Path], name: str) -> None:
         try:
             content = yaml.safe_load((directory / name).with_suffix(".yaml").read_text())
         except (OSError, UnicodeDecodeError, yaml.YAMLError):
-            # Hydra reads it next and says what is wrong with it.
+            # Hydra reads it next, and reports the error.
             continue
         hydra = content.get("hydra") if isinstance(content, Mapping) else None
         paths = hydra.get("searchpath") if isinstance(hydra, Mapping) else None
@@ -148,10 +148,10 @@ def check_given_search_path(overrides: Sequence[str]) -> None:
     """Check the search path on the command line, which may name directories and allowed packages.
 
     Args:
-        overrides: The command line's.
+        overrides: The overrides of the command line.
 
     Raises:
-        PolicyError: If it names a package that is not allowed, since Hydra would import it.
+        PolicyError: If it names a package that is not allowed, which Hydra would import.
     """
     for override in parsed(overrides):
         value: Any = override.value() if override.key_or_group == SEARCH_PATH else []
@@ -201,7 +201,7 @@ def check_launcher(config: DictConfig) -> None:
         config: A composed job, with Hydra's own part.
 
     Raises:
-        PolicyError: If there is none, naming what to choose instead.
+        PolicyError: If there is none; names an alternative.
     """
     if config.hydra.launcher._target_.endswith(".SlurmLauncher") and shutil.which("srun") is None:
         raise PolicyError(
@@ -212,14 +212,14 @@ def check_launcher(config: DictConfig) -> None:
 
 
 def _check_built(key: str, node: Any, listed: Sequence[str], reference: re.Pattern | None = None) -> None:
-    """Check that a node names one of a list, and that nothing below it is built or resolved anew.
+    """Check that a node names a class of a list, and that nothing below it is built or resolved again.
 
     Args:
         key: Its key.
         node: The node.
-        listed: The classes that it may name, besides those of allowed packages.
-        reference: The references that may stand in it. One to a key gives a value of this config; a resolver
-            could give another one each time.
+        listed: The classes that it may name, in addition to those of allowed packages.
+        reference: The allowed references. One to a key has a value of this config; a resolver could return
+            another value each time.
     """
     target = _mapping(key, node).get("_target_")
     if not (isinstance(target, str) and lies_in(target, allowed_packages())):
@@ -232,14 +232,14 @@ def _check_built(key: str, node: Any, listed: Sequence[str], reference: re.Patte
 
 
 def _check_shell(config: DictConfig, given: set[str]) -> None:
-    """Check that nothing in a file reaches the shell script by which a launcher starts jobs."""
+    """Check that no setting of a file reaches the shell script that starts the jobs of a launcher."""
     launcher: Any = OmegaConf.to_container(config.hydra.launcher, resolve=True)
     for name in SHELL:
         key = f"hydra.launcher.{name}"
         if launcher.get(name) and not any(each == key or each.startswith(f"{key}.") for each in given):
             raise PolicyError(f"{key}: reaches a shell, so no config may set it; give it on the command line")
     for path, value in _leaves(launcher):
-        # In the script, what a job needs is written in comments, which a line break would end.
+        # The script has a job's requirements in comments, which a line break would end.
         if path[0] not in SHELL and isinstance(value, str) and not value.isprintable():
             key = ".".join(("hydra.launcher", *path))
             raise PolicyError(f"{key}: must be one line of text, got {shown(value)}")
@@ -281,7 +281,7 @@ def _mapping(key: str, node: Any) -> Mapping[str, Any]:
 
 
 def _leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every value below a node that is no mapping or list, with its keys."""
+    """Yield every value below a node that is not a mapping or list, with its keys."""
     items = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else None
     if items is None:
         yield path, node

@@ -19,9 +19,9 @@ from omegaconf import OmegaConf, open_dict, read_write
 
 from gradpolicy.launch.messages import TERMINATED
 
-# Arguments of a sweep that its jobs must not get: a job runs alone, in the directory of its first rank.
+# Arguments of a sweep that its jobs must not get, since a job runs alone in the directory of its first rank.
 SWEEP_ONLY = re.compile(r"[+~]*hydra(/launcher|/sweeper|\.launcher|\.sweeper|\.sweep|\.mode|\.run)\b")
-# Lightning sets these for the processes that it starts. The next job of a sweep must not inherit them.
+# Lightning sets these for the processes that it starts; the next job of a sweep must not inherit them.
 LAUNCHED_BY_LIGHTNING = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Where launchers write the rank of a process, in the order in which Lightning reads them.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
@@ -34,7 +34,7 @@ def is_first_rank() -> bool:
     lightning = sys.modules.get("lightning.fabric.utilities.rank_zero")
     if lightning is not None:
         return bool(lightning.rank_zero_only.rank == 0)
-    # Importing Lightning takes seconds, and `--help` needs nothing of it.
+    # Importing Lightning takes seconds, and `--help` does not need it.
     return next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0") == "0"
 
 
@@ -49,11 +49,11 @@ def under_srun() -> bool:
 
 
 def agreed(key: str, value: Callable[[], str]) -> str:
-    """Give all processes of a torchrun the value that the first one computed, also after a restart.
+    """Return the value that the first process of a torchrun computed, on all processes, also after a restart.
 
     Args:
         key: The name of the value in the store that torchrun's agent keeps.
-        value: Computes it. Called on the first rank, if the store has no such value yet.
+        value: A function that computes it, called on the first rank if the store does not have the value.
     """
     import torch.distributed as dist
 
@@ -66,9 +66,9 @@ def agreed(key: str, value: Callable[[], str]) -> str:
 
 
 def started() -> str:
-    """Return when this run was started, the same on all its processes, for the name of its directory.
+    """Return the start time of this run, the same on all its processes, for the name of its directory.
 
-    Under Slurm's `srun` it is the job and step number, so that a job that was requeued finds its directory.
+    Under Slurm's `srun` it is the job and step number, so that a requeued job finds its directory.
     """
     if under_torchrun():
         return agreed("gradpolicy/started", _now)
@@ -82,7 +82,7 @@ def _now() -> str:
 
 
 def program_name() -> str:
-    """Return what a person types to have this job run again."""
+    """Return the command that runs this job again, without its arguments."""
     started = program(HydraConfig.get()) if HydraConfig.initialized() else Path(sys.argv[0])
     return "python train.py" if started.name == "train.py" else COMMAND
 
@@ -93,7 +93,7 @@ OmegaConf.register_new_resolver("program", program_name, replace=True)
 
 @contextmanager
 def termination_exits() -> Iterator[None]:
-    """End the program with code 143 on SIGTERM, and close everything that is open.
+    """Exit with code 143 on SIGTERM, running all cleanup code.
 
     While a model trains, :class:`gradpolicy.lightning.preemption.SaveOnPreemption` handles the signal instead
     and saves a checkpoint first.
@@ -112,11 +112,11 @@ def _exit(number: int, frame: FrameType | None) -> None:
     raise SystemExit(TERMINATED)
 
 
-# ---- the processes that Lightning starts beside this one
+# ---- the other processes that Lightning starts
 
 
 def quoted(value: str) -> str:
-    """Write a value so that Hydra reads it as it is.
+    """Return a value quoted for Hydra.
 
     Example:
         >>> quoted("a=b, c")
@@ -129,13 +129,14 @@ def quoted(value: str) -> str:
 
 @contextmanager
 def own_command_line(checkpoint: Path | None = None) -> Iterator[None]:
-    """Make the command line that of this job alone while it runs, and end the process group after it.
+    """Set the command line to that of this job while it runs, and end the process group afterwards.
 
     Lightning starts other ranks with the command line of this process. In a sweep that is the command line of
     the whole sweep: each other rank would run all jobs again, and train with other values than the first.
 
     Args:
-        checkpoint: What the job resumes from. The other ranks must not search for the newest one themselves.
+        checkpoint: The checkpoint to resume from. The other ranks must not search for the newest one
+            themselves.
     """
     if not HydraConfig.initialized():
         yield
@@ -149,7 +150,7 @@ def own_command_line(checkpoint: Path | None = None) -> Iterator[None]:
     sys.argv = [str(program(hydra)), *job_arguments(hydra)]
     if checkpoint is not None:
         sys.argv.append(f"ckpt_path={quoted(str(checkpoint.absolute()))}")
-    # Lightning starts `python -m` again where the program was started so.
+    # Lightning uses `python -m` again if the program was started so.
     main.__spec__ = spec if _is_package(spec) else None
     with read_write(hydra), open_dict(hydra):
         hydra.run.dir = hydra.runtime.output_dir
@@ -179,7 +180,7 @@ def job_arguments(hydra: Any) -> list[str]:
 def program(hydra: Any) -> Path:
     """Return the path of ``train.py`` or of the command.
 
-    In a worker of a launcher the command line is that of the launcher.
+    In a launcher's worker, the command line is the launcher's.
     """
     started = Path(sys.argv[0])
     if started.name in (f"{hydra.job.name}.py", COMMAND):

@@ -1,4 +1,4 @@
-"""Decides with which run a checkpoint goes on, and which settings it fixes there."""
+"""Determines the run that a checkpoint continues, and the settings that must not change."""
 
 import os
 import re
@@ -24,11 +24,11 @@ from gradpolicy.lightning.runs import LAST, RunRecord, find_checkpoint, last_che
 ABSENT = object()
 # The key of the settings in a checkpoint.
 SETTINGS = "gradpolicy_settings"
-# Classes of callbacks, each with the argument that its state in a checkpoint replaces.
+# Callbacks, each with the argument that its state in a checkpoint replaces.
 RESTORED_ARGUMENTS = {"InitialWeights": "path", "EarlyStopping": "patience"}
-# Groups that make another run. What is below any other key is decided by the checkpoint.
+# Groups whose change makes a new run. Settings below any other key are determined by the checkpoint.
 NEW_RUN = ("data", "model", "policy")
-# Arguments of models that the state of optimizers and schedulers replaces.
+# Arguments of models that the states of optimizers and schedulers replace.
 OF_OPTIMIZERS = (
     "optimizer",
     "scheduler",
@@ -37,9 +37,9 @@ OF_OPTIMIZERS = (
     "learning_rate",
     "weight_decay",
 )
-# Arguments of data modules that change how fast batches come, not which.
+# Arguments of data modules that change the speed of loading, not the batches.
 NO_DIFFERENCE = ("workers", "num_workers", "pin_memory", "persistent_workers", "prefetch_factor", "download")
-# The argument of each logger that says where it has stored a run.
+# The argument of each logger that identifies a stored run.
 LOGGER_IDS = {
     "CSVLogger": "version",
     "TensorBoardLogger": "version",
@@ -50,12 +50,12 @@ LOGGER_IDS = {
 
 @dataclass(frozen=True)
 class Resumed:
-    """The checkpoint from which a run goes on or starts.
+    """The checkpoint from which a run continues or starts.
 
     Args:
         checkpoint: The checkpoint.
-        directory: The directory of the run that goes on; None if this is a new run.
-        reason: Why it is a new one.
+        directory: The directory of the run that is continued; None if this is a new run.
+        reason: The reason why it is a new run.
     """
 
     checkpoint: Path
@@ -72,12 +72,12 @@ class Resumed:
 
 
 def chosen_checkpoint(settings: Settings, own: Path | None, *, in_sweep: bool = False) -> Path | None:
-    """Return the checkpoint to resume from or to test, the same on all ranks; None if none is asked for.
+    """Return the checkpoint to resume from or to test, the same on all ranks; None if there is none.
 
     Args:
         settings: The config.
         own: The directory that the run must have; None if it may have any.
-        in_sweep: Whether the run is a job of a sweep, which goes on with nothing but itself by ``last``.
+        in_sweep: True if the run is a job of a sweep, for which ``last`` means its own directory only.
     """
     asked = settings.ckpt_path
     if in_sweep and asked == LAST and settings.train and own is not None:
@@ -88,7 +88,7 @@ def chosen_checkpoint(settings: Settings, own: Path | None, *, in_sweep: bool = 
             )
         return found
     if asked is None and own is not None and int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0:
-        # Slurm has put this job back into the queue.
+        # Slurm has requeued this job.
         return last_checkpoint(own)[0]
 
     def find() -> Path | None:
@@ -96,13 +96,13 @@ def chosen_checkpoint(settings: Settings, own: Path | None, *, in_sweep: bool = 
 
     if asked != LAST or not under_torchrun():
         return find()
-    # After a restart by torchrun, this is what the former group saved last.
+    # After a restart by torchrun, this is the last checkpoint of the previous process group.
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
     return Path(agreed(f"gradpolicy/last/{restart}/{settings.paths.log_dir}", lambda: str(find())))
 
 
 def resumed_run(settings: Settings, checkpoint: Path, own: Path | None) -> Resumed:
-    """Return with which run a checkpoint goes on: its own, if model, data and policies are the same.
+    """Return the run that a checkpoint continues: its own, if model, data and policies are the same.
 
     Args:
         settings: The config.
@@ -110,7 +110,7 @@ def resumed_run(settings: Settings, checkpoint: Path, own: Path | None) -> Resum
         own: The directory that the run must have; None if it may have any.
 
     Raises:
-        PolicyError: For a setting that the checkpoint decides, and that is another in the config.
+        PolicyError: If the config changes a setting that the checkpoint determines.
     """
     saved: Any = read_checkpoint(checkpoint).get(SETTINGS)
     directory = run_of(checkpoint)
@@ -133,7 +133,7 @@ def resumed_run(settings: Settings, checkpoint: Path, own: Path | None) -> Resum
 
 
 class SaveSettings(Callback):
-    """Saves in each checkpoint the settings by which a run that is resumed from it is compared.
+    """Saves in each checkpoint the settings that are compared when a run is resumed from it.
 
     Args:
         settings: The config of the run.
@@ -151,9 +151,9 @@ class SaveSettings(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Leave to the former run what is its own where a new one starts from its checkpoint.
+        """Remove state that a new run does not take over from the checkpoint of another run.
 
-        That is its record, its audit, and what a policy remembers that has other settings now.
+        These are the record, the audit, and the state of policies whose settings changed.
         """
         if not starts_new_run(trainer):
             return
@@ -168,7 +168,7 @@ class SaveSettings(Callback):
 
 
 def compared_settings(settings: Settings) -> dict[str, Any]:
-    """Return the settings that a resumed run is compared by, by their keys.
+    """Return the settings that are compared when a run is resumed, by key.
 
     Args:
         settings: The config.
@@ -179,7 +179,7 @@ def compared_settings(settings: Settings) -> dict[str, Any]:
         for kind, argument in RESTORED_ARGUMENTS.items()
         if node and str(node.get("_target_")).endswith(f".{kind}")
     }
-    # Shown under `optimizer`, to which it refers.
+    # It is under `optimizer`, to which it refers.
     model = {
         key: value
         for key, value in settings.model.items()
@@ -192,7 +192,7 @@ def compared_settings(settings: Settings) -> dict[str, Any]:
     longest_first = sorted(places, key=lambda name: len(str(places[name])), reverse=True)
 
     def placeless(value: Any) -> Any:
-        """Return a text without the places of this machine, from which a run may be moved."""
+        """Return a text without paths of this machine, since a run may be moved."""
         for name in longest_first if isinstance(value, str) else ():
             value = value.replace(str(places[name]), f"${{paths.{name}}}")
         return value
@@ -201,10 +201,10 @@ def compared_settings(settings: Settings) -> dict[str, Any]:
 
 
 def _differences(settings: Settings, saved: Mapping[Any, Any]) -> Iterator[str]:
-    """Yield each difference that makes another run.
+    """Yield each difference that makes a new run.
 
     Raises:
-        PolicyError: At the first setting that the checkpoint decides, and that differs.
+        PolicyError: At the first different setting that the checkpoint determines.
     """
     given = compared_settings(settings)
     found = []
@@ -227,7 +227,7 @@ def _differences(settings: Settings, saved: Mapping[Any, Any]) -> Iterator[str]:
 
 
 def _values(node: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield every value below a node that is no mapping, with its key."""
+    """Yield every value below a node that is not a mapping, with its key."""
     if isinstance(node, Mapping):
         for name, value in node.items():
             yield from _values(value, f"{key}.{name}" if key else str(name))
@@ -243,7 +243,7 @@ def _told(value: Any) -> str:
 
 
 def name_stored_runs(settings: Settings, resumed: Resumed) -> None:
-    """Have each logger of a config go on with what it has stored of the run that goes on."""
+    """Make each logger of a config continue its stored run."""
     record = RunRecord.load(resumed.directory) if resumed.directory is not None else None
     for name, node in (settings.logger or {}).items():
         kind = str((node or {}).get("_target_")).rpartition(".")[2]
@@ -255,14 +255,14 @@ def name_stored_runs(settings: Settings, resumed: Resumed) -> None:
 
 
 def append_to_stored_runs(loggers: Mapping[str, Logger]) -> None:
-    """Have the loggers of a run that goes on append to its files."""
+    """Make the loggers of a continued run append to its files."""
     for logger in loggers.values():
         if isinstance(logger, CSVLogger) and is_first_rank():
             append_rows(logger)
 
 
 def stored_runs(loggers: Mapping[str, Logger]) -> dict[str, int | str]:
-    """Return under which ids loggers store a run."""
+    """Return the ids of a run in its loggers."""
     return {
         name: version
         for name, logger in loggers.items()

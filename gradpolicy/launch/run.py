@@ -1,4 +1,4 @@
-"""Does one run: builds its parts, plans, fits, tests, reports."""
+"""Executes one run: builds its parts, plans, fits, tests, reports."""
 
 import os
 import time
@@ -73,7 +73,7 @@ def build_subject(container: Mapping[str, Any]) -> Subject:
     """Build the data module, the model and the policies of a resolved config.
 
     Raises:
-        PolicyError: If one cannot be built, or is of another kind.
+        PolicyError: If one cannot be built, or has the wrong type.
     """
     return Subject(
         build(container["data"], "data", LightningDataModule),
@@ -83,14 +83,14 @@ def build_subject(container: Mapping[str, Any]) -> Subject:
 
 
 def run(config: DictConfig, overrides: list[str]) -> Result:
-    """Do what a composed config says.
+    """Execute the run of a composed config.
 
     Args:
         config: The config, without Hydra's own part.
-        overrides: What the command line set, for the record.
+        overrides: The overrides of the command line, for the record.
 
     Raises:
-        PolicyError: For wrong input.
+        PolicyError: For invalid input.
         SystemExit: With code 143, if the run got SIGTERM.
     """
     settings = check_config(config)
@@ -123,10 +123,10 @@ def plan_and_run(
 
     Args:
         settings: The config.
-        container: The same as plain containers.
-        overrides: What the command line set.
-        directory: Where the run writes.
-        console: Where it prints.
+        container: The config as plain containers.
+        overrides: The overrides of the command line.
+        directory: The run directory.
+        console: The console.
     """
     check_accelerator(settings.trainer.get("accelerator"))
     seed_everything(settings.seed, workers=True, verbose=False)
@@ -169,7 +169,7 @@ def plan_and_run(
         failure = explain(error) if isinstance(error, Exception) else STOPPED
         status = "failed" if isinstance(error, Exception) else "stopped"
         result = replace(result, status=status, error=failure)
-        # Wrong input that is found before the first step leaves nothing.
+        # Invalid input that is found before the first step leaves no files.
         if directory.begun:
             save_result(replace(result, seconds=time.monotonic() - began), settings, console)
         raise
@@ -181,10 +181,10 @@ def plan_and_run(
 
 
 def check_accelerator(name: object) -> None:
-    """Check, before data and model are built, that this machine has an accelerator that the trainer asks for.
+    """Check, before data and model are built, that this machine has the accelerator of the trainer.
 
     Raises:
-        PolicyError: If it has none.
+        PolicyError: If it does not.
     """
     there = any(kind.is_available() for kind in (CUDAAccelerator, MPSAccelerator))
     if name in ("cuda", "gpu", "mps") and not there:
@@ -196,7 +196,7 @@ def check_accelerator(name: object) -> None:
 
 
 def checked_checkpoint(settings: Settings, directory: RunDirectory) -> tuple[Path | None, Resumed | None]:
-    """Return the checkpoint that is resumed or tested, and what a run that trains goes on with.
+    """Return the checkpoint that is resumed or tested, and, for training, the run that it continues.
 
     Raises:
         PolicyError: If there is none, or it contradicts the config.
@@ -209,10 +209,10 @@ def checked_checkpoint(settings: Settings, directory: RunDirectory) -> tuple[Pat
 
 
 def check_optimizer(model: LightningModule) -> None:
-    """Make the optimizer of a task once, before hours are spent.
+    """Create the optimizer of a task once, to check its arguments before training.
 
     Raises:
-        PolicyError: For arguments that the optimizer refuses.
+        PolicyError: For invalid arguments of the optimizer.
     """
     if isinstance(model, Task):
         try:
@@ -231,10 +231,10 @@ def save_result(result: Result, settings: Settings, console: Console) -> None:
 
 
 def prepare_data(subject: Subject, stage: str = "fit") -> None:
-    """Have the data module get its data, and set up those for training, or those of another stage.
+    """Download and set up the data, for training or for another stage.
 
     Raises:
-        PolicyError: If it cannot, for want of a network, a file or a package.
+        PolicyError: If the network, a file or a package is missing.
     """
     try:
         subject.data.prepare_data()
@@ -252,7 +252,7 @@ def prepare_data(subject: Subject, stage: str = "fit") -> None:
 
 
 def make_run_plan(subject: Subject, seed: int) -> Plan:
-    """Find what the policies will touch, by one step of a copy of the model on the first batch."""
+    """Return the plan, by one step on a copy of the model with the first batch."""
     prepare_data(subject)
     batch = next(iter(subject.data.train_dataloader()))
     return plan(subject.model, subject.policies, lambda model: training_loss(model, batch), seed=seed)
@@ -287,7 +287,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def record_of(settings: Settings, directory: RunDirectory, resumed: Resumed | None) -> RunRecord:
-    """Return the record of the run that begins or goes on."""
+    """Return the record of a new or continued run."""
     former = RunRecord.load(directory.path) if resumed is not None and resumed.directory is not None else None
     kind: Kind = "sweep" if _in_sweep() or "WANDB_SWEEP_ID" in os.environ else "run"
     kind = "trial" if "study" in (settings.callbacks or {}) else kind
@@ -296,9 +296,9 @@ def record_of(settings: Settings, directory: RunDirectory, resumed: Resumed | No
 
 
 def save_settings(container: Mapping[str, Any], planned: Plan | None, directory: Path) -> None:
-    """Write into the run's directory its plan, its config, and the config without overrides.
+    """Write the plan, the config, and the config without overrides to the run directory.
 
-    By the latter a report says what was asked.
+    The latter is for the differences in the report.
     """
     directory.mkdir(parents=True, exist_ok=True)
     defaults = default_config()
@@ -311,25 +311,25 @@ def save_settings(container: Mapping[str, Any], planned: Plan | None, directory:
 
 
 def required_metric(settings: Settings) -> list[RequiredMetric]:
-    """Return the check of the metric that a sweep compares; a run of its own needs none."""
+    """Return the callback that checks the metric of a sweep; none for a single run."""
     name = settings.optimized_metric
     return [] if name is None or sweep_name(settings) is None else [RequiredMetric(name)]
 
 
 def optimized_metrics(settings: Settings) -> list[str]:
-    """Return the metric that runs are compared by, and what it is the best value of."""
+    """Return the metric by which runs are compared, and the metric of which it is the best value."""
     name = settings.optimized_metric
     return [] if name is None else list(dict.fromkeys((name, name.removesuffix("_best"))))
 
 
 def sweep_name(settings: Settings) -> str | None:
-    """Return the name of the sweep or study that the run is part of."""
+    """Return the name of the run's sweep or study."""
     study = ((settings.callbacks or {}).get("study") or {}).get("study")
     return Path(HydraConfig.get().sweep.dir).name if _in_sweep() else study
 
 
 def prepare_wandb(container: Mapping[str, Any]) -> None:
-    """Let W&B find the output streams and its settings, if the run logs to it: before its first warning."""
+    """Set up W&B, if the run logs to it, before its first warning."""
     loggers = (container.get("logger") or {}).values()
     if any(str((node or {}).get("_target_")).endswith(".WandbLogger") for node in loggers):
         import wandb
@@ -338,9 +338,9 @@ def prepare_wandb(container: Mapping[str, Any]) -> None:
 
 
 def optimized_value(settings: Settings, metrics: Mapping[str, float]) -> float | None:
-    """Return the value that a sweep compares; None, with a warning, if it was not logged.
+    """Return the value of the optimized metric; None, with a warning, if it was not logged.
 
-    A run that keeps no checkpoints (``trainer.fast_dev_run``, most of ``debug=``) has no best value to log.
+    A run without checkpoints (``trainer.fast_dev_run``, most of ``debug=``) has no best value to log.
     """
     name = settings.optimized_metric
     if name is None or not settings.train:
@@ -352,16 +352,16 @@ def optimized_value(settings: Settings, metrics: Mapping[str, float]) -> float |
 
 
 def _in_sweep() -> bool:
-    # Hydra numbers the jobs of a sweep. Their mode is that of a single run unless a config sets it.
+    # Hydra numbers the jobs of a sweep. Their mode is that of a single run, unless a config sets it.
     return HydraConfig.initialized() and not OmegaConf.is_missing(HydraConfig.get().job, "num")
 
 
 @contextmanager
 def monitor_errors_named(settings: Settings, trainer: Trainer) -> Iterator[None]:
-    """Name the key of a callback whose metric is not logged, and the metrics that are.
+    """Turn a callback's error about a metric that is not logged into one with its key and the logged metrics.
 
     Raises:
-        PolicyError: In place of what the callback raises.
+        PolicyError: In place of the callback's error.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The directory of a run, shared by its processes, and removed if nothing began."""
+"""The directory of a run, shared by its processes, and removed if the run did not start."""
 
 import fcntl
 import os
@@ -18,29 +18,29 @@ from gradpolicy.launch.messages import wrong_input_errors
 from gradpolicy.launch.processes import is_first_rank, under_srun, under_torchrun
 
 KEY = "hydra.run.dir"
-# A directory whose name holds the time is meant for one run. Any other name is a person's choice, and that
-# directory may hold a run already.
+# A directory named after the time is for one run. Any other name was chosen by the user, and that directory
+# may already contain a run.
 TIME_IN_NAME = ("${started:", "${now:")
-# Arguments that say where callbacks and loggers write.
+# Arguments with the output directories of callbacks and loggers.
 WRITTEN_TO = ("dirpath", "save_dir", "directory")
-# Locked by the process that writes to the directory, and there only as long.
+# The lock file, which exists as long as a process writes to the directory.
 LOCK = ".lock"
 _locked: set[Path] = set()
 
 
 @contextmanager
 def claimed_directory(node: DictConfig, key: str) -> Iterator[Path]:
-    """Make the directory of a run or of a sweep, and remove it if it ends up empty.
+    """Create the directory of a run or of a sweep, and remove it if it is empty at the end.
 
-    A directory that is named after the time belongs to one run. If another run has taken it, the name gets a
-    number. All processes of one run share it, and a requeued Slurm job finds its own again.
+    A directory named after the time belongs to one run. If another run already has it, a number is appended
+    to the name. All processes of a run share it, and a requeued Slurm job uses the same one.
 
     Args:
-        node: The config node that names the directory, under ``dir``.
-        key: The key of that name, for messages.
+        node: The config node with the directory as ``dir``.
+        key: The key of that directory, for messages.
 
     Raises:
-        PolicyError: If it cannot be made or written to, or another process runs in it.
+        PolicyError: If it cannot be created or written to, or another process runs in it.
     """
     wanted = Path(node.dir).absolute()
     check_writable(wanted, f"{key} (below paths.log_dir)" if "paths.log_dir" in _template(node) else key)
@@ -58,7 +58,7 @@ def claimed_directory(node: DictConfig, key: str) -> Iterator[Path]:
 
 
 def is_fixed(node: DictConfig) -> bool:
-    """Return True if a directory is not named after the time, so that it may hold a run already."""
+    """Return True if a directory is not named after the time, so that it may already contain a run."""
     return not any(word in _template(node) for word in TIME_IN_NAME)
 
 
@@ -67,7 +67,7 @@ def _template(node: DictConfig) -> str:
 
 
 def _made_anew(wanted: Path) -> Path:
-    """Make a directory that did not exist: the one wanted, or one with a number added to its name."""
+    """Create a new directory: the given one, or one with a number appended to its name."""
     wanted.parent.mkdir(parents=True, exist_ok=True)
     for number in count():
         directory = wanted.with_name(f"{wanted.name}-{number}") if number else wanted
@@ -81,16 +81,16 @@ def _made_anew(wanted: Path) -> Path:
 
 @contextmanager
 def locked(directory: Path, key: str) -> Iterator[None]:
-    """Make a directory and keep the runs of other processes out of it, as long as this process lives.
+    """Create a directory and lock it against other processes, as long as this process lives.
 
-    Only the first rank locks it, for all of them.
+    Only the first rank locks it, for all ranks.
 
     Args:
         directory: The directory; removed at the end if it did not exist and is empty.
         key: The config key that names it, for messages.
 
     Raises:
-        PolicyError: If another process has locked it, with that process's number and machine.
+        PolicyError: If another process has locked it; names the process and machine.
     """
     directory = directory.absolute()
     is_first = is_first_rank() and os.environ.get("NODE_RANK", "0") == "0"
@@ -115,7 +115,7 @@ def _lock(directory: Path, key: str) -> IO[str]:
     path = directory / LOCK
     file = path.open("a+")
     try:
-        # Of this kind, since a worker that outlives a killed run by seconds inherits the other kind.
+        # Not flock, whose lock a worker would inherit that outlives a killed run by seconds.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
             raise BlockingIOError("removed by the process that held it")
@@ -135,7 +135,7 @@ def _lock(directory: Path, key: str) -> IO[str]:
 
 
 class RunDirectory:
-    """A run's directory, and whether the run has begun: from then on its files are kept.
+    """A run's directory, whose files are kept once the run has started.
 
     Args:
         path: The directory.
@@ -147,18 +147,18 @@ class RunDirectory:
         self._was_unused = is_unused(path)
 
     def begin(self) -> None:
-        """Keep the files of the run from now on."""
+        """Mark the run as started, so that its files are kept."""
         self.begun = True
 
     def clear_unless_begun(self) -> None:
-        """Remove what this run has written, unless it has begun or the directory held something before."""
+        """Remove the files of this run, unless it has started or the directory was not empty before."""
         if not self.begun and self._was_unused and is_first_rank() and self.path.is_dir():
             for entry in (entry for entry in self.path.iterdir() if entry.name != LOCK):
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def is_unused(path: Path) -> bool:
-    """Return True if a directory holds nothing but the lock and what Hydra writes before a job starts."""
+    """Return True if a directory has only the lock and Hydra's files."""
     return not path.exists() or all(
         entry.name in (".hydra", LOCK) or (entry.suffix == ".log" and not entry.stat().st_size)
         for entry in path.iterdir()
@@ -167,7 +167,7 @@ def is_unused(path: Path) -> bool:
 
 @contextmanager
 def run_directory(path: Path) -> Iterator[RunDirectory]:
-    """Lock a run's directory, and remove what the run has written if wrong input ends it before it has begun.
+    """Lock a run's directory, and remove the run's files if invalid input ends it before it has started.
 
     Args:
         path: The directory.
@@ -182,7 +182,7 @@ def run_directory(path: Path) -> Iterator[RunDirectory]:
 
 
 def destinations(config: Mapping[str, Any]) -> dict[str, Path]:
-    """Return the directories of this machine to which a run writes, by their keys.
+    """Return the local directories to which a run writes, by key.
 
     Args:
         config: The resolved config.
@@ -190,7 +190,7 @@ def destinations(config: Mapping[str, Any]) -> dict[str, Path]:
     named = {"trainer.default_root_dir": config["trainer"].get("default_root_dir")}
     for group in ("callbacks", "logger"):
         for name, node in (config.get(group) or {}).items():
-            # A class of the user's own may read from its `directory`.
+            # A user's class may read from its `directory`.
             is_own = str((node or {}).get("_target_")).startswith("gradpolicy.")
             for argument in WRITTEN_TO if is_own else WRITTEN_TO[:2]:
                 named[f"{group}.{name}.{argument}"] = (node or {}).get(argument)
@@ -202,16 +202,16 @@ def destinations(config: Mapping[str, Any]) -> dict[str, Path]:
 
 
 def check_writable(path: Path, key: str) -> None:
-    """Check that a run can write to a directory, before it has trained for hours.
+    """Check before training that a run can write to a directory.
 
-    Only the first rank does this. Otherwise one rank would remove the directory in which another writes.
+    Only the first rank does this. Otherwise one rank would remove the directory to which another writes.
 
     Args:
         path: The directory, which need not exist yet.
         key: The config key that names it.
 
     Raises:
-        PolicyError: If it cannot be made or written to.
+        PolicyError: If it cannot be created or written to.
     """
     if not is_first_rank():
         return
@@ -230,7 +230,7 @@ def check_writable(path: Path, key: str) -> None:
 @contextmanager
 def empty_directories_removed(directory: Path) -> Iterator[None]:
     """Remove a directory and its parents at the end, if they did not exist at the start and are empty."""
-    # os.path.exists, since Path.exists raises where a name is too long for the file system.
+    # Not Path.exists, which raises if a name is too long for the file system.
     missing = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
     try:
         yield

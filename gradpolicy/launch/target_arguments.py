@@ -1,7 +1,7 @@
-"""Check a config's arguments against the signature of the class or function that gets them.
+"""Checks the arguments in a config by the signatures of classes and functions.
 
-This refuses `trainer.max_epoch` and `optimizer.lr=abc` before anything runs, whatever the `_target_`, and
-needs no second list of arguments.
+This refuses `trainer.max_epoch` and `optimizer.lr=abc` before anything runs, for any `_target_`, without a
+separate list of arguments.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from gradpolicy.launch.targets import TARGET, check_has_target, locate_target
 from gradpolicy.masks import MaskSource
 from gradpolicy.policies import Policy
 
-# The keys of a node that say how it is built, and the type of each.
+# Hydra's own keys of a node, and their types.
 KEY_TYPES: dict[str, Any] = {
     TARGET: str,
     "_partial_": bool,
@@ -36,13 +36,11 @@ def check_arguments(config: Any, key: str, *, complete: bool = True) -> None:
     Args:
         config: The part.
         key: Its key in the config.
-        complete: Whether it is built without further arguments, so that none of the required ones may be
-            missing.
+        complete: True if it is built without further arguments, so that all required ones must be given.
 
     Raises:
-        PolicyError: For a target that is missing or that a config may not build, a required argument that is
-            absent, one that the target does not take, a value of another type, NaN, or an integer of more
-            than 64 bits.
+        PolicyError: For a missing target or one that a config may not build, a missing required argument, an
+            unknown argument, a value of the wrong type, NaN, or an integer of more than 64 bits.
     """
     if isinstance(config, list):
         for index, value in enumerate(config):
@@ -52,9 +50,9 @@ def check_arguments(config: Any, key: str, *, complete: bool = True) -> None:
         return
     check_has_target(config, key)
     target = locate_target(key, config) if TARGET in config else None
-    # The target of a node that is not recursive builds what is below, and adds arguments of its own.
+    # The target of a node that is not recursive builds the nodes below, and adds its own arguments.
     complete_below = complete and config.get("_recursive_") is not False
-    # What is below comes first: a target that may not be built matters more than an unknown argument.
+    # Nodes below are checked first: a forbidden target is more important than an unknown argument.
     for name, value in config.items():
         check_arguments(value, f"{key}.{name}", complete=complete_below)
     if target is not None:
@@ -64,7 +62,7 @@ def check_arguments(config: Any, key: str, *, complete: bool = True) -> None:
 
 
 def _check_number(value: Any, key: str) -> None:
-    """Refuse numbers that no class handles: most checks let NaN through, and torch overflows at 64 bits."""
+    """Refuse NaN, which most checks accept, and integers above 64 bits, which overflow in torch."""
     if isinstance(value, int) and abs(value) >= 2**63:
         raise PolicyError(f"{brief(key)}: takes more than 64 bits, got {shown(value)}")
     if isinstance(value, float) and math.isnan(value):
@@ -72,7 +70,7 @@ def _check_number(value: Any, key: str) -> None:
 
 
 def argument_names(target: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
-    """Return the arguments that a target takes by name, and whether it takes others, too.
+    """Return the arguments of a target by name, and True if it also takes others.
 
     A policy or a mask source passes arguments on to its base classes, so theirs are included.
     """
@@ -96,7 +94,7 @@ def _signed(target: Callable[..., Any]) -> list[Callable[..., Any]]:
     if isinstance(target, type) and issubclass(target, Policy | MaskSource):
         return constructors(target)
     if getattr(target, "__name__", "") == "WandbLogger":
-        # Lightning's logger passes other arguments on to W&B.
+        # Lightning's logger passes other arguments to W&B.
         import wandb
 
         return [target, wandb.init]
@@ -107,7 +105,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     try:
         return inspect.signature(function, eval_str=True)
     except NameError:
-        # An annotation names what is imported for the type checker alone.
+        # An annotation uses a name that is imported for type checking only.
         return inspect.signature(function)
 
 
@@ -149,7 +147,7 @@ def check_value(key: str, annotation: Any, value: Any) -> None:
     """Check a value from a config against an annotation.
 
     Raises:
-        PolicyError: If it does not fit, saying what would.
+        PolicyError: If it does not match; names the expected types.
     """
     problems = misfits(value, annotation)
     if problems:
@@ -157,9 +155,9 @@ def check_value(key: str, annotation: Any, value: Any) -> None:
 
 
 def misfits(value: Any, annotation: Any) -> list[Any]:
-    """Return what pydantic finds wrong with a value for an annotation; nothing if it fits.
+    """Return pydantic's errors for a value and an annotation; empty if it matches.
 
-    Text is never converted to a number.
+    Strings are not converted to numbers.
 
     Example:
         >>> misfits(3, float), misfits([0.9, 0.99], tuple[float, float])
@@ -172,12 +170,12 @@ def misfits(value: Any, annotation: Any) -> list[Any]:
     except (PydanticSchemaGenerationError, PydanticUserError, TypeError, NameError):
         return []
     problems: list[Any] = []
-    # YAML has no tuples, so a list may be given for one. Nothing else is converted.
+    # YAML has no tuples, so a list is accepted for one. Nothing else is converted.
     for strict in (True, False) if not isinstance(value, PLAIN) else (True,):
         try:
             adapter.validate_python(value, strict=strict)
         except PydanticUserError:
-            # The annotation names a class that cannot be described, such as a config of transformers.
+            # Pydantic does not support a class of the annotation, such as a config of transformers.
             return []
         except ValidationError as error:
             problems = error.errors()

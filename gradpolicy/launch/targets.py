@@ -1,4 +1,4 @@
-"""Finds and builds what a config names, and refuses what it may not name.
+"""Finds and builds the objects that a config names, and refuses forbidden ones.
 
 Every `_target_` of the resolved config is followed to its object. The object must be a class of the kind that
 :mod:`gradpolicy.launch.kinds` lists for its key, a function listed there, or be defined in a package that
@@ -38,7 +38,7 @@ POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR
 
 
 def check_has_target(node: Mapping[str, Any], key: str) -> None:
-    """Make sure that a node names a target if its key takes one kind of class.
+    """Check that a node names a target if its key takes one kind of class.
 
     Raises:
         PolicyError: If it does not, with an example.
@@ -49,14 +49,14 @@ def check_has_target(node: Mapping[str, Any], key: str) -> None:
 
 
 def locate_target(key: str, node: Mapping[str, Any]) -> Callable[..., Any]:
-    """Find what the `_target_` of a node names, and make sure that it may be built there.
+    """Return the object that the `_target_` of a node names, and check that it may be built there.
 
     Args:
         key: Its key in the config.
         node: The node.
 
     Raises:
-        PolicyError: If it may not be named, or does not exist.
+        PolicyError: If it is not allowed, or does not exist.
     """
     path, full_key = node[TARGET], f"{key}.{TARGET}"
     if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
@@ -75,22 +75,21 @@ def locate_target(key: str, node: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 def build(node: Mapping[str, Any], key: str, kind: type = object, **arguments: Any) -> Any:
-    """Build what a node of the resolved config names, by :func:`hydra.utils.instantiate`.
+    """Build the object of a node of the resolved config, by :func:`hydra.utils.instantiate`.
 
     Args:
         node: The node, with its ``_target_``.
         key: Its key in the config.
-        kind: The class that the result must be of. A function of a package that is allowed may return
-            anything.
-        **arguments: Objects that the target gets besides what the node says.
+        kind: The class of the result. A function of an allowed package may return anything.
+        **arguments: Further arguments of the target.
 
     Raises:
-        PolicyError: If it names what a config may not build, if building fails, or if the result is of
-            another kind: with the key of the innermost node that failed, and the cause.
+        PolicyError: If the object is not allowed, building fails, or the result has the wrong type; has the
+            key of the innermost node that failed, and the cause.
     """
     tree = {**_checked(node, key), TARGET: locate_target(key, node), "_convert_": "all", "_partial_": True}
     try:
-        # A plain dictionary would be given names in place of its objects.
+        # In a plain dictionary the objects would be replaced by their names.
         built = instantiate(OmegaConf.create(tree, flags={"allow_objects": True}))
         if not node.get("_partial_"):
             built = built(**arguments)
@@ -102,14 +101,14 @@ def build(node: Mapping[str, Any], key: str, kind: type = object, **arguments: A
 
 
 def build_all(nodes: Mapping[str, Mapping[str, Any] | None] | None, key: str, kind: type) -> dict[str, Any]:
-    """Build each node of a group; one that was taken away is null."""
+    """Build each node of a group; removed nodes are null."""
     return {
         name: build(node, f"{key}.{name}", kind) for name, node in (nodes or {}).items() if node is not None
     }
 
 
 def _checked(value: Any, key: str) -> Any:
-    """Return a part of the config in which each `_target_` is the object that was checked."""
+    """Return a part of the config with the checked objects as `_target_`."""
     if isinstance(value, list | tuple):
         return [_checked(item, f"{key}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, Mapping):
@@ -121,7 +120,7 @@ def _checked(value: Any, key: str) -> Any:
             # The target builds these itself, from their names.
             below = dict(value)
         if not is_allowed(target) and _is_hugging_face_method(target):
-            # Without it Hugging Face asks the person at the keyboard.
+            # Without it Hugging Face would ask on the terminal.
             below["trust_remote_code"] = False
         return below | {TARGET: target if value.get("_partial_") else _named(target, key)}
     if isinstance(value, str) and "${" in value:
@@ -149,13 +148,13 @@ def _under_key(error: Exception, key: str) -> PolicyError:
     message = brief(str(cause), most=LINE)
     if isinstance(cause, PolicyError):
         return PolicyError(_message_at(key, message))
-    # Lightning's messages need no name of their class; that of a KeyError says nothing without it.
+    # Lightning's messages are clear without their type; a KeyError is not.
     kind = [] if type(cause).__name__ == "MisconfigurationException" else [type(cause).__name__]
     return PolicyError(": ".join([key, *kind, *([message] if message else [])]))
 
 
 def _message_at(key: str, message: str) -> str:
-    """Put a message under a key: ``Stop.mode: …`` at ``policy.cut`` becomes ``policy.cut.mode: …``.
+    """Prefix a message by a key: ``Stop.mode: …`` at ``policy.cut`` becomes ``policy.cut.mode: …``.
 
     So does ``when.phases: …`` at ``policy.cut.when``.
     """
@@ -182,7 +181,7 @@ def _hint(path: str) -> str:
 def _kind_at(key: str) -> tuple[str, str] | None:
     """Return the one kind that a key takes, with an example; None if it takes several."""
     for pattern, kind in kinds.KIND_AT.items():
-        # A star is one name, not several.
+        # A star matches one name, not several.
         if fnmatchcase(key, pattern) and key.count(".") == pattern.count("."):
             return kind
     return None
@@ -203,7 +202,7 @@ def _check_kind(key: str, path: str, found: Callable[..., Any]) -> None:
 
 
 def _check_arguments(key: str, path: str, found: Callable[..., Any], node: Mapping[str, Any]) -> None:
-    """Refuse the arguments by which what is allowed would load what is not."""
+    """Refuse arguments that would make allowed objects load code or a pickle."""
     unnamed = node.get("_args_")
     unnamed = unnamed if isinstance(unnamed, list | tuple) else ()
     if len(unnamed) > 1 and lies_in(str(home_of(found)), kinds.HANDING_ON):
@@ -216,7 +215,7 @@ def _check_arguments(key: str, path: str, found: Callable[..., Any], node: Mappi
 
 
 def _refuse_loading(key: str, name: str, value: Any, path: str) -> None:
-    """Refuse an argument that loads something, and those in the mappings and lists of its value."""
+    """Refuse an argument that loads code or a pickle, also in mappings and lists of its value."""
     # Hugging Face's configs keep some under such names, and take these as well.
     plain = name.strip("_").removesuffix("_internal")
     if plain in kinds.LOADING_ARGUMENTS and value not in kinds.LOADING_ARGUMENTS[plain]:
@@ -238,7 +237,7 @@ def _argument_order(found: Callable[..., Any]) -> list[str]:
 
 
 def _is_hugging_face_method(found: object) -> bool:
-    """Return True if this is one of the methods by which Hugging Face's classes make a model or a config."""
+    """Return True for the methods of Hugging Face's classes that build a model or a config."""
     owner, name = getattr(found, "__self__", None), getattr(found, "__name__", "")
     return (
         name in kinds.HUGGING_FACE_METHODS
@@ -259,7 +258,7 @@ def _classes(names: tuple[str, ...]) -> tuple[type, ...]:
 def _loaded(name: str) -> Any:
     """Return the object of one of the names in :mod:`gradpolicy.launch.kinds`.
 
-    None, where its package has not been loaded: then nothing that a config names can be of its kind.
+    None if its package has not been loaded, since then no object of a config can be of its kind.
     """
     return _found_once(name) if name.split(".")[0] in sys.modules else None
 

@@ -1,4 +1,4 @@
-"""Build the trainer of a run, with the callbacks that every run has."""
+"""Builds the trainer of a run, with the callbacks that every run has."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -34,11 +34,11 @@ from gradpolicy.lightning.weight_averaging import check_weight_averaging
 
 
 class RunBegins(Callback):
-    """Writes the run's record, and keeps its directory once a step was taken or a model tested.
+    """Writes the run's record, and keeps its directory once the run has trained a step or tested.
 
     Args:
         directory: The directory.
-        record: The record, but for the ids that loggers give the run.
+        record: The record, without the ids of the run in its loggers.
         loggers: The loggers by their names in the config.
     """
 
@@ -46,16 +46,16 @@ class RunBegins(Callback):
         self.directory, self.record, self.loggers = directory, record, loggers
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write the record: the loggers have begun now."""
+        """Write the record, now that the loggers have started."""
         if trainer.is_global_zero:
             replace(self.record, loggers=stored_runs(self.loggers)).save()
 
     def on_train_batch_end(self, *arguments: Any) -> None:
-        """Keep the directory once a step was taken."""
+        """Keep the directory after the first step."""
         self.directory.begin()
 
     def on_test_end(self, *arguments: Any) -> None:
-        """Keep the directory once a model was tested."""
+        """Keep the directory after a test."""
         self.directory.begin()
 
 
@@ -72,23 +72,23 @@ def build_trainer(
     Args:
         settings: The config.
         policies: The policies.
-        directory: Where the run writes.
+        directory: The run directory.
         record: The record of the run.
         others: Further callbacks.
-        resumed: What the run trains on from; None if it begins.
+        resumed: The checkpoint from which training continues; None for a new run.
     """
     node = dict(settings.trainer)
     saves = node.get("enable_checkpointing") is not False and not node.get("fast_dev_run")
     chosen = list(build_all(settings.callbacks, "callbacks", Callback).values())
-    # Lightning refuses callbacks that its own switches turn off.
+    # Lightning raises an error for callbacks that its own flags disable.
     switches = {"enable_progress_bar": ProgressBar, "enable_checkpointing": Checkpoint}
     off = tuple(kind for switch, kind in switches.items() if node.get(switch) is False)
     chosen = [callback for callback in chosen if not isinstance(callback, off)]
     if ProgressBar not in off and not any(isinstance(callback, ProgressBar) for callback in chosen):
         chosen.append(OneLineProgressBar())
-    # After the policies: in a gradient that a policy removes, a value that is not finite does no harm.
+    # After the policies, since a value that is not finite in a stopped gradient does no harm.
     guards = [callback for callback in chosen if isinstance(callback, StopOnNonFinite)]
-    # After the best checkpoint, since the one to resume from records which that is.
+    # After the best checkpoint, whose path is saved in the checkpoint to resume from.
     chosen.sort(key=lambda callback: isinstance(callback, ModelCheckpoint) and callback.monitor is None)
     check_weight_averaging(chosen, policies.policies)
     if resumed is not None:
@@ -134,10 +134,10 @@ def build_plugins(nodes: Any) -> list[Any]:
 
 @contextmanager
 def finished_loggers() -> Iterator[None]:
-    """End the W&B run, so that the next job in this process begins its own.
+    """End the W&B run, so that the next job in this process starts its own.
 
     Raises:
-        PolicyError: If W&B cannot begin one, without an account or a network.
+        PolicyError: If W&B cannot start a run, without an account or a network.
     """
     exit_code = 1
     try:
@@ -151,5 +151,5 @@ def finished_loggers() -> Iterator[None]:
         ) from error
     finally:
         if "wandb" in sys.modules:
-            # W&B calls the run finished for code 0, failed for others.
+            # W&B marks the run as finished for code 0, as failed for others.
             sys.modules["wandb"].finish(exit_code=exit_code)

@@ -1,4 +1,4 @@
-"""A report of one run or several: one HTML file that opens offline."""
+"""The report of one or several runs: one HTML file that opens offline."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,10 +15,10 @@ MARKS = ("config.yaml", "result.json", "plan.json", "record.jsonl", "run.json", 
 
 
 def write(runs: Sequence[Path], output: Path) -> Path:
-    """Write the report of run directories; it reads nothing but these.
+    """Write the report of run directories, from their files alone.
 
-    Files that a directory lacks are named in the report. Of more than 40 runs,
-    the last ones appear in the comparison alone.
+    Missing files are named in the report. With more than 40 runs, the last ones are
+    only in the comparison.
 
     Args:
         runs: Run directories.
@@ -40,7 +40,7 @@ def write(runs: Sequence[Path], output: Path) -> Path:
     page = render(read_runs([Path(run).absolute() for run in runs]))
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    # Characters of a config or log that cannot be encoded become question marks.
+    # Characters that cannot be encoded become question marks.
     with written_whole(output, encoding="utf-8", errors="replace") as file:
         file.write(page)
     return output
@@ -52,8 +52,8 @@ def write_report(runs: Sequence[Path], output: Path, console: Console, *, names_
     Args:
         runs: The directories of the runs.
         output: The file to write.
-        console: Where to print.
-        names_it: If True, a line says where the report is.
+        console: The console.
+        names_it: Print the path of the report.
     """
     try:
         write(runs, output)

@@ -1,4 +1,4 @@
-"""Compares runs: their configs, and the differences of metrics that exceed the spread over seeds."""
+"""Compares runs: their configs, and differences of metrics that exceed the spread over seeds."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from scipy import stats
 from gradpolicy.display import three_digits
 from gradpolicy.insight.report.recorded_run import Run
 
-# Keys that differ between any two runs.
+# Keys that always differ between runs.
 BOOKKEEPING = ("paths.", "hydra.", "logger.", "extras.", "ckpt_path", "tags", "task_name", "callbacks.study.")
 # The value of a key that a config does not have.
 ABSENT = "–"
@@ -29,7 +29,7 @@ class Difference:
 
     @property
     def shown(self) -> list[str]:
-        """The values for people: classes by name, numbers with three digits if they stay different."""
+        """The values for display: classes by name, numbers with three digits if they remain distinct."""
         short = [three_digits(value) for value in self.values]
         if self.key.endswith("_target_"):
             short = [value.rpartition(".")[2] for value in self.values]
@@ -37,18 +37,18 @@ class Difference:
 
     @property
     def name(self) -> str:
-        """The key, shortened: its last part, after the name of the policy that it belongs to."""
+        """The shortened key: its last part, after the name of its policy."""
         first, *parts = self.key.removesuffix("._target_").split(".")
         return f"{parts[0]}.{parts[-1]}" if first == "policy" and len(parts) > 1 else [first, *parts][-1]
 
     def label(self, index: int) -> str:
-        """Name the value in one of the configs, as in ``lr=0.01``."""
+        """Return the value in one of the configs, such as ``lr=0.01``."""
         return self.shown[index] if self.key == "policy" else f"{self.name}={self.shown[index]}"
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs whose configs are the same, apart from the seed.
+    """Runs whose configs are equal except for the seed.
 
     Args:
         label: The values in which groups differ.
@@ -60,7 +60,7 @@ class Group:
 
     @property
     def ended(self) -> list[Run]:
-        """The runs that were completed; the others are in no mean."""
+        """The completed runs; the others do not count in means."""
         return [run for run in self.runs if not run.broken_off]
 
     def values(self, metric: str) -> list[float]:
@@ -70,10 +70,10 @@ class Group:
 
 
 def config_differences(configs: Sequence[Mapping[str, Any]]) -> list[Difference]:
-    """Return the keys whose values are not the same in all configs, apart from where runs are kept.
+    """Return the keys whose values differ between configs, without paths of runs.
 
-    Of a policy that some configs lack the name alone is a difference. A key that refers to another one, as
-    ``data.seed`` does to ``seed``, has its name and its values, and is left out.
+    If some configs do not have a policy, only its name is a difference. A key that refers to another one,
+    such as ``data.seed`` to ``seed``, has the same name and values, and is left out.
     """
     differing: dict[tuple[str, tuple[str, ...]], Difference] = {}
     for key in dict.fromkeys(key for config in configs for key in config):
@@ -89,7 +89,7 @@ def config_differences(configs: Sequence[Mapping[str, Any]]) -> list[Difference]
 
 
 def groups_of(runs: Sequence[Run]) -> list[Group]:
-    """Group runs that differ in nothing but the seed; those without a config stand alone."""
+    """Group runs that differ only in the seed; runs without a config are single."""
     differences = [each for each in config_differences([run.config for run in runs]) if each.key != "seed"]
     members: dict[str, list[Run]] = {}
     for index, run in enumerate(runs):
@@ -99,7 +99,7 @@ def groups_of(runs: Sequence[Run]) -> list[Group]:
 
 
 def compared_metrics(runs: Sequence[Run]) -> list[str]:
-    """Return the metrics to compare: of test and validation, those that any run ended with."""
+    """Return the metrics to compare: the final test and validation metrics of any run."""
     names = dict.fromkeys(name for run in runs for name in run.final_metrics)
     chosen = [name for name in names if name.startswith(("test/", "val/")) and "/policy/" not in name]
     return sorted(chosen, key=lambda name: (not name.startswith("test/"), name))
@@ -119,14 +119,14 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
 def compare(groups: Sequence[Group], metrics: Sequence[str]) -> pd.DataFrame:
     """Compare each pair of groups in each metric.
 
-    The criterion is Welch's two-sided t-test (Welch 1947), which does not take the spreads to be equal, with
-    Holm's correction (Holm 1979) over all the comparisons made here. Nothing is said of a group of a single
-    run, nor of two groups without any spread.
+    The criterion is Welch's two-sided t-test (Welch 1947), which does not assume equal variances, with Holm's
+    correction (Holm 1979) over all comparisons. Groups of a single run, and pairs of groups without any
+    spread, are not tested.
 
     Returns:
         A row for each comparison: the ``metric``, the labels of the ``first`` and the ``second`` group, the
-        ``difference`` (mean of the second minus mean of the first) and the corrected ``p``, NaN where
-        nothing is said.
+        ``difference`` (mean of the second minus mean of the first) and the corrected ``p``, NaN if not
+        tested.
     """
     rows = [
         {
@@ -147,7 +147,7 @@ def compare(groups: Sequence[Group], metrics: Sequence[str]) -> pd.DataFrame:
 def welch(first: Sequence[float], second: Sequence[float]) -> float:
     """Return the p-value of Welch's two-sided t-test.
 
-    It is NaN if a group has fewer than two values, or if neither group has any spread to compare with.
+    It is NaN if a group has fewer than two values, or if neither group has any spread.
     """
     if min(len(first), len(second)) < 2 or spread(first)[1] == spread(second)[1] == 0:
         return math.nan
@@ -157,8 +157,8 @@ def welch(first: Sequence[float], second: Sequence[float]) -> float:
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return p-values after Holm's correction (Holm 1979).
 
-    The i-th smallest of n is multiplied by n − i + 1; none falls below the one before or exceeds 1. NaN stays
-    NaN and does not count.
+    The i-th smallest of n is multiplied by n − i + 1; the results are made monotonic and limited to 1. NaN is
+    ignored and stays NaN.
 
     Example:
         >>> holm([0.01, 0.04, float("nan")])

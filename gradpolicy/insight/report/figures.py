@@ -1,4 +1,4 @@
-"""The figures of a report, drawn by plotly from tables."""
+"""The figures of a report, made by plotly from tables."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ import plotly.graph_objects as go
 from gradpolicy.insight.report.comparison import Difference, Group, compared_metrics
 from gradpolicy.insight.report.recorded_run import Run
 
-# Readable on white and on black.
+# Colours that are readable on white and on black.
 COLOURS = ("#3b82f6", "#f97316", "#10b981", "#ec4899", "#a855f7", "#eab308", "#06b6d4", "#ef4444", "#84cc16")
-# Points of a curve, columns of a heat map, axes of parallel coordinates: at most.
+# The maximum numbers of points of a curve, columns of a heat map, and axes of parallel coordinates.
 POINTS, COLUMNS, AXES = 600, 240, 8
-# The longest name in a legend or on an axis, in characters.
+# The maximum length of a name in a legend or on an axis, in characters.
 LONGEST = 60
 STAGES = ("train/", "val/", "test/")
 
@@ -28,7 +28,7 @@ class Figure:
     Args:
         title: The heading above it.
         figure: The plotly figure.
-        note: How to read it.
+        note: The explanation below it.
         wide: If True, it takes the whole width of the page.
     """
 
@@ -43,17 +43,17 @@ def line_figure(title: str, table: pd.DataFrame, note: str = "", *, wide: bool =
 
     Args:
         title: The heading.
-        table: A row for each point, with its ``step``.
-        note: How to read it.
+        table: A table with a row for each point, with its ``step``.
+        note: The explanation below it.
         wide: If True, it takes the whole width of the page, and each row of panels its height.
-        **how: How columns of the table are drawn; see :func:`plotly.express.line`.
+        **how: Arguments of :func:`plotly.express.line`.
     """
     names = {key: how[key] for key in ("color", "line_dash", "line_group") if how.get(key)}
     short = table.assign(**{column: table[column].astype(str).str[:LONGEST] for column in names.values()})
     figure = px.line(short, x="step", color_discrete_sequence=COLOURS, template="none", **how)
     for trace in figure.data:
         chosen = np.unique(np.linspace(0, len(trace.x) - 1, POINTS).round().astype(int))
-        # The page holds single precision in few bytes. A single point makes no line.
+        # Single precision takes fewer bytes. A single point needs a marker, since it makes no line.
         mode = "lines+markers" if len(trace.x) < 8 else "lines"
         trace.update(x=trace.x[chosen], y=np.asarray(trace.y, dtype=np.float32)[chosen], mode=mode)
     panels = table[how["facet_row"]].nunique() if how.get("facet_row") else 1
@@ -66,7 +66,7 @@ def line_figure(title: str, table: pd.DataFrame, note: str = "", *, wide: bool =
 
 
 def styled(figure: go.Figure) -> go.Figure:
-    """Return a figure without colours of its own; the page gives it those of the reader's theme."""
+    """Return a figure without theme colours, which the page sets by the reader's theme."""
     margin = {"l": 52, "r": 28, "t": 12, "b": 44}
     clear = "rgba(0,0,0,0)"
     return figure.update_layout(template="none", margin=margin, paper_bgcolor=clear, plot_bgcolor=clear)
@@ -87,7 +87,7 @@ def _curves(run: Run) -> pd.DataFrame:
 
 
 def _by_chart(table: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """Return the rows of each chart: first the loss, then the accuracy, then others."""
+    """Return the rows of each chart: first the loss, then the accuracy, then the others."""
     order = {"loss": 0, "accuracy": 1}
     charts = [(str(title), rows) for title, rows in table.groupby("chart")]
     return sorted(charts, key=lambda chart: order.get(chart[0], 2))
@@ -102,7 +102,7 @@ def run_curves(run: Run) -> list[Figure]:
 
 
 def group_curves(groups: Sequence[Group]) -> list[Figure]:
-    """Draw a chart for each metric: the mean of a group as a thick line, its runs as hairlines."""
+    """Draw a chart for each metric: the mean of a group as a thick line, its runs as thin lines."""
     runs = [(group, run) for group in groups for run in group.runs]
     tables = [
         _curves(run).assign(group=group.label, run=run.name, ended=not run.broken_off) for group, run in runs
@@ -126,7 +126,7 @@ def group_curves(groups: Sequence[Group]) -> list[Figure]:
 
 
 def _axis(name: str, given: list[Any]) -> dict[str, Any]:
-    """Return an axis of parallel coordinates: numbers as they are, other values one after the other."""
+    """Return an axis of parallel coordinates; values that are not numbers are at equal distances."""
     numbers = pd.to_numeric(pd.Series(given, dtype=object), errors="coerce")
     if np.isfinite(numbers.astype(float)).all():
         return {"label": name, "values": numbers.astype(float).tolist(), "tickformat": ".3~g"}
@@ -140,7 +140,7 @@ def _axis(name: str, given: list[Any]) -> dict[str, Any]:
 
 
 def settings_and_metric(runs: Sequence[Run], differences: Sequence[Difference]) -> Figure | None:
-    """Draw the settings of runs beside the metric that they are compared by; None without two to compare."""
+    """Draw the settings and the metric of runs as parallel coordinates; None with fewer than two runs."""
     config = runs[0].config
     metric = str(config.get("optimized_metric") or next(iter(compared_metrics(runs)), ""))
     values = {
@@ -156,7 +156,7 @@ def settings_and_metric(runs: Sequence[Run], differences: Sequence[Difference]) 
     lowest = config.get("optimized_mode") == "min"
     line = {"color": [*values.values()], "colorscale": "Viridis", "reversescale": lowest, "showscale": True}
     figure = styled(go.Figure(go.Parcoords(line=line, dimensions=axes)))
-    # The names on the first axis stand left of it, and plotly makes no room for them.
+    # The names of the first axis are to its left, where plotly leaves no space for them.
     left = max(110, 20 + 6 * max(map(len, axes[0].get("ticktext", [""]))))
     figure.update_layout(height=380, margin={"l": left, "r": 60, "t": 60, "b": 30})
     note = "A line for each run that was completed. Drag along an axis to choose among them."
@@ -238,7 +238,7 @@ def _heat_map(layers: pd.DataFrame, name: str, column: str) -> go.Heatmap:
 
 
 def memory(run: Run) -> Figure | None:
-    """Draw the bytes of optimizer state over the steps, beside those of plain Adam."""
+    """Draw the bytes of optimizer state over the steps, and those of plain Adam."""
     rows = run.rows("memory")
     if rows.empty:
         return None

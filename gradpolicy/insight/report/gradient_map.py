@@ -10,17 +10,17 @@ import plotly.graph_objects as go
 from gradpolicy.insight.report.figures import Figure, styled
 from gradpolicy.insight.report.recorded_run import Run
 
-# What may happen to the gradient at a module, the most drastic first, and its colour.
+# The effects on the gradient at a module, the strongest first, and their colours.
 CUT, REPLACED, SCALED, FROZEN = "cut", "replaced", "scaled", "frozen"
 COLOURS = {CUT: "#ef4444", REPLACED: "#a855f7", SCALED: "#f97316", FROZEN: "#3b82f6", "": "#d0d7de"}
 KINDS = {"Stop": CUT, "Scale": SCALED, "Reverse": SCALED, "Clip": SCALED, "Freeze": FROZEN}
-# Pixels of a leaf, leaves that set the height, levels shown at a time.
+# Pixels per leaf, the maximum number of leaves for the height, levels shown at a time.
 ROW, MOST, LEVELS = 34, 40, 5
 MEASURED = ["before", "after", "active", "entries"]
 
 
 def gradient_map(run: Run) -> Figure | None:
-    """Draw the tree of modules, and what happens to the gradient where; None without modules in the plan."""
+    """Draw the tree of modules with the effects on gradients; None if the plan has no modules."""
     described = {module["name"]: module for module in run.plan.get("modules", ())}
     if not described:
         return None
@@ -66,7 +66,7 @@ def gradient_map(run: Run) -> Figure | None:
 
 
 def _path(name: str) -> list[str]:
-    """Return a module and those around it, from the inside out.
+    """Return a module and its ancestors, from the inside out.
 
     Example:
         >>> _path("a.b")
@@ -76,7 +76,7 @@ def _path(name: str) -> list[str]:
 
 
 def _kind_of(what: str) -> str:
-    """Return what a policy does to the gradient, by the name of its class, as in ``Freeze · Random``."""
+    """Return the effect of a policy on the gradient, by its description, such as ``Freeze · Random``."""
     return KINDS.get(what.split(" ")[0].split("(")[0], REPLACED)
 
 
@@ -91,7 +91,7 @@ def _description(row: Mapping[str, Any]) -> str:
 
 
 def _measured(run: Run) -> pd.DataFrame:
-    """Return the gradient norms and active entries of what lies in each module, means over the run."""
+    """Return the gradient norms and active entries of each module's parameters, as means over the run."""
     rows = run.rows("layer")
     if rows.empty:
         return pd.DataFrame(columns=MEASURED, dtype=float)

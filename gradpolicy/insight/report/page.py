@@ -26,12 +26,12 @@ from gradpolicy.insight.report.figures import Figure
 from gradpolicy.insight.report.gradient_map import gradient_map
 from gradpolicy.insight.report.recorded_run import Run
 
-# Wide tables show so many rows and columns; so many runs are shown one by one, the others in the comparison.
+# The maximum numbers of rows and columns of wide tables, and of runs that are shown one by one.
 ROWS, COLUMNS, RUNS = 200, 12, 40
 
 
 def render(runs: Sequence[Run]) -> str:
-    """Return the report of one run, or of several beside each other, as one HTML page."""
+    """Return the report of one or several runs as one HTML page."""
     environment = Environment(
         loader=PackageLoader("gradpolicy.insight.report"),
         autoescape=True,
@@ -52,7 +52,7 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def detail(run: Run) -> dict[str, Any]:
-    """Return the variables of the template of one run."""
+    """Return the variables of the template for one run."""
     stopped = run.audit.get("stopped_branches", {})
     faults = run.audit.get("changed", 0) + stopped.get("nonzero", 0)
     checked = run.audit.get("intervals", 0) + stopped.get("checked", 0)
@@ -98,7 +98,7 @@ def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _best(groups: Sequence[Group], metric: str) -> str | None:
-    """Return the label of the group with the best mean, where it is known which direction is good."""
+    """Return the label of the group with the best mean, if it is known which direction is better."""
     means = {group.label: spread(group.values(metric))[0] for group in groups}
     known = {label: mean for label, mean in means.items() if not math.isnan(mean)}
     lowers, raises = "loss" in metric or "perplexity" in metric, "accuracy" in metric
@@ -108,7 +108,7 @@ def _best(groups: Sequence[Group], metric: str) -> str | None:
 
 
 def _by_stage(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Group metrics by the first part of their names: test, then validation, training, the rest."""
+    """Group metrics by the first part of their names: test, validation, training, others."""
     order = {"test": 0, "val": 1, "train": 2}
     found: dict[str, dict[str, float]] = {}
     for name in sorted(metrics, key=lambda name: (order.get(name.split("/")[0], 3), name)):
@@ -126,12 +126,12 @@ def inlined(path: Path) -> str:
 
 
 def drawn(figure: Figure) -> Markup:
-    """Return a figure as JSON that may stand in a script element."""
+    """Return a figure as JSON for a script element."""
     return Markup(figure.figure.to_json().replace("<", "\\u003c"))
 
 
 def breakable(name: str) -> Markup:
-    """Return a name that may be broken after a slash or an underscore, so that wide tables fit the page."""
+    """Return a name that can be wrapped after a slash or an underscore, so that wide tables fit the page."""
     return Markup(re.sub("([/_])", r"\1<wbr>", str(escape(name))))
 
 

@@ -1,4 +1,4 @@
-"""The files of a run, read for its report; absent and damaged ones are named."""
+"""Reads the files of a run for its report; names missing and damaged ones."""
 
 import re
 import shlex
@@ -32,7 +32,7 @@ class Run:
     Args:
         directory: The run directory.
         name: The name of the run in the report.
-        config: The resolved config, flat: value by dotted key; ``policy`` is the names of the policies.
+        config: The resolved config, values by dotted key; ``policy`` has the names of the policies.
         defaults: The config without overrides, in the same form; empty if it was not saved.
         overrides: The overrides of the command line.
         plan: ``plan.json``.
@@ -40,11 +40,11 @@ class Run:
         metrics: The curves: a row for each logged step, a column for each metric.
         record: The record: a row for each line of ``record.jsonl``.
         audit: ``audit.json``.
-        started: When the run began, as a person writes it.
+        started: The start time, as text.
         warnings: The warnings of the plan and of the log, each once.
         versions: The versions of the libraries.
         pictures: The files of pictures, by their headings.
-        missing: By file: why it is missing, and the part of the report that it would give.
+        missing: For each missing file, the reason and the missing part of the report.
     """
 
     directory: Path
@@ -65,7 +65,7 @@ class Run:
 
     @property
     def final_metrics(self) -> Mapping[str, float]:
-        """The last value of each metric: of the result, or of the curves if the run did not end."""
+        """The last value of each metric, from the result, or from the curves if the run did not end."""
         if self.result.get("metrics"):
             return {name: float(value) for name, value in self.result["metrics"].items()}
         numbers = self.metrics.drop(columns=["step", "epoch"], errors="ignore")
@@ -74,34 +74,34 @@ class Run:
 
     @property
     def status(self) -> str:
-        """How the run ended."""
+        """The status of the run."""
         return str(self.result.get("status", "not finished"))
 
     @property
     def broken_off(self) -> bool:
-        """True if the run is known not to be completed; without a config that is not known."""
+        """True if the run was not completed; False without a config, since it is not known."""
         return self.status in ("failed", "stopped") or (bool(self.config) and not self.result)
 
     @property
     def last_step(self) -> int:
-        """The last step that was recorded or logged; 0 if none was."""
+        """The last recorded or logged step; 0 if there is none."""
         steps = [table["step"].max() for table in (self.record, self.metrics) if "step" in table]
         return int(max((step for step in steps if step == step), default=0))
 
     @property
     def command(self) -> str:
-        """The command that repeats the run, without overrides that a search added."""
+        """The command that repeats the run, without the overrides added by a search."""
         words = [word for word in self.overrides if not word.startswith(ADDED)]
         return f"{self.result.get('program', 'python train.py')} {shlex.join(words)}".rstrip()
 
     def rows(self, kind: str) -> pd.DataFrame:
-        """Return the rows of one kind in the record; without any, no columns either."""
+        """Return the rows of one kind in the record; an empty table if there are none."""
         found = self.record[self.record["kind"] == kind] if "kind" in self.record else self.record
         return pd.DataFrame() if found.empty else found
 
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:
-    """Read runs, each once, named by as many parts of their directories as tell them apart."""
+    """Read runs, each once, named by as many parts of their directories as make the names distinct."""
     directories = list(dict.fromkeys(directories))
     parts = 1
     while len({path.parts[-parts:] for path in directories}) < len(directories):
@@ -166,7 +166,7 @@ def _as_plain(content: Any) -> dict[str, Any]:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Return a config, flat, with the run's own directory written as ``RUN``, and the names of policies."""
+    """Return a config by dotted key, with ``RUN`` for the run's directory, and the names of policies."""
     config = yaml.safe_load(path.read_text("utf-8"))
     if not isinstance(config, dict):
         raise ValueError("it holds no dict")
