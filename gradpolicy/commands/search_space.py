@@ -75,7 +75,9 @@ class SearchSpace(BaseModel):
     method: Literal["grid", "random", "bayes"] = Field("bayes", description="The search method.")
     metric: Metric
     parameters: dict[str, Parameter] = Field(description="The distributions by key of the config.")
-    command: list[str] = Field(default_factory=list, description="The command of an agent of W&B, as a list of words.")
+    command: list[str] = Field(
+        default_factory=list, description="The command of an agent of W&B, as a list of words."
+    )
 
 
 def read_space(name: str, directories: Sequence[Path]) -> SearchSpace:
