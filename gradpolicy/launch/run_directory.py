@@ -1,4 +1,4 @@
-"""The directory of a run, shared by its processes, and removed if the run did not start."""
+"""The directory of a run, shared by its processes and removed if nothing started."""
 
 import fcntl
 import os

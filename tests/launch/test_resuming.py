@@ -70,7 +70,7 @@ def test_what_lightning_cannot_take_up_is_told_in_one_line(
     ended = train(f"ckpt_path={path}", "trainer.max_epochs=2", "extras.plan=false")
     assert ended.code == 2
     assert ended.message.startswith(f"ckpt_path: {path} holds ")
-    assert "a run cannot go on from it" in ended.message
+    assert "a run cannot be resumed from it" in ended.message
 
 
 @pytest.mark.slow
