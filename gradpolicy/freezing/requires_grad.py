@@ -15,6 +15,10 @@ FOLLOWS_REQUIRES_GRAD = torch.__version__ >= (2, 12)  # type: ignore[operator]
 Torch 2.11 keeps the code that it has: a layer that was frozen then gets no gradient when it thaws
 (pytorch#139476).
 """
+ONE_GRAPH_A_PHASE = torch.__version__ >= (2, 13)  # type: ignore[operator]
+"""True if torch finds the code of a phase again when the same parameters train; tested with 2.13."""
+MOST_PHASES = 64
+"""In how many phases compiled modules have code of their own; in others all their gradients are computed."""
 # The mark of a parameter whose requires_grad is off for a while: it trains at other times.
 _TURNED_OFF = "_gradient_turned_off"
 
@@ -24,8 +28,11 @@ class RequiresGrad:
 
     Parameters whose ``requires_grad`` was off already are never touched. If nothing of an optimizer's
     parameters, which may have a loss of their own, would be left for a backward pass, all of them stay on:
-    masks alone keep the values then. So do parameters in compiled modules whose masks change: each change of
-    ``requires_grad`` is a reason to compile again, and after eight torch gives up.
+    masks alone keep the values then.
+
+    Compiled modules have code for each *phase*, the set of their parameters that are off. After
+    :data:`MOST_PHASES` phases their parameters stay on in new ones. Before torch 2.13 those whose masks
+    change always do.
 
     Args:
         model: The model.
@@ -40,11 +47,13 @@ class RequiresGrad:
         self._parameters = once_each(named_parameters(model))
         self._groups = [{name for name, p in self._parameters.items() if p in group} for group in groups]
         compiled = compiled_parameters(model)
-        self._constant = {
-            name
-            for name, parameter in self._parameters.items()
-            if id(parameter) in compiled and (name in changing or not FOLLOWS_REQUIRES_GRAD)
-        }
+        self._compiled = {name for name, p in self._parameters.items() if id(p) in compiled}
+        self._constant: set[str] = set()
+        if not ONE_GRAPH_A_PHASE:
+            self._constant = (
+                self._compiled.intersection(changing) if FOLLOWS_REQUIRES_GRAD else self._compiled
+            )
+        self._phases: set[frozenset[str]] = set()
         self._turned_off: set[str] = set()
         self._hooks: list[RemovableHandle] = []
 
@@ -56,6 +65,7 @@ class RequiresGrad:
         for group in self._groups:
             if not any(name not in idle and self._can_train(name) for name in group):
                 idle = idle - group
+        idle = idle - self._without_code(idle)
         for name in sorted(self._turned_off - idle):
             self._turn_on(name)
         for name, parameter in self._parameters.items():
@@ -72,6 +82,17 @@ class RequiresGrad:
             self._turn_on(name)
         while self._hooks:
             self._hooks.pop().remove()
+
+    def _without_code(self, idle: set[str]) -> set[str]:
+        """Return the compiled parameters of a phase that is one too many; count a new one."""
+        phase = frozenset(idle & self._compiled)
+        if not self._compiled or phase in self._phases:
+            return set()
+        if len(self._phases) >= MOST_PHASES:
+            return set(phase)
+        self._phases.add(phase)
+        allow_compilations(len(self._phases))
+        return set()
 
     def _turn_on(self, name: str) -> None:
         self._parameters[name].requires_grad_(True)
@@ -118,6 +139,17 @@ def _is_compiled(module: nn.Module) -> bool:
             return True
         call = getattr(call, "__wrapped__", None)
     return False
+
+
+def allow_compilations(phases: int) -> None:
+    """Let torch compile each function in each phase as often as torch 2.13 does in all: eight times.
+
+    After that it would give the function up, or raise with ``fullgraph``.
+    """
+    import torch._dynamo.config as config
+
+    config.recompile_limit = max(config.recompile_limit, 8 * phases)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
 
 
 # ---- a crash of torch

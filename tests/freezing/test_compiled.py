@@ -1,12 +1,15 @@
-"""Freezing a compiled module ends where freezing the plain one does: layers that thaw train again."""
+"""Freezing a compiled module ends where freezing the plain one does, with code for each phase."""
 
 import lightning
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 import gradpolicy as gp
-from gradpolicy.freezing import Freezer
+from gradpolicy.freezing import Freezer, requires_grad
+from gradpolicy.freezing.requires_grad import FOLLOWS_REQUIRES_GRAD, ONE_GRAPH_A_PHASE
 
 STEPS = 8
 SOURCES = {
@@ -54,11 +57,21 @@ class Module(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.05)
 
 
+# Torch 2.13 finds the code of a phase again.
+one_graph_a_phase = pytest.mark.skipif(not ONE_GRAPH_A_PHASE, reason="torch is older than 2.13")
+
+
 @pytest.fixture(autouse=True)
 def forgotten():
     torch._dynamo.reset()
-    yield
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256):
+        yield
     torch._dynamo.reset()
+
+
+def compiled_graphs():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def trained(model, policies, steps=STEPS):
@@ -101,22 +114,93 @@ def test_a_compiled_module_ends_as_the_plain_one(backend, source, recwarn):
     assert not [each for each in recwarn if "no gradient gets there" in str(each.message)]
 
 
+@pytest.mark.slow
 def test_a_module_compiled_as_a_whole_ends_as_the_plain_one():
     expected = trained(Module(), policies_of("block_cyclic"))
     found = trained(torch.compile(Module(), backend="aot_eager"), policies_of("block_cyclic"))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_code_is_compiled_once_however_many_layers_take_turns():
-    """After eight times torch gives up, and raises with fullgraph."""
-    policies = {"trunk": gp.Freeze(gp.masks.BlockCyclic(every=1), params="net.*")}
-    expected = trained(Module(layers=10), policies, steps=11)
-    policies = {"trunk": gp.Freeze(gp.masks.BlockCyclic(every=1), params="net.*")}
-    counts = torch._dynamo.utils.counters["stats"]
-    counts.clear()
-    found = trained(Module("eager", layers=10), policies, steps=11)
-    assert counts["unique_graphs"] == 1
+def block_cyclic():
+    return {"trunk": gp.Freeze(gp.masks.BlockCyclic(every=1), params="net.*")}
+
+
+@pytest.mark.parametrize(
+    ("most", "graphs"),
+    [
+        # Nine layers take turns; after eight times torch would give up, and raise with fullgraph.
+        pytest.param(64, 9, marks=pytest.mark.slow),
+        # All later phases share the code that computes every gradient.
+        (3, 4),
+    ],
+)
+@one_graph_a_phase
+def test_each_phase_is_compiled_once(monkeypatch, most, graphs):
+    monkeypatch.setattr(requires_grad, "MOST_PHASES", most)
+    expected = trained(Module(layers=8), block_cyclic(), steps=20)
+    found = trained(Module("eager", layers=8), block_cyclic(), steps=20)
+    assert compiled_graphs() == graphs
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_before_torch_follows_all_layers_share_the_code(monkeypatch):
+    monkeypatch.setattr(requires_grad, "ONE_GRAPH_A_PHASE", False)
+    expected = trained(Module(layers=10), block_cyclic(), steps=11)
+    found = trained(Module("eager", layers=10), block_cyclic(), steps=11)
+    assert compiled_graphs() == 1
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@one_graph_a_phase
+def test_what_is_frozen_leaves_the_compiled_backward_pass():
+    """Counts the products of the backward graphs: one less for each linear layer that needs none."""
+    products = []
+
+    def count(graph, inputs):
+        products.append(sum(node.target is torch.ops.aten.mm.default for node in graph.graph.nodes))
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph), bw_compiler=count)
+    policies = {"trunk": gp.Freeze(gp.masks.Gradual(every=1, unit="step"), params="net.*")}
+    trained(Module(backend, layers=3), policies, steps=5)
+    # The head alone; then one more layer each time, with the product that goes on to it.
+    assert products == [1, 3, 5, 7]
+
+
+class Alternates(nn.Module):
+    """The model of pytorch#139476: a count in its forward, and a layer that freezes every second time."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer1 = nn.Linear(8, 8)
+        self.layer2 = nn.Linear(8, 8)
+        self.num_iter = 0
+
+    def forward(self, x):
+        x = self.layer2(x + self.layer1.bias)
+        self.num_iter += 1
+        return x
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_the_example_of_pytorch_139476_trains_as_it_does_uncompiled(backend):
+    weights = []
+    for model in (Alternates(), torch.compile(Alternates(), backend=backend, fullgraph=True)):
+        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+        frozen = gp.Freeze(gp.masks.Fixed(), params="layer2.*", when=gp.When(stride=2))
+        moved = []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with gp.training(model, optimizer, [frozen]) as optimizer:
+            for _ in range(6):
+                before = model.layer2.weight.detach().clone()
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                moved.append(not torch.equal(before, model.layer2.weight))
+        assert moved == [False, True] * 3
+        weights.append([parameter.detach() for parameter in model.parameters()])
+    torch.testing.assert_close(weights[1], weights[0])
 
 
 class Decorated(nn.Linear):
@@ -155,14 +239,20 @@ def off_after_a_step(model, policy):
 
 
 @pytest.mark.parametrize("form", COMPILED)
-def test_gradients_of_layers_that_may_thaw_stay_on_in_compiled_code_alone(form):
+@pytest.mark.parametrize("one_graph", [True, False])
+def test_gradients_of_layers_that_may_thaw_are_off_in_compiled_code_where_torch_follows(
+    monkeypatch, form, one_graph
+):
+    monkeypatch.setattr(requires_grad, "ONE_GRAPH_A_PHASE", one_graph)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), COMPILED[form](nn.Linear(2, 2)))
     policy = gp.Freeze(gp.masks.BlockCyclic(groups=["0.*", ["1.*", "2.*"]], every=2))
-    assert off_after_a_step(model, policy) == ["1.weight", "1.bias"]
+    off = off_after_a_step(model, policy)
+    assert off[:2] == ["1.weight", "1.bias"]
+    assert len(off) == (4 if one_graph else 2)
 
 
 def test_gradients_of_what_never_thaws_are_turned_off_in_compiled_code_where_torch_follows():
     model = nn.Sequential(nn.Linear(2, 2), torch.compile(nn.Linear(2, 2), backend="eager"))
     off = off_after_a_step(model, gp.Freeze(gp.masks.Fixed(), params="1.*"))
-    follows = torch.__version__ >= (2, 12)
-    assert [name.replace("_orig_mod.", "") for name in off] == (["1.weight", "1.bias"] if follows else [])
+    expected = ["1.weight", "1.bias"] if FOLLOWS_REQUIRES_GRAD else []
+    assert [name.replace("_orig_mod.", "") for name in off] == expected
