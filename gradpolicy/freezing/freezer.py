@@ -58,8 +58,8 @@ class Freezer:
         rates: The policies that set learning rates of single parameters, by name.
         seed: Seeds the mask sources that have no seed of their own.
         toggle_requires_grad: Turn ``requires_grad`` off for tensors that are frozen as a whole, unless a
-            source needs their gradients: the backward pass then skips them. In compiled modules it stays as
-            it is, unless masks never change. Not under DistributedDataParallel, which must know its
+            source needs their gradients: the backward pass then skips them. In compiled modules
+            each set of them is compiled once. Not under DistributedDataParallel, which must know its
             parameters beforehand, nor where the training step as a whole is a compiled function.
 
     Attributes:
