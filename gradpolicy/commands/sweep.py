@@ -205,6 +205,9 @@ def run_trials(search: Search, wanted: int) -> int:
             search.study.optimize(lambda trial: run_trial(trial, search), missing, catch=(TrialFailedError,))
     except StoppedError as stopped:
         return int(stopped.args[0])
+    except (KeyboardInterrupt, SystemExit) as leaving:
+        # Between two trials.
+        return INTERRUPTED if isinstance(leaving, KeyboardInterrupt) else TERMINATED
     return 0
 
 
