@@ -4,7 +4,6 @@ import json
 import os
 import platform
 import sys
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -33,7 +32,6 @@ RECORD = "run.json"
 LAST = "last"
 Kind = Literal["run", "sweep", "trial"]
 RUN: Kind = "run"
-KINDS: dict[Kind, str] = {RUN: "a run", "sweep": "a job of a sweep", "trial": "a trial of a study"}
 # A time in the year 3058, the latest that is accepted.
 LAST_MOMENT = 2**35
 PACKAGES = ("torch", "lightning", "numpy", "hydra-core")
@@ -130,37 +128,30 @@ def run_of(checkpoint: Path) -> Path | None:
     return next((each for each in checkpoint.absolute().parents if RunRecord.load(each) is not None), None)
 
 
-def _last_of(candidates: Iterable[Path | str], log_dir: Path) -> Path:
-    """Return the last checkpoint of the first run that has one; warn of newer runs that were skipped."""
+def _last_of(candidates: Iterable[Path], log_dir: Path) -> Path:
+    """Return the last checkpoint of the first run that has one; warn of newer ones that were passed over."""
     passed: list[str] = []
     for run in candidates:
-        if isinstance(run, str):
-            passed.append(run)
-            continue
         found, bad = last_checkpoint(run)
-        passed += bad
+        passed += bad or ([] if found else [f"{run.name}, which holds no checkpoint"])
         if found is not None:
             if passed:
-                rank_zero_warn(f"ckpt_path=last means {found}; passed over: {_counted(passed)}")
+                rank_zero_warn(f"ckpt_path=last means {found}; passed over: {'; '.join(passed)}")
             return found
-        if not bad:
-            passed.append(f"{run.name}, which holds no checkpoint")
-    hint = f"; passed over: {_counted(passed)}" if passed else ""
-    raise PolicyError(f"ckpt_path=last: no good checkpoint below {log_dir}{hint}")
+    hint = f"passed over: {'; '.join(passed)}" if passed else "jobs of sweeps go by their directories"
+    raise PolicyError(f"ckpt_path=last: no good checkpoint below {log_dir}; {hint}")
 
 
-def _runs(log_dir: Path, task: str | None) -> list[Path | str]:
-    """Return the runs below a directory, the newest first; for others, a description."""
+def _runs(log_dir: Path, task: str | None) -> list[Path]:
+    """Return the runs of a task below a directory, the newest first, without jobs of sweeps and trials."""
     found = []
     for path in log_dir.rglob(RECORD):
         record = RunRecord.load(path.parent)
-        if record is not None:
-            other = "" if task in (None, record.task) else f"a run of task {record.task!r}"
-            other = other if record.kind == RUN else KINDS[record.kind]
+        if record is not None and record.kind == RUN and task in (None, record.task):
             # The original comes before its copies.
             is_original = os.path.realpath(record.directory) == os.path.realpath(path.parent)
-            found.append((record.started, is_original, str(path.parent), other))
-    return [other or Path(directory) for _, _, directory, other in sorted(found, reverse=True)]
+            found.append((record.started, is_original, str(path.parent)))
+    return [Path(directory) for *_, directory in sorted(found, reverse=True)]
 
 
 def last_checkpoint(directory: Path) -> tuple[Path | None, list[str]]:
@@ -208,13 +199,6 @@ def cut_checkpoints(directory: Path, step: int) -> None:
             continue
         if is_later:
             remove_whole(path)
-
-
-def _counted(reasons: list[str]) -> str:
-    """Return reasons in one line; equal ones once, with their number."""
-    return "; ".join(
-        reason if number == 1 else f"{reason} ({number})" for reason, number in Counter(reasons).items()
-    )
 
 
 def _near(path: Path) -> str:

@@ -98,9 +98,7 @@ def test_a_copy_does_not_come_before_its_original(tmp_path: Path) -> None:
 
 def test_what_is_newer_and_does_not_count_is_told_in_one_line(tmp_path: Path) -> None:
     mine = run(tmp_path / "train/runs/mine", 1.0)
-    for number, (kind, task) in enumerate(
-        [("sweep", "train"), ("sweep", "train"), ("trial", "train"), ("run", "debug")]
-    ):
+    for number, (kind, task) in enumerate([("sweep", "train"), ("trial", "train"), ("run", "debug")]):
         run(tmp_path / str(number), 2.0 + number, kind, task)
     run(tmp_path / "none", 7.0).unlink()
     damaged = cut(run(tmp_path / "damaged", 8.0))
@@ -108,14 +106,12 @@ def test_what_is_newer_and_does_not_count_is_told_in_one_line(tmp_path: Path) ->
         assert find_checkpoint("last", tmp_path, task="train") == mine
     (line,) = [str(each.message) for each in told if "ckpt_path=last" in str(each.message)]
     assert line.startswith(f"ckpt_path=last means {mine}; passed over: {damaged} is ")
-    assert line.endswith(
-        "; none, which holds no checkpoint; a run of task 'debug'; a trial of a study; a job of a sweep (2)"
-    )
+    assert line.endswith("; none, which holds no checkpoint")
 
 
 def test_where_there_is_none_it_says_what_is_there(tmp_path: Path) -> None:
     nothing = f"ckpt_path=last: no good checkpoint below {tmp_path}"
-    with pytest.raises(PolicyError, match=f"^{nothing}$"):
+    with pytest.raises(PolicyError, match=f"^{nothing}; jobs of sweeps go by their directories$"):
         find_checkpoint("last", tmp_path)
     last = cut(run(tmp_path / "run", 1.0))
     with pytest.raises(PolicyError, match=rf"^{nothing}; passed over: {last} is "):
