@@ -13,7 +13,6 @@ from typing import Any
 import yaml
 from rich.console import Console
 from rich.syntax import Syntax
-from rich.tree import Tree
 
 from gradpolicy.display import WIDTH
 from gradpolicy.errors import PolicyError
@@ -118,16 +117,11 @@ def _one_line(
 # ---- config and results
 
 
-def print_config(config: Any, console: Console) -> None:
-    """Print the composed config as a tree with a branch for each group."""
-    tree = Tree("Config", guide_style="dim", style="bold")
-    plain = {key: value for key, value in config.items() if not isinstance(value, dict)}
-    groups = {key: value for key, value in config.items() if isinstance(value, dict) and value}
-    for key, value in [("", plain), *groups.items()]:
-        branch = tree.add(key) if key else tree
-        text = yaml.safe_dump(value, sort_keys=False, width=100).rstrip()
-        branch.add(Syntax(text, "yaml", theme="ansi_dark", background_color="default", word_wrap=True))
-    console.print(tree)
+def print_config(config: Mapping[str, Any], console: Console) -> None:
+    """Print the composed config as YAML."""
+    text = yaml.safe_dump(dict(config), sort_keys=False, width=100).rstrip()
+    console.print("Config", style="bold")
+    console.print(Syntax(text, "yaml", theme="ansi_dark", background_color="default", word_wrap=True))
 
 
 def print_results(result: Result, optimized: str | None, report: Path, console: Console) -> None:
