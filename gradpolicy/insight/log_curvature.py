@@ -1,6 +1,5 @@
 """A callback that logs the curvature of the training loss under the run's own policies."""
 
-import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -86,13 +85,17 @@ class LogCurvature(Callback):
 
 @contextmanager
 def _unobserved(module: LightningModule) -> Iterator[None]:
-    """Disable logging, and restore metrics after the block."""
+    """Run training steps that log nothing, with copies in place of metrics."""
     before = dict(vars(module))
-    metrics = [part for part in module.modules() if isinstance(part, Metric)]
-    states = [
-        {name: copy.deepcopy(vars(part)[name]) for name in (*part._defaults, "_update_count", "_computed")}
-        for part in metrics
+    metrics = [
+        (parent, name, part)
+        for parent in module.modules()
+        # Not named_children, which leaves out the second name of one metric.
+        for name, part in parent._modules.items()
+        if isinstance(part, Metric)
     ]
+    for parent, name, part in metrics:
+        setattr(parent, name, part.clone())
     vars(module).update(dict.fromkeys(("log", "log_dict"), lambda *arguments, **named: None))
     try:
         yield
@@ -100,6 +103,5 @@ def _unobserved(module: LightningModule) -> Iterator[None]:
         for name in ("log", "log_dict"):
             del vars(module)[name]
         vars(module).update({name: before[name] for name in ("log", "log_dict") if name in before})
-        for part, state in zip(metrics, states, strict=True):
-            for name, value in state.items():
-                setattr(part, name, value)
+        for parent, name, part in metrics:
+            setattr(parent, name, part)
