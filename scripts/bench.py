@@ -1,7 +1,7 @@
-"""Run benchmarks: ``python scripts/bench.py NAME ...`` prints tables and writes JSON files.
+"""Runs benchmarks: ``python scripts/bench.py NAME ...`` prints tables and writes JSON files.
 
-Every figure is a ratio to a baseline that was timed in turn in the same run. Without a name, the benchmarks
-are listed.
+Every figure is a ratio to a baseline that was timed alternately in the same run. Without a name, the
+benchmarks are listed.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def _colour(row: Row) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmarks that were named, or list them."""
+    """Run the given benchmarks, or list all."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

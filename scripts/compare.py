@@ -1,4 +1,4 @@
-"""Compare experiments over several seeds: ``python scripts/compare.py NAME data.data_dir=DIRECTORY``.
+"""Compares experiments over several seeds: ``python scripts/compare.py NAME data.data_dir=DIRECTORY``.
 
 Writes means and sample standard deviations as CSV and Markdown, and a picture. Finished runs are not
 repeated: an interrupted comparison continues where it stopped. Further ``key=value`` settings apply to every
@@ -99,7 +99,7 @@ def runs_of(
 
 
 def train(run: Run) -> None:
-    """Train in this process, with the output in a log beside the run directory.
+    """Train in this process; the output goes to a log beside the run directory.
 
     Raises:
         PolicyError: If the run fails.

@@ -1,10 +1,10 @@
-"""Trains a small perceptron with weights and activations of 4 bits, by each rule, and prints a table.
+"""Trains a small perceptron with 4-bit weights and activations by each rule, and prints a table.
 
 python scripts/compare_quantisation.py                           the digits, which come with scikit-learn
 python scripts/compare_quantisation.py --fashion DIRECTORY       Fashion-MNIST, from its four files
 python scripts/compare_quantisation.py --methods lsq torchao       only these
 
-The row torchao needs torchao (`pip install torchao`), and is left out without it.
+The row torchao needs torchao (`pip install torchao`), and is omitted without it.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from gradpolicy.tasks.quantizers import LSQ, PACT, DoReFaWeight, LSQPlus, Quanti
 BITS, SEEDS = 4, (0, 1, 2)
 WEIGHTS, ACTIVATIONS = "*.parametrizations.*", ["*", "!*.parametrizations.*"]
 Made = tuple[nn.Module, list]
-# The last layer keeps its precision, as in the papers.
+# The last layer is not quantised, as in the papers.
 quantized = partial(Quantized, keep=["head"])
 
 
@@ -38,7 +38,7 @@ def full_precision(model: nn.Module) -> Made:
 
 
 def no_policy(model: nn.Module) -> Made:
-    """LSQ's layers with the gradient that they have by themselves."""
+    """LSQ's layers with their ordinary gradient."""
     return quantized(model, partial(LSQ, BITS), partial(LSQ, BITS, signed=False)), []
 
 
@@ -78,7 +78,7 @@ def lsq_plus(model: nn.Module) -> Made:
 
 
 def torchao(model: nn.Module) -> Made:
-    """Fake quantisation of torchao: a step a row of weights and a sample of inputs, found at each call."""
+    """Fake quantisation of torchao: a step per row of weights and per input sample, computed at each call."""
     from torchao.quantization import quantize_
     from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
 
@@ -96,7 +96,7 @@ METHODS: dict[str, Callable[[nn.Module], Made]] = {
 
 
 def accuracy(method: str, seed: int, fashion: Path | None) -> float:
-    """Trains once; the share of test images that it then knows."""
+    """Train once, and return the test accuracy."""
     torch.manual_seed(seed)
     if fashion is None:
         data: DigitsDataModule | FashionMNISTDataModule = DigitsDataModule(batch_size=64, seed=seed)
@@ -122,7 +122,7 @@ def accuracy(method: str, seed: int, fashion: Path | None) -> float:
 
 
 def main() -> None:
-    """Print a row a method: mean and sample standard deviation over the seeds."""
+    """Print a row per method: mean and sample standard deviation over the seeds."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

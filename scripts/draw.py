@@ -20,13 +20,13 @@ GROUPS = {"cards": cards, "masks": masks, "overview": overview}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draws the pictures that the command line names."""
+    """Draw the pictures that the command line names."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("group", choices=GROUPS)
     parser.add_argument("names", nargs="*", help="which pictures of the group (default: all)")
-    parser.add_argument("--folder", type=Path, help="where they go (default: their folder in docs)")
+    parser.add_argument("--folder", type=Path, help="the output folder (default: their folder in docs)")
     chosen = parser.parse_args(arguments)
     group = GROUPS[chosen.group]
     for name in chosen.names:

@@ -1,8 +1,8 @@
-"""Draws where the runs of a comparison look, and prints the share of an image that each sees.
+"""Draws the attention of the runs of a comparison, and prints the share of an image that each uses.
 
 python scripts/draw_attention.py RUNS DATA OUT
 
-RUNS is what ``python scripts/compare.py attention`` wrote, DATA the directory of Fashion-MNIST, OUT a PNG
+RUNS is the output of ``python scripts/compare.py attention``, DATA the directory of Fashion-MNIST, OUT a PNG
 file.
 """
 
@@ -17,7 +17,7 @@ from gradpolicy.lightning.checkpoints import read_checkpoint_weights
 from gradpolicy.tasks.fashion_mnist import FashionMNISTDataModule
 from gradpolicy.tasks.visual_attention import VisualAttention
 
-# The rows of the table, with whether their masks are sampled.
+# The rows of the table; True if their masks are sampled.
 VARIANTS = {"hard_policy": True, "hard_plain": True, "hard_plain_13": True, "soft": False}
 DRAWN = ("hard_policy", "hard_plain", "soft")
 COUNT = 8
@@ -35,7 +35,7 @@ def load(run: Path, sampled: bool) -> VisualAttention:
 
 
 def picture(runs: Path, images: torch.Tensor) -> Figure:
-    """Draw a row of images, and two for each variant: the attention, and what was seen."""
+    """Draw a row of images, and two for each variant: the attention, and the masked images."""
     torch.manual_seed(0)
     figure = Figure(figsize=(7.0, 6.4), layout="constrained")
     rows = [("image", images[:, 0])]

@@ -1,4 +1,4 @@
-"""Writes the lists in the documentation that follow from tables in the package."""
+"""Writes the lists in the documentation that are generated from tables of the package."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ ROOT = Path(__file__).parents[1]
 
 
 def update_rules() -> str:
-    """Return the optimizers that an update rule describes."""
+    """Return the optimizers with an update rule."""
     return ", ".join(f"`{name}`" for name in RULES)
 
 
 def mask_sources() -> str:
-    """Return the mask sources in the form of the reference."""
+    """Return the entries of the mask sources in the API reference."""
     classes = "\n\n".join(f".. autoclass:: gradpolicy.masks.{name}" for name in SOURCES)
     return f"```{{eval-rst}}\n{classes}\n```"
 
@@ -27,11 +27,11 @@ LISTS: dict[str, tuple[str, Callable[[], str]]] = {
     "update rules": ("docs/python.md", update_rules),
     "mask sources": ("docs/api/masks.md", mask_sources),
 }
-"""By the comment that begins a list: the page, and the function that makes it."""
+"""For the comment before each list: the page, and the function that returns the list."""
 
 
 def page_with(name: str) -> tuple[Path, str]:
-    """Return the page of a list, and its text with the list as it should be."""
+    """Return the page of a list, and its text with the current list."""
     place, make = LISTS[name]
     text = (ROOT / place).read_text(encoding="utf-8")
     changed, count = re.subn(

@@ -1,14 +1,14 @@
-"""Kill a training run at random moments, resume it, and compare it with one that was left alone.
+"""Kills a training run at random moments, resumes it, and compares it with an uninterrupted run.
 
     python scripts/soak.py --kills 30
     python scripts/soak.py --kills 5 --ranks 2 --workers 2 --accumulate 2
 
-A run of ``train.py`` is left alone once. Then the same run is killed (SIGKILL to all its processes at once;
-on one process sometimes SIGTERM) at moments drawn at random, while it starts, trains and tests, and started
-again each time with ``ckpt_path=last``, with the default callbacks. In the end both must hold the same bits
-in each checkpoint (weights, moments, masks, ages, schedulers, random states, loop counters, best scores), the
-same rows in ``metrics.csv`` and ``record.jsonl``, and the same numbers in ``result.json``. A run that ends
-before it was killed often enough is compared, and the next one begins.
+``train.py`` runs once without interruption. Then the same run is killed (SIGKILL to all its processes at
+once; on one process sometimes SIGTERM) at random moments, while it starts, trains and tests, and resumed each
+time with ``ckpt_path=last``, with the default callbacks. In the end both must have the same bits in each
+checkpoint (weights, moments, masks, ages, schedulers, random states, loop counters, best scores), the same
+rows in ``metrics.csv`` and ``record.jsonl``, and the same numbers in ``result.json``. A run that ends before
+the number of kills is reached is compared, and another one starts.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def command(options: argparse.Namespace, outputs: Path) -> list[str]:
         "trainer.enable_progress_bar=false",
         f"data.workers={options.workers}",
         "data.batch_size=32",
-        # Too large: the best epoch is in the middle, where a resumed run must not forget it.
+        # Too large, so that the best epoch is in the middle, and a resumed run must restore it.
         "optimizer.lr=0.3",
         "logger=csv",
         "+logger.csv.flush_logs_every_n_steps=1",
@@ -56,10 +56,10 @@ def command(options: argparse.Namespace, outputs: Path) -> list[str]:
 
 
 def soak(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Compare runs that are killed, as often as the options say, with one that is left alone.
+    """Compare killed runs with an uninterrupted one.
 
     Returns:
-        The differences, in words; empty where there is none.
+        Descriptions of the differences; empty if there are none.
     """
     alone = folder / "alone"
     began = time.monotonic()
@@ -85,7 +85,7 @@ def soak(options: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the program; the exit code is 1 where there was a difference."""
+    """Run the program; the exit code is 1 if there was a difference."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,5 +1,5 @@
-"""The benchmarks of the project, one file a part of the house.
+"""The benchmarks of the project, one file per part of the package.
 
-Each file has a dict ``BENCHMARKS`` of names and functions; a function returns rows, each a ratio against a
-baseline that was taken in turn in the same run.
+Each file has a dict ``BENCHMARKS`` of names and functions. A function returns rows, each a ratio to a
+baseline that was timed alternately in the same run.
 """

@@ -24,7 +24,8 @@ from gradpolicy.tasks.classification import Classifier
 from gradpolicy.tasks.digits import DigitsDataModule
 from gradpolicy.tasks.models import QuantizedConvNet
 
-# Steps of a run, those that do not count, and those that are averaged: not each writes to a file.
+# The numbers of steps of a run, of warm-up steps, and of steps that are averaged, since not each writes to a
+# file.
 STEPS, WARMUP, WINDOW = 1020, 20, 100
 HOOKS = ("on_train_batch_start", "on_after_backward", "on_train_batch_end")
 OBSERVED = ("before_masks", "after_masks", "take_gradients", "measure")
@@ -42,7 +43,7 @@ def import_time() -> list[Row]:
 
 
 class Clock(Callback):
-    """Takes the time of each step, and how much of it was spent in a callback. It must come last.
+    """Measures the time of each step, and the part of it spent in a callback. It must be the last callback.
 
     Args:
         callback: The callback.
@@ -68,7 +69,7 @@ class Clock(Callback):
             self._spent += time.perf_counter() - began
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Time what the freezer calls, too."""
+        """Also time the calls by the freezer."""
         self._time(self._observer(), OBSERVED)
 
     def on_train_batch_end(self, *arguments: Any) -> None:
@@ -78,10 +79,10 @@ class Clock(Callback):
         self._began, self._spent = now, 0.0
 
     def row(self, what: str, target: float | None = None) -> Row:
-        """Return the row of a table: the steps with the callback, against their rest without it.
+        """Return the row of a table: the time of steps with the callback relative to that without it.
 
         Args:
-            what: What was measured, in words.
+            what: A description.
             target: The largest ratio that is acceptable.
         """
         steps = self.steps[WARMUP:]
@@ -127,7 +128,7 @@ class Perceptron(LightningModule):
         self.trunk(torch.zeros(1, 256))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Return the loss of the head and of a probe beside it."""
+        """Return the loss of the head and of a probe."""
         features = self.trunk(batch[0])
         losses = [nn.functional.cross_entropy(part(features), batch[1]) for part in (self.head, self.probe)]
         return losses[0] + losses[1]
@@ -138,7 +139,7 @@ class Perceptron(LightningModule):
 
 
 def audit_cost(what: str, policies: Policies, target: float | None = None, **settings: Any) -> Row:
-    """Return what an audit with these settings costs."""
+    """Return the cost of an audit with these settings."""
     torch.manual_seed(0)
     samples = TensorDataset(torch.randn(STEPS * 64, 256), torch.randint(10, (STEPS * 64,)))
     with tempfile.TemporaryDirectory() as folder:
@@ -156,7 +157,7 @@ def masks(every: int | None = None) -> Policies:
 
 
 def audit() -> list[Row]:
-    """The default audit where masks stay, change at times, and change at each step; then the full one."""
+    """The default audit with masks that stay, change at times, and at each step; then the full one."""
     return [
         audit_cost("sampled, whole layers frozen, masks stay", masks(), 1.01),
         audit_cost("sampled, entries, masks change every 5 steps", masks(5), 1.01),
@@ -166,7 +167,7 @@ def audit() -> list[Row]:
 
 
 def record_cost(what: str, policies: Policies, target: float | None = None) -> Row:
-    """Return what a record costs the default job's network."""
+    """Return the cost of a record for the default job's network."""
     torch.manual_seed(0)
     network = QuantizedConvNet(channels=1, size=8, classes=10, width=32, levels=4, dropout=0.25)
     with tempfile.TemporaryDirectory() as folder:

@@ -32,7 +32,7 @@ def decision(source: GradientSource) -> Callable[[], object]:
 
 
 def mask_choice() -> list[Row]:
-    """Choosing anew, the window's gradients and writing the weights included."""
+    """One choice, including the gradients of its window and writing the weights."""
     baseline = unmasked()
     sources: dict[str, GradientSource] = {
         "TopK by Fisher information, of all together": masks.TopK(0.1, by="fisher", every=1),

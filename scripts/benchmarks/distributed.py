@@ -1,4 +1,4 @@
-"""Many processes on one machine: what agreement costs, what active entries save, how a checkpoint fares."""
+"""Several processes on one machine: the cost of agreement checks, traffic of active entries, checkpoints."""
 
 import json
 import os
@@ -45,9 +45,9 @@ def traffic() -> list[Row]:
     Both ranks run in a network namespace with a rate limit.
 
     Raises:
-        PolicyError: If this machine does not permit one (Linux with ``unshare``, ``ip`` and ``tc``).
+        PolicyError: If this machine does not allow it (it needs Linux with ``unshare``, ``ip`` and ``tc``).
     """
-    # What the loopback device carries is the sum of both directions.
+    # The traffic of the loopback device is the sum of both directions.
     limit = "rate 2gbit burst 256kb latency 400ms"
     set_up = f"ip link set lo up && tc qdisc add dev lo root tbf {limit}"
     namespace = ["unshare", "--user", "--map-root-user", "--net", "sh", "-c"]
@@ -107,7 +107,7 @@ def _trained(seeded: bool | None) -> dict[str, Any]:
 
 
 def _directories() -> list[Row]:
-    """A directory of two ranks, whole or not at all, against torch's own way of writing it."""
+    """Writing a directory of two ranks completely or not at all, against torch's own function."""
     mesh = init_device_mesh("cpu", (2,))
     content = {"weight": distribute_tensor(torch.randn(2_500_000, 4), mesh, [Shard(0)])}
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
@@ -211,7 +211,7 @@ def _frozen_backward() -> list[Row]:
 
 
 def _on_two_ranks(work: Callable[[], list[Row]]) -> list[Row]:
-    """Run the work on two CPU processes; the rows of the first."""
+    """Run the work on two CPU processes; return the rows of the first."""
     context = multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:

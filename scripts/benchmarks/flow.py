@@ -1,4 +1,4 @@
-"""The cost of flow policies, beside captum, zennit and a hand-written ``autograd.Function``."""
+"""The cost of flow policies, compared with captum, zennit and a hand-written ``autograd.Function``."""
 
 import copy
 import sys
@@ -75,7 +75,7 @@ class StepFunction(torch.autograd.Function):
 
 
 class MaskedByHand(nn.Module):
-    """Units that are on where they are positive, by that Function."""
+    """A mask of positive units by that Function."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply by the step."""
@@ -108,7 +108,7 @@ def resnet() -> tuple[nn.Module, Tensor]:
 
 
 def tiny() -> tuple[nn.Module, Tensor]:
-    """Return 24 tiny layers, which hide no cost, and a batch."""
+    """Return 24 tiny layers, in whose time every cost is visible, and a batch."""
     torch.manual_seed(0)
     layers = (layer for _ in range(24) for layer in (nn.Linear(8, 8), nn.ReLU()))
     return nn.Sequential(*layers), torch.randn(4, 8)
@@ -246,7 +246,7 @@ def _zennit(plain: nn.Module) -> nn.Module:
         "torchvision.ops": (),
         "torchvision.ops.misc": ("FrozenBatchNorm2d",),
     }
-    # zennit imports these names, which it does not need here.
+    # zennit imports these names, which are not needed here.
     stubs: dict[str, Any] = {
         name: types.ModuleType(name) for name in names if "torchvision" not in sys.modules
     }

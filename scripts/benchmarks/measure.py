@@ -1,4 +1,4 @@
-"""Ratios of a candidate's time to that of a baseline, both timed in turn.
+"""Ratios of a candidate's time to that of a baseline, timed alternately.
 
 A round times candidate, baseline, baseline, candidate, so that a steady change of the machine's speed cancels
 in its ratio. The result is the median over the rounds, with its quartiles and a bootstrapped 95 % interval,
@@ -21,16 +21,16 @@ HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def wall_seconds(function: Step) -> float:
-    """Return how long a call takes."""
+    """Return the duration of a call."""
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
 
 
 def device_seconds(function: Step, calls: int = 20) -> float:
-    """Return how long a call takes on the device there is.
+    """Return the duration of a call on the available device.
 
-    A GPU computes while Python goes on, so the time is that of many calls, until the last has ended.
+    A GPU runs asynchronously, so many calls are timed until the last has ended.
     """
     if HERE.type == "cpu":
         return wall_seconds(function)
@@ -54,16 +54,16 @@ def paired_ratio(
     warmup: int = 3,
     seconds: Callable[[Step], float] = wall_seconds,
 ) -> Row:
-    """Return how long a candidate takes relative to a baseline, as a row of a benchmark's table.
+    """Return the time of a candidate relative to a baseline, as a row of a benchmark's table.
 
     Args:
-        what: What is measured, in words.
-        candidate: What is measured.
-        baseline: What it is measured against.
+        what: A description.
+        candidate: The function to measure.
+        baseline: The baseline.
         target: The largest ratio that is acceptable.
-        rounds: How often each is timed at least; two timings make a round.
-        warmup: How often both run untimed before.
-        seconds: Runs one of them and returns how long it took.
+        rounds: The minimum number of timings of each; two timings make a round.
+        warmup: The number of untimed runs of both before.
+        seconds: A function that runs one of them and returns its duration.
     """
     for _ in range(warmup):
         candidate()
@@ -93,7 +93,7 @@ def time_row(
     of the median's 95 % interval.
 
     Args:
-        what: What was measured, in words.
+        what: A description.
         ratios: The ratio of each round.
         taken: Seconds of the candidate.
         against: Seconds of the baseline.
@@ -118,7 +118,7 @@ def time_row(
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch compute on one thread, so that threads waiting for each other do not hide small costs."""
+    """Use one thread in torch, so that threads waiting for each other do not hide small costs."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,6 +1,7 @@
-"""Time and memory that masks cost an optimizer: every figure beside its bound, in one table.
+"""The cost of masks in time and memory of an optimizer: every figure with its bound, in one table.
 
-Times are ratios to the same optimizer's fastest form in torch, on the same entries and taken in turn.
+Times are ratios to the same optimizer's fastest implementation in torch, on the same entries, timed
+alternately.
 """
 
 import functools
@@ -76,7 +77,7 @@ def weights(shapes: Shapes = LARGE, dtype: torch.dtype = torch.float32) -> list[
 
 
 def unmasked(make: Make = adamw, shapes: Shapes = LARGE, dtype: torch.dtype = torch.float32) -> Step:
-    """A step of torch's own optimizer, with its state made."""
+    """A step of torch's own optimizer, with existing state."""
     optimizer = make(weights(shapes, dtype))
     optimizer.step()
     return optimizer.step
@@ -155,7 +156,7 @@ def entry_masks() -> Iterator[Row]:
 
 
 def row_masks() -> Iterator[Row]:
-    """Masks of rows cost what is active."""
+    """A step with row masks, whose cost depends on the active rows."""
     for name, make in (("AdamW", adamw), ("SGD with momentum", sgd)):
         for length, more in ((1000, 0.10), (5000, 0.05)):
             shapes = [(ENTRIES // length, length)]
@@ -168,7 +169,7 @@ def row_masks() -> Iterator[Row]:
 
 
 def many_tensors() -> Iterator[Row]:
-    """A step where a model has many tensors, most of them small."""
+    """A step of a model with many tensors, most of them small."""
     for name, shapes, target in (
         ("a transformer, 21 M in 148 tensors", transformer(), 1.25),
         ("200 tensors of 64 entries", SMALL, 2.0),
@@ -246,7 +247,7 @@ def _peak_here(state: str, density: float) -> int:
 
 
 def peak_bytes(function: Step) -> int:
-    """By how many bytes memory grows while a function runs."""
+    """The peak of additional memory while a function runs."""
     if HERE.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -271,7 +272,7 @@ def _freezer_step(freezer: Freezer, optimizer: MaskedOptimizer, steps: Iterator[
 
 
 def freezer_step() -> Iterator[Row]:
-    """A whole step of a freeze policy without clipping, beside the update alone."""
+    """A whole step of a freeze policy without clipping, and the update alone."""
     baseline = unmasked()
     for level, what in (("entry", "10% of entries"), ("row", "10% of rows of 5000")):
         parameters = weights()
@@ -289,7 +290,7 @@ def freezer_step() -> Iterator[Row]:
 
 
 def without_compiler() -> Iterator[Row]:
-    """The reference on a CPU, on one thread: most of torch's operations here use no more."""
+    """The reference implementation on one CPU thread, since most of its operations use only one."""
     shapes = [(1000, 4000)]
     # As with GRADPOLICY_NATIVE=0.
     with mock.patch.object(native, "supports", return_value=False), one_thread():
@@ -310,7 +311,7 @@ PARTS = [entry_masks, row_masks, many_tensors, mask_changes, memory, freezer_ste
 
 
 def optimizers() -> list[Row]:
-    """Every figure that has a bound, and what goes without a compiler."""
+    """All figures with a bound, and those without a compiler."""
     parts = PARTS + ([without_compiler] if HERE.type == "cpu" else [])
     return [row for part in parts for row in part()]
 

@@ -17,7 +17,7 @@ from drawing.common import panel
 from gradpolicy.rules.gradcheck import enumerate_categories
 
 FOLDER = Path(__file__).parents[2] / "docs" / "policies" / "pictures"
-# Okabe and Ito's colours, which colour-blind readers tell apart.
+# Okabe and Ito's colours, which colour-blind readers can distinguish.
 FORWARD, BACKWARD, OTHER, PLAIN = "#0072B2", "#D55E00", "#009E73", "#999999"
 X = torch.linspace(-3, 3, 1200, dtype=torch.float64)
 
@@ -49,25 +49,25 @@ def figure(columns: int, rows: int = 1, width: float = 2.7, height: float = 2.5)
 
 
 def key(axes: Axes, place: Any = "best") -> None:
-    """Names the lines of a panel."""
+    """Add a legend to a panel."""
     axes.legend(fontsize=7, frameon=False, loc=place)
 
 
 def key_below(canvas: Figure, axes: Axes) -> None:
-    """Names the lines of a panel in a row below the picture."""
+    """Add a legend in a row below the picture."""
     canvas.legend(
         *axes.get_legend_handles_labels(), fontsize=8, frameon=False, loc="outside lower center", ncols=4
     )
 
 
 def arrows(axes: Axes, tails: Tensor, ways: Tensor, colour: str, label: str | None = None) -> None:
-    """Draws arrows to scale; tails and ways have one row an arrow."""
+    """Draw arrows to scale; tails and ways have one row per arrow."""
     scale: dict[str, Any] = {"angles": "xy", "scale_units": "xy", "scale": 1, "width": 0.012}
     axes.quiver(*tails.T, *ways.T, color=colour, label=label, **scale)
 
 
 def steps(axes: Axes, forward: Callable[[Tensor], Tensor], label: str | None = None) -> None:
-    """Draws a step-like function without the vertical strokes at its jumps."""
+    """Draw a step function without vertical lines at its jumps."""
     y = forward(X)
     y = torch.where(y.diff(prepend=y[:1]).abs() > 0.5, torch.nan, y)
     axes.plot(X, y, color=FORWARD, linewidth=1.8, label=label)
@@ -86,7 +86,7 @@ def stop() -> Figure:
 
 
 def incoming_and_outgoing(axes: Axes, rules: Iterable[tuple[str, gp.Rule, str]]) -> None:
-    """Draws the outgoing gradient over the incoming one."""
+    """Draw the outgoing gradient over the incoming one."""
     panel(axes, "backward", "incoming gradient", "outgoing gradient")
     axes.plot(X, X, color=PLAIN, linestyle="--", label="plain")
     for label, rule, colour in rules:
@@ -156,7 +156,7 @@ def clip() -> Figure:
 
 
 def rectified(axes: Axes, forward: Callable[[Tensor], Tensor], rule: str, title: str) -> None:
-    """Draws what a rectifier passes of a positive and of a negative gradient."""
+    """Draw the gradient that a rectifier passes for a positive and a negative incoming gradient."""
     found = gp.get_rule(rule)
     panel(axes, title, y_label="gradient passed")
     for incoming, style, width in ((1.0, "-", 1.8), (-1.0, "--", 1.8)):
@@ -174,7 +174,7 @@ def rectified(axes: Axes, forward: Callable[[Tensor], Tensor], rule: str, title:
 
 
 def rectifiers(rule: str) -> Figure:
-    """Forward, and backward at a ReLU and at its smooth relatives."""
+    """Forward and backward of a ReLU and of similar smooth functions."""
     canvas, panels = figure(4)
     functions = {
         "ReLU": torch.relu,
@@ -332,7 +332,7 @@ def gate() -> Figure:
 
 @picture
 def use_rule() -> Figure:
-    """Return the rule of the card, registered as its reader would."""
+    """Return the rule of the card, registered as on the card."""
 
     @gp.rule("card_soft_round")
     def soft_round(
@@ -354,7 +354,7 @@ def use_rule() -> Figure:
 
 @picture
 def freeze() -> Figure:
-    """Which entries train under a random mask, and the values that entries take."""
+    """Draw the active entries under a random mask, and the values of entries."""
     canvas, (left, right) = figure(2, width=3.4)
     parameter = torch.nn.Parameter(torch.linspace(1, -1, 24))
     optimizer = gp.MaskedOptimizer(torch.optim.Adam([parameter], lr=0.05), frozen_state="zero")

@@ -1,4 +1,4 @@
-"""One case: a command line with the files beside it, and what must come of it."""
+"""One case: a command line with its files, and the expected result."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 
 # Every command line starts with these, unless it sets the same keys itself.
 PLAN = ("plan_only=true", "trainer=cpu", "logger=csv")
-# In place of `plan_only=true`, where a case really trains: one batch of each kind.
+# Instead of `plan_only=true` in cases that train: one batch of each kind.
 SHORT = (
     *("trainer=cpu", "logger=csv", "callbacks=[model_checkpoint,record]", "extras.plan=false"),
     *("trainer.max_epochs=1", "trainer.limit_train_batches=1", "trainer.limit_val_batches=1"),
@@ -31,12 +31,12 @@ class Case:
     """One run of the program.
 
     Attributes:
-        what: What is tried, in words.
+        what: A description.
         arguments: The command line of ``train.py``.
-        expectation: What must come of it.
-        names: A refusal must hold one of these words; none are asked for where it is empty.
-        files: Files in the folder in which it runs, by their name there.
-        holds: What the composed config must hold where the run is accepted, by key.
+        expectation: The expected result.
+        names: Words of which a refusal must have one; any refusal is valid if empty.
+        files: Files in the working directory, by name.
+        holds: Values that the composed config must have if the run is accepted, by key.
     """
 
     what: str
@@ -54,7 +54,7 @@ class Case:
 
 
 def command(*overrides: str, base: tuple[str, ...] = PLAN) -> tuple[str, ...]:
-    """Return a whole command line: what every one starts with, but for the keys that it sets itself.
+    """Return a whole command line: the common overrides, except for keys that it sets itself.
 
     Example:
         >>> command("logger=none", base=("plan_only=true", "logger=csv"))

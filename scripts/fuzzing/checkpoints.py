@@ -27,7 +27,7 @@ RESUME = command(f"ckpt_path={GIVEN}", "trainer.max_epochs=2", "test=false", MOD
 START = command(
     "callbacks=initial_weights", f"callbacks.initial_weights.path={GIVEN}", "test=false", MODEL, base=SHORT
 )
-# Most cases only look at the file; the others cost a run.
+# Most cases only read the file; the others take a run.
 USES = st.sampled_from((*(LOOK,) * 5, TEST, RESUME, START))
 GARBAGE: tuple[Any, ...] = (
     None,
@@ -60,7 +60,7 @@ class Material:
 
 
 def prepare(program: Program, folder: Path) -> Material:
-    """Train for one batch in this very process and plan the default job, so that no fork imports anything."""
+    """Train for one batch in this process and plan the default job, so that forks need no imports."""
     sharded = command("trainer=fsdp2", "trainer.accelerator=cpu", MODEL, "hydra.run.dir=shards", base=SHORT)
     lines = (
         command(MODEL, "extras.plan=true", "hydra.run.dir=run", base=SHORT),
@@ -79,7 +79,7 @@ def prepare(program: Program, folder: Path) -> Material:
 
 @st.composite
 def flipped_bits(draw: st.DrawFn, material: Material) -> Case:
-    """Draw a bit to flip: where it lies in what the file holds it does harm, between that perhaps not."""
+    """Draw a bit to flip; within the file's contents it does harm, elsewhere it may not."""
     place = draw(st.integers(0, len(material.file) - 1))
     content = bytearray(material.file)
     content[place] ^= 1 << draw(st.integers(0, 7))
@@ -89,7 +89,7 @@ def flipped_bits(draw: st.DrawFn, material: Material) -> Case:
 
 @st.composite
 def damaged_files(draw: st.DrawFn, material: Material) -> Case:
-    """Draw damage that no whole file has."""
+    """Draw damage to a file."""
     file, noise = material.file, draw(st.binary(min_size=64, max_size=256))
     place = draw(st.integers(1, len(file) - 1))
     ways = {
@@ -113,7 +113,7 @@ def damaged_files(draw: st.DrawFn, material: Material) -> Case:
 
 @st.composite
 def wrong_weights(draw: st.DrawFn, material: Material) -> Case:
-    """Draw weights that are no numbers, or not this model's."""
+    """Draw weights that are NaN, or of another model."""
     content = _read(material.file)
     weights = content["state_dict"]
     name = draw(st.sampled_from(sorted(weights)))
@@ -136,7 +136,7 @@ def wrong_weights(draw: st.DrawFn, material: Material) -> Case:
 
 @st.composite
 def wrong_parts(draw: st.DrawFn, material: Material) -> Case:
-    """Draw a part, at any depth but within the weights, that is missing or garbage."""
+    """Draw a part outside the weights, at any depth, that is missing or invalid."""
     content = _read(material.file)
     below: Any = content
     key: Any = draw(st.sampled_from(sorted({*content} - {"state_dict"})))
@@ -154,7 +154,7 @@ def wrong_parts(draw: st.DrawFn, material: Material) -> Case:
 
 @st.composite
 def whole_files(draw: st.DrawFn, material: Material) -> Case:
-    """Draw the file as it is, or saved again."""
+    """Draw the unchanged file, or one saved again."""
     how = draw(st.sampled_from(("unchanged", "saved again", "in torch's old format")))
     old = how == "in torch's old format"
     content = material.file if how == "unchanged" else _written(_read(material.file), old=old)
@@ -163,7 +163,7 @@ def whole_files(draw: st.DrawFn, material: Material) -> Case:
 
 @st.composite
 def running_code(draw: st.DrawFn, material: Material) -> Case:
-    """Draw a pickle that runs code, at any place of a checkpoint."""
+    """Draw a pickle that runs code, anywhere in a checkpoint."""
     content = _read(material.file)
     name = draw(st.sampled_from(sorted(content)))
     evil = draw(st.sampled_from((RunsWhenRead(), WritesWhenRead())))
@@ -173,7 +173,7 @@ def running_code(draw: st.DrawFn, material: Material) -> Case:
 
 @st.composite
 def shards(draw: st.DrawFn, material: Material) -> Case:
-    """Draw a directory, whole or with a file that is missing, damaged, too many, or runs code."""
+    """Draw a directory, complete or with a file that is missing, damaged, additional, or runs code."""
     files = dict(material.shards)
     # An empty marker has nothing to damage.
     name = draw(st.sampled_from([name for name, content in sorted(files.items()) if content]))
@@ -200,7 +200,7 @@ def shards(draw: st.DrawFn, material: Material) -> Case:
     }
     what = draw(st.sampled_from(sorted(ways)))
     held, expectation = ways[what]
-    # Without its checksums a directory is read as one that torch alone wrote, and a warning says so.
+    # Without its checksums a directory is read as one of plain torch, with a warning.
     if what in ("whole is missing", "whole: empty"):
         expectation = EITHER
     below = {f"{GIVEN}/{file}": content for file, content in held.items()}
@@ -221,7 +221,7 @@ def _cases(draw: st.DrawFn, what: str, content: bytes, expectation: Expectation)
 
 
 def _held(file: bytes) -> list[tuple[int, int]]:
-    """Return where in an archive the contents of its members lie."""
+    """Return the positions of the members' contents in an archive."""
     places = []
     with zipfile.ZipFile(io.BytesIO(file)) as members:
         for member in members.infolist():
@@ -233,7 +233,7 @@ def _held(file: bytes) -> list[tuple[int, int]]:
 
 
 def _repacked(file: bytes, ending: str, content: bytes | None) -> bytes:
-    """Return the archive with another content of the members with an ending, or without them."""
+    """Return the archive with members of an extension replaced or removed."""
     with zipfile.ZipFile(io.BytesIO(file)) as old:
         members = {name: content if name.endswith(ending) else old.read(name) for name in old.namelist()}
     return archive({name: data for name, data in members.items() if data is not None})

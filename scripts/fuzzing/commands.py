@@ -16,11 +16,11 @@ from fuzzing.dangers import FILES, dangerous_nodes, loading_nodes
 from fuzzing.values import ODD, misspelt, scratched, written
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-# Command lines with what must come of them: those that are documented, and those that were once a fault.
+# Command lines with their expected results: documented ones, and former faults.
 EXAMPLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("examples.yaml").read_text())
-# What a command line may set that is also run for one batch.
+# Overrides of command lines that also run one batch.
 TRAINED = ("policy", "+policy", "~policy", "optimizer", "data", "seed", "model", "+user.rate")
-# Where a node can stand that Hydra would build, and where it never should.
+# Keys at which Hydra would build a node, and keys at which it never should.
 PLACES = (
     *("+policy.evil", "+callbacks.evil", "+logger.evil", "+model.model.evil", "+user.evil", "+data.evil"),
     *("policy.random_freeze.mask", "+policy.random_freeze.mask.evil", "+optimizer.evil", "+trainer.logger"),
@@ -38,7 +38,7 @@ PLACES = (
 
 @dataclass(frozen=True)
 class Values:
-    """Values that a key must take and hold, and texts that it must refuse."""
+    """Values that a key must accept, and texts that it must refuse."""
 
     right: SearchStrategy[Any]
     wrong: SearchStrategy[str]
@@ -50,29 +50,29 @@ BELOW_ZERO = st.integers(-(10**20), -1).map(str)
 
 
 def whole(*right: int, above: int = 0) -> Values:
-    """Return the values of a key that takes whole numbers from one on."""
+    """Return the values of a key for integers of at least one."""
     return Values(st.sampled_from(right), NO_WHOLE_NUMBER | st.integers(-(10**20), above - 1).map(str))
 
 
 def number(*right: float, upto: float | None = None) -> Values:
-    """Return the values of a key that takes numbers from zero on."""
+    """Return the values of a key for numbers of at least zero."""
     above = st.nothing() if upto is None else st.floats(upto, exclude_min=True).map(str)
     return Values(st.sampled_from(right), NO_NUMBER | BELOW_ZERO | st.just("-inf") | above)
 
 
 def choice(*right: Any) -> Values:
-    """Return the values of a key that takes some names alone."""
+    """Return the values of a key for a choice of names."""
     wrong = ("nosuch", "3", "[a]", "{a: 1}", "nan", "''", "a" * 5000, "'日本'", "'a b'")
     return Values(st.sampled_from(right), st.sampled_from(wrong))
 
 
 def place() -> Values:
-    """Return the values of a key that names a directory to write to."""
+    """Return the values of a key for an output directory."""
     return Values(st.just("elsewhere"), st.sampled_from(("guarded/keep.txt", "/proc/nothing", "a" * 5000)))
 
 
 def switch() -> Values:
-    """Return the values of a key that is on or off."""
+    """Return the values of a key for a bool."""
     return Values(st.booleans(), st.sampled_from(("perhaps", "[true]", "{a: true}", "3", "nan", "''")))
 
 
@@ -126,7 +126,7 @@ def examples(kind: str) -> SearchStrategy[tuple[str, ...]]:
 
 @st.composite
 def known_lines(draw: st.DrawFn) -> Case:
-    """Draw a command line of which is known what must come of it."""
+    """Draw a command line with a known result."""
     expectation = draw(st.sampled_from(Expectation))
     line = draw(examples(expectation.name.lower()))
     trains = expectation is ACCEPT and all(word.startswith(TRAINED) for word in line) and draw(st.booleans())
@@ -137,7 +137,7 @@ def known_lines(draw: st.DrawFn) -> Case:
 
 @st.composite
 def right_values(draw: st.DrawFn) -> Case:
-    """Draw a value that is right for its key."""
+    """Draw a valid value for its key."""
     key = draw(st.sampled_from(sorted(SETTINGS)))
     value = draw(SETTINGS[key].right)
     plus = draw(st.sampled_from(("", "++")))
@@ -146,7 +146,7 @@ def right_values(draw: st.DrawFn) -> Case:
 
 @st.composite
 def wrong_values(draw: st.DrawFn) -> Case:
-    """Draw a value that is wrong for its key."""
+    """Draw an invalid value for its key."""
     key = draw(st.sampled_from(sorted(SETTINGS)))
     names = (key, key.rpartition(".")[0] or key, key.rpartition(".")[2])
     return Case("a wrong value", command(f"{key}={draw(SETTINGS[key].wrong)}"), REFUSE, names, FILES)
@@ -172,7 +172,7 @@ def misspelt_keys(draw: st.DrawFn) -> Case:
     parts[place] = wrong
     plus = draw(st.sampled_from(("", "+", "++")))
     line = f"{plus}{'.'.join(parts)}={written(draw(SETTINGS[key].right))}"
-    # As a new policy, callback, logger or path any name is right.
+    # Any name is valid for a new policy, callback, logger or path.
     free = plus and place == 1 and parts[0] in {"policy", "callbacks", "logger", "paths"}
     return Case("a misspelt key", command(line), EITHER if free else REFUSE, () if free else (wrong,))
 
@@ -193,7 +193,7 @@ def misspelt_choices(draw: st.DrawFn) -> Case:
 
 @st.composite
 def scratched_words(draw: st.DrawFn) -> Case:
-    """Draw a command line in which a word has other characters, or parts of two words."""
+    """Draw a command line with changed characters in a word, or with parts of two words combined."""
     words = [*draw(examples("accept").filter(_plain))]
     place = draw(st.integers(0, len(words) - 1))
     other = draw(examples("accept").filter(_plain))[0]
@@ -205,14 +205,14 @@ def scratched_words(draw: st.DrawFn) -> Case:
         f"~{words[place]}",
     )
     word = draw(scratched(words[place]) | st.sampled_from(spliced))
-    # What begins so is for argparse.
+    # Words that start so are for argparse.
     words[place] = word.lstrip("-")
     return Case("scratched words", command(*words), files=FILES)
 
 
 @st.composite
 def dangers(draw: st.DrawFn) -> Case:
-    """Draw a node that runs or loads something, at any place."""
+    """Draw a node that runs or loads code, at any key."""
     loads = draw(st.booleans())
     node = draw(loading_nodes() if loads else dangerous_nodes())
     place = draw(st.sampled_from(("+model.model.evil", "+user.evil") if loads else PLACES))
@@ -243,7 +243,7 @@ def _keys() -> tuple[str, ...]:
     """Return every key of the config that a run has by default."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = OmegaConf.to_container(compose("train"), resolve=False)
-    # Loader processes without number, or many ranks, would be a matter of the machine.
+    # Many loader processes or ranks would test the machine.
     skipped = ("paths.", "data.workers", "trainer.devices", "trainer.num_nodes", "sweep", "plan_only")
     return tuple(key for key in _flat(config, "") if not key.startswith(skipped))
 

@@ -20,7 +20,7 @@ from gradpolicy.launch.target_arguments import argument_names
 from gradpolicy.launch.targets import locate_target
 from gradpolicy.policies import Policy
 
-# Whoever runs something writes this file, starts a program or removes what is guarded.
+# Code that runs writes this file, starts a program, or deletes the guarded file.
 SHELL = "touch canary"
 PYTHON = "open('canary', 'w').close()"
 
@@ -55,11 +55,11 @@ FILES = {
     "guarded/keep.txt": b"mine\n",
     "evil.pkl": EVIL_PICKLE,
     "evil.zip": archive({"evil/data.pkl": EVIL_PICKLE}),
-    # A module that leaves the trace when it is imported, and what torch.hub looks for.
+    # A module that writes the file when it is imported, and the files that torch.hub reads.
     "stranger.py": f"{PYTHON}\n\n\ndef rule(grad, inputs, output):\n    return grad\n".encode(),
     "hubconf.py": f"{PYTHON}\n\n\ndef model():\n    return None\n".encode(),
 }
-# Arguments by which most of what is dangerous would leave a trace.
+# Arguments with which most dangerous callables would write the file.
 ARGUMENTS: tuple[dict[str, Any], ...] = (
     *({"_args_": [text]} for text in (SHELL, PYTHON, "evil.pkl", "stranger", "guarded", "guarded/keep.txt")),
     *({name: SHELL} for name in ("command", "cmd", "args")),
@@ -68,19 +68,19 @@ ARGUMENTS: tuple[dict[str, Any], ...] = (
     {"repo_or_dir": ".", "model": "model", "source": "local"},
     {"_args_": ["stranger"], "trust_remote_code": True},
 )
-# What other arguments than `_target_` may be looked up by: rules, surrogates, modules.
+# Arguments other than `_target_` that are looked up by name: rules, surrogates, modules.
 NAMES = ("stranger.rule", "stranger.Nothing", "os.system", "builtins.exec", "torch.load", "antigravity")
 
 
 @st.composite
 def dangerous_nodes(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw a node whose target is any callable but those that a policy may be."""
+    """Draw a node whose target is any callable that is not allowed for a policy."""
     return {"_target_": draw(st.sampled_from(callables())), **draw(st.sampled_from(ARGUMENTS))}
 
 
 @st.composite
 def loading_nodes(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw a node that may be built, with an argument that ends in a loader at some depth."""
+    """Draw an allowed node with an argument that has a loader at some depth."""
     name, arguments = draw(st.sampled_from(allowed()))
     loader = draw(st.sampled_from(sorted(LOADING_ARGUMENTS)))
     value: Any = {
@@ -93,7 +93,7 @@ def loading_nodes(draw: st.DrawFn) -> dict[str, Any]:
 
 @cache
 def allowed() -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Return the callables that a config may build, as far as imported, each with its arguments."""
+    """Return the imported callables that a config may build, each with its arguments."""
     found = {}
     with limited_to(()):
         for name in callables(KNOWN):
@@ -107,12 +107,12 @@ def allowed() -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 @cache
 def callables(packages: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Return the public callables of some packages; without any those of all modules, but for policies.
+    """Return the public callables of some packages, or of all modules, except for policies.
 
-    A module that another has imported is one more way to what it holds: ``torch.functional.torch.load``.
+    They include those of modules imported by other modules: ``torch.functional.torch.load``.
     """
     with warnings.catch_warnings():
-        # Some names warn when they are only looked at.
+        # Some names warn on access.
         warnings.simplefilter("ignore")
         return tuple(sorted(set(_walk(packages))))
 

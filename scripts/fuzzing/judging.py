@@ -1,4 +1,4 @@
-"""Judges what came of a case: accepted and right, one clear line, or a fault."""
+"""Judges the outcome of a case: accepted and right, refused in one clear line, or a fault."""
 
 import math
 import re
@@ -14,7 +14,7 @@ from fuzzing.running import Outcome
 ACCEPTED, REFUSED, FAULT = "accepted and right", "one clear line", "fault"
 RESULTS = (ACCEPTED, REFUSED, FAULT)
 LONGEST = 500
-# What a program says that stumbled, not one that looked.
+# Messages of unexpected errors, not of checks.
 STUMBLED = re.compile(
     r"\b(?:AssertionError|AttributeError|IndexError|KeyError|MemoryError|NameError|NotImplementedError|"
     r"RecursionError|UnboundLocalError|ZeroDivisionError)\b| at 0x[0-9a-f]{6}"
@@ -29,7 +29,7 @@ def judge(case: Case, outcome: Outcome) -> tuple[str, str]:
 
 
 def _complaints(case: Case, outcome: Outcome) -> Iterator[str]:
-    """Yield everything that is wrong, the worst first."""
+    """Yield all complaints, the worst first."""
     for what in outcome.forbidden:
         yield f"it did what no input may do: {what}"
     if outcome.code is None:
@@ -105,7 +105,7 @@ def same(found: Any, wanted: Any) -> bool:
         (True, False, True)
     """
     if isinstance(wanted, dict) and isinstance(found, dict):
-        # What a mapping holds already stays beside what is merged into it. Keys came here by way of JSON.
+        # Merging keeps the existing keys of a mapping. Keys have been converted to JSON.
         named = {str(key): value for key, value in found.items()}
         return all(str(key) in named and same(named[str(key)], value) for key, value in wanted.items())
     if isinstance(wanted, list) and isinstance(found, list):
@@ -116,7 +116,7 @@ def same(found: Any, wanted: Any) -> bool:
 
 
 def _select(config: dict[str, Any], key: str) -> Any:
-    """Return the value under a dotted key, resolved where it refers to another."""
+    """Return the value of a dotted key, with references resolved."""
     found: Any = config
     for part in key.split("."):
         if not isinstance(found, dict) or part not in found:

@@ -1,4 +1,4 @@
-"""Hypothesis strategies of policies: in YAML below a ``--config-dir``, or on the command line."""
+"""Hypothesis strategies of policies: in YAML in a ``--config-dir``, or on the command line."""
 
 import copy
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ from fuzzing.values import ODD, misspelt, scratched, written
 Node = dict[str, Any]
 FILE = "mine/policy/fuzzed.yaml"
 HEAD = "# @package policy\n"
-# Beside the policy that is tried: without it no gradient passes the rounding.
+# Used with the policy under test, since otherwise no gradient passes the rounding.
 CHOSEN = ("--config-dir", "mine", *command("policy=[straight_through,fuzzed]"))
 WRONG: dict[str, list[Any]] = EXAMPLES["wrong"]
 RIGHT: SearchStrategy[Node] = st.sampled_from(EXAMPLES["policies"]).map(copy.deepcopy)
-# The keys that are for Hydra itself.
+# Hydra's own keys.
 HYDRAS: tuple[tuple[str, Any], ...] = (
     *(("_partial_", value) for value in ("yes", True, [1])),
     *(("_recursive_", "no"), ("_convert_", "nonsense"), ("_convert_", 3), ("_nosuch_", 3)),
@@ -39,7 +39,7 @@ WRONG_FILES: dict[str, str] = {
 
 @st.composite
 def right_policies(draw: st.DrawFn) -> Case:
-    """Draw a right policy, its keys in any order."""
+    """Draw a valid policy, with its keys in any order."""
     node = draw(RIGHT)
     node = {key: node[key] for key in draw(st.permutations(list(node)))}
     return draw(_cases("a right policy", node, ACCEPT))
@@ -47,7 +47,7 @@ def right_policies(draw: st.DrawFn) -> Case:
 
 @st.composite
 def wrong_policies(draw: st.DrawFn) -> Case:
-    """Draw a policy with an entry that is surely wrong: a value, a name, or one of Hydra's own."""
+    """Draw a policy with an invalid value, an invalid name, or an invalid key of Hydra."""
     node = draw(RIGHT)
     way = draw(st.sampled_from(("value", "name", "hydra")))
     if way == "value":
@@ -69,7 +69,7 @@ def wrong_policies(draw: st.DrawFn) -> Case:
 
 @st.composite
 def odd_policies(draw: st.DrawFn) -> Case:
-    """Draw a policy in which one to three entries are missing, anything, or what another is."""
+    """Draw a policy in which one to three entries are missing, arbitrary, or equal to another."""
     node = draw(RIGHT)
     for _ in range(draw(st.integers(1, 3))):
         places = list(_places(node))
@@ -91,7 +91,7 @@ def odd_policies(draw: st.DrawFn) -> Case:
 
 @st.composite
 def dangerous_policies(draw: st.DrawFn) -> Case:
-    """Draw a policy that runs something: a node at any place, or a stranger's name where one is looked up."""
+    """Draw a policy that runs code: a node at any key, or the name of an untrusted module."""
     if draw(st.booleans()):
         name = draw(st.sampled_from(NAMES))
         rule = {"_target_": "gradpolicy.UseRule", "rule": name, "ops": ["round"]}
@@ -110,10 +110,10 @@ def dangerous_policies(draw: st.DrawFn) -> Case:
 
 @st.composite
 def allowed_policies(draw: st.DrawFn) -> Case:
-    """Draw a stranger's rule, which is right where the command line allows it."""
+    """Draw a rule of another package, which is valid if the command line allows the package."""
     node = {"_target_": "gradpolicy.UseRule", "rule": "stranger.rule", "ops": ["relu"]}
     case = draw(_cases("what was allowed", node, ACCEPT))
-    # This stranger is a friend: importing it leaves no trace.
+    # This package is harmless: its import does not write the file.
     friend = FILES["stranger.py"].replace(PYTHON.encode(), b"")
     arguments = (*case.arguments, "allowed_targets=[stranger]")
     return Case(case.what, arguments, ACCEPT, files={**case.files, "stranger.py": friend}, holds=case.holds)
@@ -121,7 +121,7 @@ def allowed_policies(draw: st.DrawFn) -> Case:
 
 @st.composite
 def odd_files(draw: st.DrawFn) -> Case:
-    """Draw a file that is no policy, does more than describe one, or has some other characters."""
+    """Draw a file that is not a policy, sets other keys, or has changed characters."""
     known = {**WRONG_FILES, **EXAMPLES["odd_files"]}
     what = draw(st.sampled_from([*sorted(known), "scratched"]))
     text = known.get(what) or draw(scratched(HEAD + yaml.safe_dump({"fuzzed": draw(RIGHT)}, sort_keys=False)))
@@ -145,12 +145,12 @@ def cases() -> SearchStrategy[Case]:
 def _cases(
     draw: st.DrawFn, what: str, node: Node, expectation: Expectation, names: tuple[str, ...] = ()
 ) -> Case:
-    """Draw the node in a file or on the command line."""
-    # Where a value is a reference, what it comes to is another matter.
+    """Draw a case with the node in a file or on the command line."""
+    # The value of a reference is not known here.
     holds = {"policy.fuzzed": node} if "${" not in repr(node) else {}
     if draw(st.booleans()) or not _writable(node):
         text = HEAD + yaml.safe_dump({"fuzzed": node}, sort_keys=False, allow_unicode=True)
-        # Lone surrogates are no text; in a file they are bytes that are no UTF-8.
+        # Lone surrogates are not text; in a file they are bytes that are not UTF-8.
         content = text.encode(errors="surrogateescape")
         return Case(what, CHOSEN, expectation, names, {**FILES, FILE: content}, holds)
     line = f"+policy.fuzzed={written(node)}"
@@ -166,7 +166,7 @@ def _places(node: Any) -> Iterator[tuple[Node, str]]:
 
 
 def _writable(node: Any) -> bool:
-    """Return True if Hydra's grammar has a way to write it: it knows no empty keys."""
+    """Return True if Hydra's grammar can express it, which has no empty keys."""
     if isinstance(node, dict):
         return all(key != "" and _writable(value) for key, value in node.items())
     return all(map(_writable, node)) if isinstance(node, list) else True

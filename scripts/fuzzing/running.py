@@ -1,4 +1,4 @@
-"""Runs a case in a fork of this process, in a folder of its own, watched and within limits."""
+"""Runs a case in a fork of this process, in its own folder, monitored and with limits."""
 
 import gc
 import hashlib
@@ -21,16 +21,16 @@ from omegaconf import DictConfig, OmegaConf
 import gradpolicy.launch.run as launch
 from fuzzing.case import Case
 
-# Takes the arguments of the command line, gives the exit code.
+# A function of the command line that returns the exit code.
 Program = Callable[[Sequence[str]], int]
 
 MEMORY = 6 * 2**30
-# No run of a case needs more; loader processes without number do.
+# The limit of processes, which cases do not reach, except with very many loader processes.
 MOST_FORKS = 4
 
 STARTS_PROGRAMS = {"os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "pty.spawn"}
 TALKS = {"socket.connect", "socket.getaddrinfo", "urllib.Request", "ftplib.connect", "http.client.connect"}
-# Where in the event's arguments the paths stand that are written to.
+# The indices of output paths in the arguments of audit events.
 WRITES = {
     "os.remove": (0,),
     "os.rmdir": (0,),
@@ -49,13 +49,13 @@ class Outcome:
     """The outcome of a case.
 
     Attributes:
-        code: The exit code; negative for the signal that ended it; None where the time was up.
+        code: The exit code; negative for the signal that ended it; None after a timeout.
         out: The standard output stream.
         err: The standard error stream.
-        forbidden: What it did or tried to do that no config may: start programs, write elsewhere.
-        changed: What is new, changed or gone in its folder, in words.
-        config: The composed config that was run; None where none was.
-        seconds: How long it took.
+        forbidden: Forbidden actions that it did or tried: starting programs, writing outside its folder.
+        changed: New, changed and deleted files in its folder.
+        config: The composed config that was run; None if none was.
+        seconds: The duration.
     """
 
     code: int | None
@@ -68,7 +68,7 @@ class Outcome:
 
 
 def run_case(case: Case, program: Program, limit: float = 300) -> Outcome:
-    """Run one case and wait for it; it is killed after so many seconds."""
+    """Run one case and wait for it; kill it after the given number of seconds."""
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         folder = place / "folder"
@@ -84,7 +84,7 @@ def run_case(case: Case, program: Program, limit: float = 300) -> Outcome:
         process.start()
         process.join(limit)
         ended = process.exitcode is not None
-        # Its number stays its group's while something that it started is left.
+        # Its process group keeps its number as long as any process in it lives.
         with suppress(ProcessLookupError):
             os.killpg(process.ident or 0, signal.SIGKILL)
         process.join()
@@ -133,13 +133,13 @@ def _run(case: Case, program: Program, place: Path) -> None:
     os.environ["TMPDIR"] = str(temporary)
     tempfile.tempdir = None
     os.chdir(folder)
-    # The folder has modules of a stranger; what they do when they are imported is noticed.
+    # The folder has untrusted modules, whose imports are monitored.
     sys.path.insert(0, str(folder))
     sys.argv = ["train.py", *case.arguments]
     out, err, notes = (os.open(place / name, os.O_WRONLY | os.O_APPEND) for name in ("out", "err", "notes"))
     for number, stream in enumerate((os.open(os.devnull, os.O_RDONLY), out, err)):
         os.dup2(stream, number)
-    # As Python itself opens them.
+    # As Python opens them.
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
@@ -156,11 +156,11 @@ def _run(case: Case, program: Program, place: Path) -> None:
 
 
 class Guard:
-    """An audit hook: notes and prevents what no config may do.
+    """An audit hook that records and prevents forbidden actions.
 
     Args:
-        places: Where it may write.
-        notes: The descriptor of the file for notes.
+        places: The directories to which the case may write.
+        notes: The descriptor of the file for records.
     """
 
     def __init__(self, places: tuple[Path, ...], notes: int) -> None:
@@ -169,7 +169,7 @@ class Guard:
         self.forks = 0
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Note and prevent a forbidden event."""
+        """Record and prevent a forbidden event."""
         if event == "os.fork":
             self.forks += 1
         if (
@@ -179,17 +179,17 @@ class Guard:
             or (event == "open" and _opens_to_write(*arguments) and not self._is_own(arguments[0]))
             or (event in WRITES and not all(self._is_own(arguments[place]) for place in WRITES[event]))
         ):
-            # What comes after is the environment, which is nobody's business.
+            # Without the environment, which follows.
             what = f"{event}{arguments[:2]!r}"[:300]
             os.write(self.notes, json.dumps({"forbidden": what}).encode() + b"\n")
             raise PermissionError(f"prevented by the fuzzer: {what}")
 
     def _is_own(self, path: Any) -> bool:
-        """Return True if it lies where the case may write; a descriptor was judged when it was opened."""
+        """Return True if the case may write to the path; a descriptor was checked when it was opened."""
         if isinstance(path, int) or path is None:
             return True
         absolute = os.path.realpath(os.fsdecode(path))
-        # Nothing can be written below `/proc/nothing`: some cases ask for just that.
+        # Nothing can be written below `/proc/nothing`, which some cases use.
         return (
             absolute == "/proc"
             or absolute.startswith(("/dev/", "/proc/nothing"))

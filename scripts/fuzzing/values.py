@@ -1,4 +1,4 @@
-"""Hypothesis strategies of values and words, right and odd."""
+"""Hypothesis strategies of valid and unusual values and words."""
 
 import string
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from hypothesis.strategies import SearchStrategy
 
 from gradpolicy.launch.processes import quoted
 
-# What means something to Hydra, YAML, globs, paths or terminals, and what is no ASCII.
+# Characters with a meaning for Hydra, YAML, globs, paths or terminals, and some outside ASCII.
 SIGNS = "{}[]():,=~+@$'\"\\ \t#%&*!|/.;^<>?-_019eEéß日🙂\u202e\x1b\x7f\udcff"
 SCALARS = (
     st.none()
@@ -28,7 +28,7 @@ ODD: SearchStrategy[Any] = st.recursive(
 
 
 def written(value: Any) -> str:
-    """Return a value as Hydra's grammar reads it on a command line; texts are quoted.
+    """Return a value in Hydra's grammar for a command line; strings are quoted.
 
     Example:
         >>> written({"ops": ["round"], "stride": 2, "mode": None})
@@ -59,7 +59,7 @@ def misspelt(draw: st.DrawFn, word: str, known: Iterable[str]) -> str:
 
 @st.composite
 def scratched(draw: st.DrawFn, text: str) -> str:
-    """Draw a text with one to three characters taken out, put in, or replaced."""
+    """Draw a text with one to three characters removed, inserted, or replaced."""
     for _ in range(draw(st.integers(1, 3))):
         place = draw(st.integers(0, len(text)))
         text = text[:place] + draw(st.text(SIGNS, max_size=1)) + text[place + draw(st.integers(0, 1)) :]

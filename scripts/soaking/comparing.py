@@ -1,4 +1,4 @@
-"""Compare the files of two runs: checkpoints bit for bit, logs, records and results."""
+"""Compares the files of two runs: checkpoints bit for bit, logs, records and results."""
 
 import csv
 import re
@@ -16,12 +16,12 @@ from gradpolicy.insight.audit import Audit
 from gradpolicy.insight.record import RECORD
 from gradpolicy.insight.run_files import RESULT, Result
 
-# Where a run's directory ends in a path. What comes before differs from run to run and is not compared.
+# The end of a run's directory in a path. The part before it differs between runs and is not compared.
 RUN = re.compile(r".*/runs/[^/]+(?:/|$)")
 
 
 def compare(first: Path, second: Path) -> list[str]:
-    """Return in words where the newest runs below two folders differ."""
+    """Return descriptions of the differences of the newest runs below two folders."""
     one, other = (max((folder / "train/runs").iterdir()) for folder in (first, second))
     names = [sorted(path.name for path in run.glob("checkpoints/*")) for run in (one, other)]
     if names[0] != names[1]:
@@ -42,9 +42,9 @@ def compare(first: Path, second: Path) -> list[str]:
 
 
 def differences(first: Any, second: Any, place: str = "") -> list[str]:
-    """Return where two checkpoints differ, bit for bit, but for the directories of their runs."""
+    """Return the differences of two checkpoints, bit for bit, except for the directories of their runs."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
-        # What stands beside the shards may be a part of what all ranks hold.
+        # The unsharded part may contain values of all ranks.
         first, second = (each.to_local() if isinstance(each, DTensor) else each for each in (first, second))
         same = first.dtype == second.dtype and torch.equal(first, second)
         return [] if same else [f"{place}: {_shown(first)} became {_shown(second)}"]
@@ -64,13 +64,13 @@ def differences(first: Any, second: Any, place: str = "") -> list[str]:
 
 def _content(checkpoint: Path) -> Any:
     content = read_as_one(checkpoint) if checkpoint.is_dir() else torch.load(checkpoint, weights_only=True)
-    # A resumed run begins to look anew, and so counts other intervals.
+    # A resumed run starts a new interval, and so counts other ones.
     content.pop(Audit.KEY, None)
     return content
 
 
 def _plain(value: Any) -> Any:
-    """Return a path within its run's directory, and anything else as it is."""
+    """Return a path relative to its run's directory; other values unchanged."""
     return RUN.sub("", value) if isinstance(value, str) else value
 
 

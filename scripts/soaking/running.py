@@ -1,4 +1,4 @@
-"""Run ``train.py`` in forks of this process, and kill it."""
+"""Runs ``train.py`` in forks of this process, and kills it."""
 
 import os
 import signal
@@ -14,13 +14,13 @@ import torch
 from lightning.pytorch.utilities import rank_zero_only
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-# Everything that a run imports is imported once, here; each run is a fork.
+# Everything that a run imports is imported once here; each run is a fork.
 import gradpolicy.launch.run  # noqa: F401
 from gradpolicy.errors import PolicyError
 from gradpolicy.launch.app import main as train
 from gradpolicy.launch.messages import TERMINATED
 
-# A fork of a process in which OpenMP has threads of its own hangs at its first parallel loop.
+# A fork of a process with OpenMP threads would hang at its first parallel loop.
 torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,18 +29,18 @@ ROOT = Path(__file__).resolve().parents[2]
 def run(
     command: Sequence[str], ranks: int, after: float | None = None, number: signal.Signals = signal.SIGKILL
 ) -> bool:
-    """Run ``train.py``; return whether it came to its end.
+    """Run ``train.py``; return True if it ended by itself.
 
     Args:
         command: Its command line.
-        ranks: How many processes train together.
-        after: The seconds after which they are killed; None lets them end.
+        ranks: The number of processes.
+        after: The seconds after which they are killed; None: they are not.
         number: The signal that kills them; with SIGKILL their loader processes get it, too.
 
     Raises:
-        PolicyError: If it failed by itself.
+        PolicyError: If it failed.
     """
-    # torchrun's agent has such a store, too: the ranks agree there on the run's directory.
+    # The ranks agree on the run's directory by a store, as of torchrun's agent.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks > 1 else None
     killed, began, codes = False, time.monotonic(), dict[int, int]()
     with tempfile.TemporaryFile("w+") as errors:
@@ -63,9 +63,9 @@ def run(
 
 
 def _fork(command: Sequence[str], rank: int, ranks: int, store: TCPStore | None, errors: int) -> int:
-    """Start a rank in a process group of its own, so that its loader processes die with it."""
+    """Start a rank in its own process group, so that its loader processes are killed with it."""
     child = os.fork()
-    # Both do it, since either may need it first.
+    # Both processes do this, since either may need it first.
     with suppress(OSError):
         os.setpgid(child, child)
     if child:
@@ -81,7 +81,7 @@ def _fork(command: Sequence[str], rank: int, ranks: int, store: TCPStore | None,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(store.port),
         }
-        # Lightning reads it when it is imported, which a process of torchrun's does by itself.
+        # Lightning reads it on import, which a process of torchrun would do itself.
         rank_zero_only.rank = rank  # type: ignore[attr-defined]
     code = 1
     os.dup2(errors, 2)
@@ -96,5 +96,5 @@ def _fork(command: Sequence[str], rank: int, ranks: int, store: TCPStore | None,
 
 
 def checkpoints(outputs: Path) -> list[Path]:
-    """Return the checkpoints from which a killed run goes on."""
+    """Return the checkpoints from which a killed run can be resumed."""
     return list(outputs.glob("train/runs/*/checkpoints/last*.ckpt"))
