@@ -38,14 +38,14 @@ class Boundary:
     Args:
         side: ``"input"`` or ``"output"``.
         module: The module's name.
-        rules: The rules, in the order in which the gradient meets them, each with the one argument of the
+        rules: The rules, in the order in which the gradient reaches them, each with the one argument of the
             forward on which it acts; None means all of them.
     """
 
     def __init__(self, side: str, module: str, rules: Sequence[tuple[RuleState, Argument | None]]) -> None:
         self.module = module
         self.location = location = place_at(side, module)
-        # The rule put on last is the first that the gradient meets.
+        # The rule put on last is the first that the gradient reaches.
         self.rules = tuple((BoundRule(state, location), argument) for state, argument in reversed(rules))
         self._has_looked = False
 

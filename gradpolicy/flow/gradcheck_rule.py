@@ -178,17 +178,16 @@ def gradcheck_rule(
     with torch.no_grad():
         exact = _in_double(tuple(tensors_in(args)), evaluate if outcomes is None else None)
         call = call_of(forward, _with_tensors(args, exact), {})
-        asked = _Comparison(replacing_rule("gradcheck_rule", rule), exact, call)
-        generator = torch.Generator().manual_seed(seed)
+        comparison = _Comparison(replacing_rule("gradcheck_rule", rule), exact, call)
+        dtype = torch.float64
         if outcomes is None:
-            dtype = asked.compare(evaluate, cotangents, generator)
-        else:
-            dtype = torch.float64
-            shape = next(iter(outcomes(*exact)))[1].shape
-            weights = torch.randn(cotangents, *shape, dtype=dtype, generator=generator)
-            losses = [loss] if loss else [_weighted_sum(weight) for weight in weights]
-            asked.compare_expected(outcomes, losses)
-    return asked.summary(TOLERANCES.get(dtype, COARSE) if tolerance is None else tolerance, dtype)
+            loss, dtype = None, comparison.precision_of(evaluate)
+            outcomes = comparison.only_outcome(evaluate)
+        output = next(iter(outcomes(*exact)))[1]
+        generator = torch.Generator().manual_seed(seed)
+        losses = [loss] if loss else [_random_loss(output, generator) for _ in range(cotangents)]
+        comparison.compare(outcomes, losses, torch.finfo(dtype).eps)
+    return comparison.summary(TOLERANCES.get(dtype, COARSE) if tolerance is None else tolerance, dtype)
 
 
 class _Comparison:
@@ -201,52 +200,49 @@ class _Comparison:
         self.numbers = [n for n, one in enumerate(inputs) if one.is_floating_point() and one.numel()]
         if not self.numbers:
             raise PolicyError(f"rule {rule.name!r}: there is no floating-point input to check")
-        self.by_rule: list[Tensor] = []
-        self.true: list[Tensor] = []
-        self.kinks = torch.zeros(sum(inputs[number].numel() for number in self.numbers), dtype=torch.bool)
 
-    def compare(
-        self, forward: Callable[..., Any], cotangents: int, generator: torch.Generator
-    ) -> torch.dtype:
-        """Compare for random incoming gradients; return the precision in which the forward computes."""
+    def precision_of(self, forward: Callable[..., Any]) -> torch.dtype:
+        """Return the precision in which a forward computes: the lowest of its inputs and results.
+
+        Raises:
+            PolicyError: If it gives something else each time.
+        """
         outputs, again = (_outputs(forward(*self.inputs)) for _ in range(2))
-        same = [
-            torch.allclose(*pair, rtol=0, atol=0, equal_nan=True) for pair in zip(outputs, again, strict=True)
-        ]
-        if not all(same):
-            raise PolicyError(
-                f"rule {self.rule.name!r}: the forward is random; give outcomes= with all its outputs"
-            )
+        for one, other in zip(outputs, again, strict=True):
+            if not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
+                raise PolicyError(
+                    f"rule {self.rule.name!r}: the forward is random; give outcomes= with all its outputs"
+                )
         floating = [tensor.dtype for tensor in (*self.inputs, *outputs) if tensor.is_floating_point()]
-        dtype = max(floating, key=lambda each: torch.finfo(each).eps)
-        jacobian, self.kinks = self._differences(
-            lambda *moved: torch.cat([each.double().flatten() for each in _outputs(forward(*moved))]),
-            torch.finfo(dtype).eps,
-        )
-        working = self.inputs[self.numbers[0]].dtype
-        output = tuple(tensor.to(working) for tensor in outputs)
-        for _ in range(cotangents):
-            drawn = [torch.randn(one.shape, dtype=torch.float64, generator=generator) for one in outputs]
-            grads = tuple(one.to(working) for one in drawn)
-            one = len(outputs) == 1
-            self.by_rule.append(self._by_rule(grads[0] if one else grads, output[0] if one else output))
-            self.true.append(jacobian @ torch.cat([grad.double().flatten() for grad in grads]))
-        return dtype
+        return max(floating, key=lambda each: torch.finfo(each).eps)
 
-    def compare_expected(self, outcomes: Outcomes, losses: list[Callable[[Tensor], Tensor]]) -> None:
-        """Compare the rule's expected gradient with the gradient of the expected loss."""
-        for loss in losses:
-            by_rule = [
-                chance * self._by_rule(_gradient(loss, output), output)
+    def only_outcome(self, forward: Callable[..., Any]) -> Callable[..., list]:
+        """Return what a forward gives as its one outcome, in the dtype of the inputs."""
+        dtype = self.inputs[self.numbers[0]].dtype
+
+        def outcome(*inputs: Tensor) -> list:
+            outputs = tuple(tensor.to(dtype) for tensor in _outputs(forward(*inputs)))
+            return [(1.0, outputs[0] if len(outputs) == 1 else outputs)]
+
+        return outcome
+
+    def compare(self, outcomes: Callable[..., Any], losses: list[Callable], eps: float) -> None:
+        """Compare the rule's gradient with that of the loss, both as expected over all outcomes."""
+
+        def expected(*inputs: Tensor) -> Tensor:
+            found = list(outcomes(*inputs))
+            return torch.stack([sum(chance * of(output) for chance, output in found) for of in losses])
+
+        true, self.kinks = self._differences(expected, eps)
+        self.true = true.T
+        by_rule = [
+            sum(
+                chance * self._by_rule(_gradient(of, output), output)
                 for chance, output in outcomes(*self.inputs)
-            ]
-            true, kinks = self._differences(
-                lambda *moved, of=loss: torch.stack([p * of(y) for p, y in outcomes(*moved)]).sum(),
-                torch.finfo(torch.float64).eps,
             )
-            self.by_rule.append(torch.stack(by_rule).sum(0))
-            self.true.append(true.flatten())
-            self.kinks |= kinks
+            for of in losses
+        ]
+        self.by_rule = torch.stack(by_rule)
 
     def summary(self, tolerance: float, dtype: torch.dtype) -> RuleCheck:
         """Return the figures, over all inputs together and for each."""
@@ -255,7 +251,7 @@ class _Comparison:
             raise PolicyError(
                 f"rule {name!r}: every entry lies at a kink or jump of the forward; move the inputs"
             )
-        by_rule, true = torch.stack(self.by_rule), torch.stack(self.true)
+        by_rule, true = self.by_rule, self.true
         index = [
             (number, *position)
             for number in self.numbers
@@ -283,22 +279,20 @@ class _Comparison:
         return torch.cat([gradient.double().flatten() for gradient in flat])
 
     def _differences(self, forward: Callable[..., Tensor], eps: float) -> tuple[Tensor, Tensor]:
-        """Return the transposed Jacobian by central differences, and which entries lie at a kink or jump.
+        """Return the transposed Jacobian by central differences, and the entries that lie at a kink or jump.
 
         The step is the cube root of eps, the relative size of rounding, which balances that against
         truncation. Where the forward is smooth, what the differences to either side disagree by shrinks with
         the step.
         """
-        centre, unit = forward(*self.inputs).flatten(), eps ** (1 / 3)
+        centre, unit = forward(*self.inputs), eps ** (1 / 3)
         rows, kinks = [], []
         for number in self.numbers:
             for entry, value in enumerate(self.inputs[number].flatten().tolist()):
                 step = unit * max(1.0, abs(value))
                 gaps = []
                 for length in (step / 4, step):
-                    above, below = (
-                        forward(*self._moved(number, entry, by)).flatten() for by in (length, -length)
-                    )
+                    above, below = (forward(*self._moved(number, entry, by)) for by in (length, -length))
                     central = (above - below) / (2 * length)
                     gaps.append((above - 2 * centre + below).abs() / length)
                 rows.append(central)
@@ -320,14 +314,23 @@ def _outputs(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in result if tensor.is_floating_point())
 
 
-def _weighted_sum(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda output: (weight * output).sum()
+def _random_loss(output: Tensor | tuple[Tensor, ...], generator: torch.Generator) -> Callable:
+    """Return a random linear function of an output, in double precision."""
+    weights = [torch.randn(one.shape, dtype=torch.float64, generator=generator) for one in _outputs(output)]
+
+    def loss(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+        pairs = zip(weights, _outputs(output), strict=True)
+        return torch.stack([(weight * one.double()).sum() for weight, one in pairs]).sum()
+
+    return loss
 
 
-def _gradient(loss: Callable[[Tensor], Tensor], output: Tensor) -> Tensor:
+def _gradient(loss: Callable, output: Tensor | tuple[Tensor, ...]) -> Any:
+    """Return the gradient of a loss for an output, or for each of several."""
     with torch.enable_grad():
-        point = output.detach().requires_grad_()
-        return torch.autograd.grad(loss(point), point)[0]
+        point = map_tensors(lambda tensor: tensor.detach().requires_grad_(), output)
+        found = torch.autograd.grad(loss(point), tensors_in(point))
+    return found[0] if isinstance(output, Tensor) else found
 
 
 def _departure(

@@ -48,7 +48,7 @@ def install(
 
     Args:
         model: The model.
-        policies: The policies, by name or in a list. At one boundary the gradient meets them in this order.
+        policies: The policies, by name or in a list. At one boundary the gradient reaches them in this order.
         strict: Raise when the policies are removed where there is a warning otherwise.
         entry_points: For modules that are not entered through ``forward``: their names (``""`` for the model)
             and the methods that enter them.
@@ -96,7 +96,7 @@ class Installed(Displayed):
         }
         check_policies(self.policies, {name: placed.locations for name, placed in self._placed.items()})
         self._session = InstallSession(self._states)
-        # The rules on each parameter, with its name, in the order in which its gradient is to meet them.
+        # The rules on each parameter, with its name, in the order in which its gradient is to reach them.
         self._on_parameters: dict[int, list[tuple[str, RuleState]]] = {}
         for placed in self._placed.values():
             for name, parameter in placed.locations.parameters.items():

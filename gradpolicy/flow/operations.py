@@ -36,14 +36,12 @@ class Spelling:
     """The form of calls of one torch function.
 
     Args:
-        name: The function's own name, without underscores at either end.
         writes: True if it always writes its result into its first argument.
         second_first: True if it is a method of the operation's second input (``a.where(condition, b)``).
         draws_bits: True if it is ``bernoulli``. If a probability is given, the tensor that it is called on
             is no input.
     """
 
-    name: str
     writes: bool
     second_first: bool
     draws_bits: bool
@@ -229,7 +227,6 @@ def spelling_of(function: Function) -> Spelling:
     is_operator = name.startswith("__")
     in_place_operator = name.startswith("__i") and name.removeprefix("__i") in IN_PLACE_OPERATORS
     return Spelling(
-        name=name.strip("_"),
         writes=in_place_operator or (name.endswith("_") and not is_operator),
         second_first=function is Tensor.where,
         draws_bits=name.strip("_") == "bernoulli",
@@ -276,7 +273,9 @@ def _spellings(name: str) -> frozenset[Function]:
     for stem in SYNONYMS.get(name, (name,)):
         for namespace in NAMESPACES:
             found.update(f for form in (stem, f"{stem}_") if (f := _function(namespace, form)))
-        found.update(*map(_aten_functions, (stem, f"{stem}_")))
+        # Exported graphs call these. Methods that every object has are no operations.
+        packets = [getattr(torch.ops.aten, form, None) for form in (stem, f"{stem}_")]
+        found.update(*(_with_overloads(packet) for packet in packets if hasattr(packet, "overloads")))
         forms = (stem, f"{stem}_", *(f"__{prefix}{stem}__" for prefix in ("", "r", "i")))
         found.update(f for form in forms if (f := _function(Tensor, form)))
     return frozenset(found)
@@ -288,13 +287,6 @@ def _function(namespace: Any, name: str) -> Function | None:
         return None
     found = getattr(namespace, name, None)
     return None if not callable(found) or isinstance(found, type) or inspect.ismodule(found) else found
-
-
-def _aten_functions(name: str) -> list[Function]:
-    """Return the forms of ``torch.ops.aten.name``, which exported graphs call."""
-    packet = getattr(torch.ops.aten, name, None)
-    # Methods that every object has are no operations.
-    return _with_overloads(packet) if hasattr(packet, "overloads") else []
 
 
 def _with_overloads(packet: Any) -> list[Function]:

@@ -26,7 +26,7 @@ class ParameterRules:
         name: The parameter's qualified name.
         module: The module that holds it.
         attribute: Its name in that module.
-        states: The rules, in the order in which the gradient meets them.
+        states: The rules, in the order in which the gradient reaches them.
     """
 
     def __init__(self, name: str, module: nn.Module, attribute: str, states: Sequence[RuleState]) -> None:
@@ -96,7 +96,7 @@ class ParameterRules:
             A function that undoes it.
         """
         original = alias = cast(Tensor, self.module._parameters[self.attribute])
-        # The rule put on last is the first that the gradient meets.
+        # The rule put on last is the first that the gradient reaches.
         for bound_rule in reversed(self.bound_rules):
             if bound_rule.state.active:
                 bound_rule.state.note("matched", bound_rule.location)

@@ -34,7 +34,7 @@ class ReportRow:
         parameters: Names of the parameters that it matched.
         seen: What happened there so far.
         any_of: Whether one of the operations is enough, as for the default of ``StraightThrough``.
-        places: Where the gradient was to meet its rule: sides of modules that ran, and parameters. True for
+        places: Where the gradient was to reach its rule: sides of modules that ran, and parameters. True for
             those that were named one by one; of others, which a glob or class matched, one is enough.
         idle: The modules that it matched and whose forward never ran.
         aliases: Other names of what it matched, which it does not name and where it acts too.

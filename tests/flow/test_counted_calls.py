@@ -136,6 +136,11 @@ def test_two_policies_on_different_calls_of_one_operation_or_module():
             "'add' ran 0 times in the forward of module '0'",
         ),
         (
+            nn.Sequential(nn.ReLU()),
+            {"ops": "relu", "modules": "0"},
+            "'relu' ran once in the forward of module '0'",
+        ),
+        (
             Twice(),
             {"modules": "encoder"},
             "module 'encoder' ran 2 times in the outermost forward.* no call 2",

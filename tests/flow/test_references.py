@@ -141,8 +141,10 @@ def test_what_is_changed_after_the_installation_is_seen(kind, layers, batch):
 def test_a_relu_that_another_tool_wrapped_is_let_through_after_removal(
     layers, batch, parameter_gradients, same
 ):
-    plain = parameter_gradients(layers, batch)
+    layers[3].forward = lambda x: F.relu(x) + 1
+    plain, result = parameter_gradients(layers, batch), layers(batch)
     installed = gp.install(layers, [gp.Guided()])
+    assert torch.equal(layers(batch), result)
     ours = layers[1].forward
     layers[1].forward = lambda x: ours(x)
     with pytest.warns(UserWarning, match="was replaced"):
