@@ -1,4 +1,4 @@
-"""The policy that gives parameters learning rates and other settings of their own."""
+"""The policy that sets learning rates and other optimizer settings of parameters."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -12,13 +12,13 @@ from gradpolicy.policies import Policy, WhenLike
 from gradpolicy.where import Named, pick
 
 Settings = Mapping[str, Any]
-"""A factor on "lr", and other settings as they are; a function of the step (or epoch) count may give each."""
+"""A factor on "lr", and the values of other settings; each may be a function of the step (or epoch) count."""
 
 
 class LayerDecay(KnowsItsArguments):
     """A factor on the learning rate that falls from the output to the input: ``decay ** layers_after``.
 
-    The last layer of those that the pattern matches has the factor 1, the one before it ``decay``.
+    The last layer that the pattern matches has the factor 1, the one before it ``decay``.
 
     Args:
         decay: The factor from one layer to the one before it, above 0.
@@ -26,7 +26,7 @@ class LayerDecay(KnowsItsArguments):
             layers that :func:`~gradpolicy.masks.layers.find_layers` finds in the parameters.
 
     Raises:
-        PolicyError: If the decay is no number above 0.
+        PolicyError: If the decay is not a number above 0.
 
     Source: Clark et al. 2020, "ELECTRA", arXiv:2003.10555; Bao et al. 2021, "BEiT", arXiv:2106.08254.
 
@@ -51,7 +51,7 @@ class LayerDecay(KnowsItsArguments):
         """Return the factor of each parameter.
 
         Raises:
-            PolicyError: If a group matches none of them, or two have one in common.
+            PolicyError: If a group matches none of them, or two groups overlap.
         """
         if self.groups is None:
             layers = find_layers(parameters)
@@ -62,22 +62,23 @@ class LayerDecay(KnowsItsArguments):
 
 
 class Rates(Policy):
-    """Gives parameters learning rates, and other settings of their optimizer, of their own.
+    """Sets learning rates and other optimizer settings of parameters.
 
-    The first pattern that matches a parameter counts. Of several policies on one parameter the factors are
-    multiplied; another setting is the last one's. The optimizer's param groups, which learning-rate
-    schedulers, checkpoints and logs see, stay as they are: a factor is on the rate that a scheduler has set.
+    The first pattern that matches a parameter is used. If several policies match a parameter, their factors
+    are multiplied, and other settings are those of the last policy. The optimizer's param groups do not
+    change, so learning-rate schedulers, checkpoints and logs are not affected: the factor multiplies the
+    scheduler's rate.
 
     Args:
-        params: By glob on parameter names: a factor on the learning rate, or a dict of settings: the factor
-            as ``lr``, others (``weight_decay``, ``betas``, ``momentum`` …) as they are. A factor is a number,
-            a :class:`LayerDecay`, or a function of the step (or epoch) count that gives a number, as a
-            schedule of :mod:`gradpolicy.schedules` is; so may each other setting be.
-        when: When the policy holds; at other times its parameters have the settings of their param group.
+        params: A dict from globs on parameter names to factors on the learning rate, or to dicts of settings:
+            the factor as ``lr``, and the values of others (``weight_decay``, ``betas``, ``momentum`` …). A
+            factor is a number, a :class:`LayerDecay`, or a function of the step (or epoch) count, such as a
+            schedule of :mod:`gradpolicy.schedules`. Other settings may also be functions of the count.
+        when: When the policy is active; at other times its parameters have the settings of their param group.
 
     Raises:
-        PolicyError: For a factor that is no number of at least 0, a pattern with ``!``, or no pattern at all;
-            when training begins, if a pattern matches nothing, or only what one before it does, or the
+        PolicyError: For a factor that is not a number of at least 0, a pattern with ``!``, or no patterns;
+            when training starts, if a pattern matches nothing, or only parameters of earlier patterns, or the
             optimizer has no such setting.
 
     Example:
@@ -100,18 +101,18 @@ class Rates(Policy):
                 f"Rates.params: must be a dict from globs to factors or settings, got {shown(params)}"
             )
         self.params = {str(pattern): _checked(str(pattern), own) for pattern, own in params.items()}
-        # Whether a setting is a function of the count.
+        # True if a setting is a function of the count.
         self.varies = any(callable(value) for own in self.params.values() for value in own.values())
 
     def describe(self) -> list[str]:
-        """Return the arguments that tell this policy from others of its class, as a person writes them."""
+        """Return the arguments that distinguish this policy from others of its class, as code."""
         return [repr(self.params)]
 
     def settings_of(self, named: Mapping[str, Named]) -> dict[str, Settings]:
-        """Return the settings of each parameter that a pattern matches, functions of the count among them.
+        """Return the settings of each matched parameter, which may be functions of the count.
 
         Raises:
-            PolicyError: If a pattern matches nothing, or only what one before it does.
+            PolicyError: If a pattern matches nothing, or only parameters of earlier patterns.
         """
         found: dict[str, Settings] = {}
         for pattern, own in self.params.items():
@@ -126,7 +127,7 @@ class Rates(Policy):
         return found
 
     def course(self, named: Mapping[str, Named]) -> str:
-        """Return what the settings are at first, as in ``lr × 0.25 to 1, weight_decay 0.0``."""
+        """Return the initial settings as text, such as ``lr × 0.25 to 1, weight_decay 0.0``."""
         values: dict[str, dict[Any, None]] = {}
         for own in self.settings_of(named).values():
             for name, value in at(own, self.when.start).items():
@@ -135,12 +136,12 @@ class Rates(Policy):
 
 
 def at(settings: Settings, count: int) -> dict[str, Any]:
-    """Return settings as they are at a count of steps or epochs."""
+    """Return the settings at a count of steps or epochs."""
     return {name: value(count) if callable(value) else value for name, value in settings.items()}
 
 
 def combined(first: Settings, second: Settings) -> Settings:
-    """Return the settings of two policies on one parameter: the product of factors, the second's others."""
+    """Return the settings of two policies on one parameter: multiplied factors, and the second's others."""
     both = {**first, **second}
     return {**both, "lr": first["lr"] * second["lr"]} if "lr" in first and "lr" in second else both
 
@@ -165,7 +166,7 @@ def _number(key: str, value: Any) -> float:
 
 
 def _span(values: Iterable[Any]) -> str:
-    """Return one value, or the least and the greatest of several numbers."""
+    """Return one value, or the minimum and maximum of several numbers."""
     first, *others = values
     if others and all(isinstance(value, int | float) for value in (first, *others)):
         return f"{min(first, *others):g} to {max(first, *others):g}"

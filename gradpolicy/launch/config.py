@@ -36,11 +36,11 @@ from gradpolicy.launch.permissions import (
 VERSION_BASE = "1.3"
 # The plugin's own config has the same name. `hydra/launcher=submitit_slurm` means this project's.
 SAME_NAME = r"\s*'hydra/launcher/submitit_slurm' is validated against ConfigStore schema"
-# Hydra only warns of a directory that does not exist.
+# Hydra only warns of a missing directory.
 NOT_FOUND = r"provider=hydra\.searchpath"
-# Modules that import torch are imported where they are used, so that a wrong key is refused at once.
+# Modules that import torch are imported in functions, so that a wrong key is reported at once.
 
-# Lightning accepts less, and then divides by zero, or reverses gradients by a negative norm.
+# Minimum values. Lightning accepts lower ones, and then divides by zero, or reverses gradients.
 TRAINER_LEAST = {
     "accumulate_grad_batches": 1,
     "check_val_every_n_epoch": 1,
@@ -55,21 +55,21 @@ def _as_list(value: Any) -> Any:
 
 
 Node = dict[str, Any]
-# Groups that hold nodes by names of their own.
+# Groups whose nodes have names chosen by the user.
 NAMED_NODES = ("callbacks", "logger", "policy")
-# A config of the group that was taken away is null.
+# A removed config of the group is null.
 Group = dict[str, Node | None]
 Names = Annotated[list[str], BeforeValidator(_as_list)]
 
 
 class Strict(BaseModel):
-    """Has no keys but its own, and converts no text to a number."""
+    """A base model that forbids unknown keys, and does not convert strings to numbers."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class Extras(Strict):
-    """Output and checks besides the run."""
+    """Options for output and checks."""
 
     print_config: bool = False
     plan: bool = True
@@ -78,7 +78,7 @@ class Extras(Strict):
 
 
 class Paths(Strict):
-    """Where files are read and written."""
+    """The directories of files."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     root_dir: str
@@ -125,7 +125,7 @@ def check_config(config: DictConfig) -> Settings:
         The config with every reference in it resolved.
 
     Raises:
-        PolicyError: For wrong input.
+        PolicyError: For invalid input.
     """
     container = resolved(config)
     try:
@@ -140,8 +140,8 @@ def check_config(config: DictConfig) -> Settings:
     from gradpolicy.launch.targets import build_all
     from gradpolicy.policies import Policy
 
-    # Policies before what takes seconds to import. The optimizer before the model, which refers to it: a
-    # message should name the key that a person set.
+    # Policies before modules that take seconds to import. The optimizer before the model, which refers to it,
+    # so that the error names the key that the user set.
     for key in sorted(container, key=lambda key: (key != "policy", key == "model")):
         if isinstance(container[key], dict):
             check_arguments(container[key], key)
@@ -151,10 +151,10 @@ def check_config(config: DictConfig) -> Settings:
 
 
 def load_extensions(names: list[str]) -> None:
-    """Import the modules that register rules, masks or update rules of a person's own.
+    """Import the user's modules that register rules or update rules.
 
     Raises:
-        PolicyError: If one lies in a package that the person has not allowed, or cannot be imported.
+        PolicyError: If one is in a package that is not allowed, or cannot be imported.
     """
     for name in names:
         try:
@@ -216,13 +216,13 @@ def _first_problem(error: ValidationError, container: Node) -> PolicyError:
 
 @dataclass(frozen=True)
 class Source:
-    """Where configs come from.
+    """The directories of configs.
 
     Args:
         directory: The directory of configs.
-        name: The config at its top.
-        more: A second directory, from ``--config-dir``. If both hold a config of the same name, that in
-            `directory` counts.
+        name: The name of the primary config.
+        more: A second directory, from ``--config-dir``. If both have a config of the same name, the one in
+            `directory` is used.
     """
 
     directory: Path
@@ -231,13 +231,13 @@ class Source:
 
     @property
     def directories(self) -> list[Path]:
-        """Both directories, or the one there is."""
+        """All directories."""
         return [self.directory] if self.more is None else [self.directory, self.more]
 
 
 @contextmanager
 def hydra_at(source: Source) -> Iterator[Hydra]:
-    """Set Hydra up for compositions and runs, and take it down.
+    """Initialise Hydra for the block.
 
     Raises:
         PolicyError: If a directory does not exist.
@@ -249,7 +249,7 @@ def hydra_at(source: Source) -> Iterator[Hydra]:
     version.setbase(VERSION_BASE)
     search_path = create_config_search_path(str(source.directory))
     if source.more is not None:
-        # Before Hydra is set up, since it reads the search path once.
+        # Before Hydra is initialised, since it reads the search path once.
         search_path.prepend("command-line", f"file://{source.more}", SearchPathQuery(provider="schema"))
     former = HydraConfig.instance().cfg
     GlobalHydra.instance().clear()
@@ -264,17 +264,17 @@ def hydra_at(source: Source) -> Iterator[Hydra]:
 
 
 def check_job(config: DictConfig, overrides: Sequence[str]) -> Settings:
-    """Check a composed job, including what Hydra itself would build for it; build nothing.
+    """Check a composed job, including the objects that Hydra itself would build; build nothing.
 
     Args:
         config: The job, with Hydra's part.
-        overrides: Those of the command line, which may set more than a config may.
+        overrides: Those of the command line, which may set more keys than a config.
 
     Returns:
         The job's part, resolved.
 
     Raises:
-        PolicyError: For wrong input.
+        PolicyError: For invalid input.
     """
     check_hydra(config, overrides)
     check_not_from_config(config, overrides)
@@ -288,11 +288,11 @@ def check_job(config: DictConfig, overrides: Sequence[str]) -> Settings:
 
 
 def compose_job(source: Source, overrides: list[str]) -> DictConfig:
-    """Compose one job's config, Hydra's own part included; within :func:`hydra_at`.
+    """Compose one job's config, including Hydra's own part; call it within :func:`hydra_at`.
 
     Raises:
-        PolicyError: For a choice or key that does not exist, with the nearest ones that do, and for whatever
-            else Hydra cannot compose.
+        PolicyError: For a choice or key that does not exist, with the nearest ones, and for other errors of
+            composition.
     """
     for override in parsed(overrides):
         if not override.key_or_group:
@@ -301,7 +301,7 @@ def compose_job(source: Source, overrides: list[str]) -> DictConfig:
     try:
         config = compose(source.name, overrides, return_hydra_config=True)
     except Exception as error:
-        # Hydra raises errors of any kind for strange input, such as a name that is too long for a file.
+        # Hydra raises various errors for unusual input, such as a name that is too long for a file.
         raise _explained(error, source, overrides) from error
     _check_choices(config, source, overrides)
     with read_write(config), open_dict(config):
@@ -312,9 +312,9 @@ def compose_job(source: Source, overrides: list[str]) -> DictConfig:
 
 
 def default_config() -> DictConfig | None:
-    """Return the running job's config without overrides; None where Hydra is not set up.
+    """Return the running job's config without overrides; None if Hydra is not initialised.
 
-    A launcher that runs jobs in processes of its own does not set Hydra up there.
+    A launcher that runs jobs in separate processes does not initialise Hydra there.
     """
     if not GlobalHydra.instance().is_initialized() or not HydraConfig.initialized():
         return None
@@ -322,7 +322,7 @@ def default_config() -> DictConfig | None:
 
 
 def fixed_overrides(overrides: list[str]) -> list[str]:
-    """Return the overrides that do not sweep, which all jobs have in common."""
+    """Return the overrides without sweeps, which all jobs have in common."""
     return [
         line
         for line, override in zip(overrides, parsed(overrides), strict=True)
@@ -331,10 +331,10 @@ def fixed_overrides(overrides: list[str]) -> list[str]:
 
 
 def jobs_of(config: DictConfig, overrides: list[str]) -> list[list[str]]:
-    """List the overrides of each job of a sweep, as Hydra's own sweeper makes them.
+    """Return the overrides of each job of a sweep, as Hydra's own sweeper determines them.
 
     Returns:
-        Nothing if they are not known beforehand: another sweeper draws values, from intervals for instance.
+        The overrides; empty if they are not known in advance, as with another sweeper that draws values.
     """
     from_config = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
     every = parsed([*from_config, *overrides])
@@ -347,10 +347,10 @@ def jobs_of(config: DictConfig, overrides: list[str]) -> list[list[str]]:
 
 
 def _check_choices(config: DictConfig, source: Source, overrides: list[str]) -> None:
-    """Refuse a chosen file that is no mapping: Hydra takes nothing from it, and says nothing.
+    """Check that the chosen files are mappings; Hydra would silently ignore others.
 
     Raises:
-        PolicyError: For the first.
+        PolicyError: For the first that is not.
     """
     # Hydra does not record the choice of several configs of a group.
     values = {override.key_or_group: override.value() for override in parsed(overrides)}
@@ -371,8 +371,8 @@ def _check_choices(config: DictConfig, source: Source, overrides: list[str]) -> 
 
 
 def _explained(error: Exception, source: Source, overrides: Sequence[str]) -> PolicyError:
-    """Return Hydra's message under the key of the first override that does not compose, with near names."""
-    # Choices of groups first: they decide which keys there are.
+    """Return Hydra's message with the key of the first override that fails, and the nearest names."""
+    # Choices of groups first, since they determine the keys.
     ordered = sorted(parsed(overrides), key=lambda override: not _choices(override.key_or_group, source))
 
     @cache
@@ -414,7 +414,7 @@ def _choices(group: str, source: Source) -> list[str]:
 
 
 def _missing_key(config: DictConfig, key: str) -> str | None:
-    """Say which part of a key a config does not have, with the nearest that it has; None if it has all."""
+    """Return a message with the missing part of a key and the nearest names; None if the key exists."""
     node: Any = config
     parts = key.replace("/", ".").split(".")
     for depth, part in enumerate(parts):
