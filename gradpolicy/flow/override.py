@@ -22,7 +22,7 @@ from gradpolicy.flow.operation_rule import TableRule, rules_for
 from gradpolicy.flow.operation_tables import Function
 from gradpolicy.flow.operations import Operation, as_rule, name_of, resolve_operation
 from gradpolicy.flow.policy_report import NEVER_FLOATING, ReportRow, report_unmet
-from gradpolicy.flow.rule_state import RuleState, Seen, acted_in_compiled_code, warn_of_uncarried
+from gradpolicy.flow.rule_state import RuleState, Seen, warn_of_uncarried
 from gradpolicy.flow.tracing import MADE, check_constant, make_once
 from gradpolicy.rules.registry import Rule, RuleFunction
 
@@ -132,7 +132,7 @@ class Block(DispatchMode):
         if self._has_warned or not (self.states.keys() - seen.matched.keys() or seen.opaque or seen.lost):
             return
         seen.ran |= {name_of(function) for function in self.table.seen}
-        names = tuple(name for name, state in self.states.items() if not acted_in_compiled_code(state))
+        names = tuple(name for name, state in self.states.items() if not state.acted_in_compiled_code)
         row = ReportRow(self.subject, operations=names, seen=seen)
         self._has_warned = bool(row.unmet) and not self.strict
         report_unmet(self.subject, row, strict=self.strict)

@@ -162,12 +162,17 @@ class RuleState:
         self.norms = GradientNorms()
         self.observer: FlowObserver | None = None
         self.seen = Seen()
+        # Of a gradient_override, of which compiled code counts nothing.
+        self.acted_in_compiled_code = False
         self._take_key()
 
     def note(self, kind: str, what: Any, warning: str = "") -> None:
         """Add to one of the counts or sets of :class:`Seen`, and give a warning if it is new there."""
         if is_compiling():
             _note_while_tracing(self.key, kind, what, warning)
+            if self.policy is None and kind == "matched":
+                # Compiled code does this whenever it runs, and so tells each block.
+                self.acted_in_compiled_code = True
             return
         if self.seen.add(kind, what) and warning:
             warn_user(warning)
@@ -316,11 +321,6 @@ def warn_of_uncarried(subject: str, message: str, keys: tuple[str, ...]) -> None
     for key in keys:
         if (key, "discrete") in _NOTED_OF_BLOCKS and (key, "matched") not in _NOTED_OF_BLOCKS:
             warn_user(f"{subject}: the result of {key.partition(': ')[0]!r} {message}")
-
-
-def acted_in_compiled_code(state: RuleState) -> bool:
-    """Return True if a rule of a ``gradient_override`` acted in code that was compiled in this process."""
-    return (state.key, "matched") in _NOTED_OF_BLOCKS
 
 
 def _lost_message(operation: str, function: str, is_index: bool) -> str:

@@ -197,6 +197,18 @@ def test_a_block_round_compiled_code_uses_its_own_rule_and_compiles_once_for_eac
     assert graphs[-1] - graphs[0] == 1
 
 
+def test_an_eager_block_says_what_never_ran_though_compiled_code_met_it_before(recwarn):
+    compiled = torch.compile(lambda x: torch.relu(x) * 2, backend="eager", fullgraph=True)
+    x = torch.randn(3, requires_grad=True)
+    for _ in range(2):
+        with gp.gradient_override({"relu": "guided_relu"}):
+            compiled(x).sum()
+    assert not recwarn.list
+    override = gp.gradient_override({"relu": "guided_relu"})
+    with pytest.warns(UserWarning, match="'relu' was never met"), override:
+        torch.tanh(x)
+
+
 def test_a_block_within_code_that_breaks_is_left_to_eager_mode(batch, gradient):
     def breaks(x):
         with gp.gradient_override({"round": "identity"}):
