@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradpolicy.checks import BIAS_CORRECTIONS, FROZEN_STATES, check_choice
+from gradpolicy.checks import BIAS_CORRECTIONS, BUFFERS, FROZEN_STATES, check_choice
 from gradpolicy.errors import KnowsItsArguments, PolicyError, shown, under, unknown
 from gradpolicy.flow.locations import RulePlacement
 from gradpolicy.flow.operations import find_rule
@@ -432,10 +432,13 @@ class Freeze(Policy):
         frozen_state: What happens to the optimizer state of an entry while it is frozen: ``"keep"``,
             ``"zero"`` or ``"drop"``.
         bias_correction: ``"entry"`` (by each entry's age) or ``"tensor"`` (by the tensor's step count).
+        buffers: What happens to modules whose parameters it freezes as a whole: ``"move"`` (nothing: running
+            statistics and dropout go on), ``"hold"`` (running statistics keep their bits) or ``"eval"``
+            (they work as in evaluation: they normalise with their running statistics, and drop nothing).
         when: When the policy is active; at other times all its parameters train.
 
     Raises:
-        PolicyError: For an unknown frozen_state or bias_correction, no params, or an invalid mask.
+        PolicyError: For an unknown frozen_state, bias_correction or buffers, no params, or an invalid mask.
     """
 
     def __init__(
@@ -445,6 +448,7 @@ class Freeze(Policy):
         params: str | Iterable[str] = "*",
         frozen_state: str = "keep",
         bias_correction: str = "entry",
+        buffers: str = "move",
         when: WhenLike = None,
     ) -> None:
         super().__init__(when)
@@ -454,6 +458,7 @@ class Freeze(Policy):
             raise PolicyError("Freeze.params: names no parameter; '*' means all of them")
         self.frozen_state = check_choice("Freeze.frozen_state", frozen_state, FROZEN_STATES)
         self.bias_correction = check_choice("Freeze.bias_correction", bias_correction, BIAS_CORRECTIONS)
+        self.buffers = check_choice("Freeze.buffers", buffers, BUFFERS)
 
     def describe(self) -> list[str]:
         """Return the arguments that distinguish this policy from others of its class, as code."""
@@ -462,6 +467,8 @@ class Freeze(Policy):
             f"params={list(self.params)}",
             f"frozen_state={self.frozen_state!r}",
             f"bias_correction={self.bias_correction!r}",
+            # As before there was a choice: checkpoints compare this.
+            *([f"buffers={self.buffers!r}"] if self.buffers != "move" else []),
         ]
 
 

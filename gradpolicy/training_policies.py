@@ -25,7 +25,7 @@ from gradpolicy.flow.install import Installed
 from gradpolicy.flow.policy_checks import check_cuts, remarks
 from gradpolicy.flow.policy_report import check_operations
 from gradpolicy.freezing import Freezer
-from gradpolicy.freezing.diagnostics import buffer_warnings, changed_buffers, copy_buffers
+from gradpolicy.freezing.diagnostics import copy_buffers, moving_parts, moving_warnings
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.measurements import Measured, Measurements
 from gradpolicy.optim import MaskedOptimizer
@@ -228,17 +228,19 @@ class TrainingPolicies:
 
     def _finish_step(self, *_: Any) -> None:
         if self.freezer is not None:
-            self._warn_of_changed_buffers(self.freezer)
+            self._warn_of_what_moves(self.freezer)
 
-    def _warn_of_changed_buffers(self, freezer: Freezer) -> None:
-        """Warn, after the first step, of buffers that changed in layers with frozen parameters."""
+    def _warn_of_what_moves(self, freezer: Freezer) -> None:
+        """Warn, after the first step, of what moves in modules with frozen parameters."""
         if self._buffers is None:
             return
         (model, before), self._buffers = self._buffers, None
-        changed = changed_buffers(before, model)
+        moving = moving_parts(before, model)
         names = [name for name, p in named_parameters(model).items() if p.requires_grad or is_turned_off(p)]
-        if changed:
-            self._warn_of(buffer_warnings(freezer.frozen_tensors(), changed, names))
+        buffers = {
+            name: policy.buffers for name, policy in self.policies.items() if isinstance(policy, Freeze)
+        }
+        self._warn_of(moving_warnings(freezer.frozen_tensors(), moving, names, buffers))
 
     def _remove(self, *, quiet: bool = True) -> None:
         if self.installed is not None:

@@ -1,4 +1,4 @@
-"""Warnings of tensors that train without a gradient, and of changing buffers in frozen layers."""
+"""Warnings of tensors that train without a gradient, and of what moves in frozen modules."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gradpolicy.errors import shortened
+from gradpolicy.freezing.still import drops
 from gradpolicy.where import plain_name
 
 MOST_UPDATES = 100
@@ -126,7 +127,10 @@ def _trains_by(gradient: Tensor) -> bool:
     return bool(gradient.any())
 
 
-# ---- buffers
+# ---- what moves in frozen modules
+
+DROPOUT = "dropout"
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def copy_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -145,29 +149,48 @@ def changed_buffers(before: Mapping[str, Tensor], model: nn.Module) -> dict[str,
     return changed
 
 
-def buffer_warnings(
-    frozen: Mapping[str, Collection[str]], changed: Mapping[str, list[str]], parameters: Iterable[str]
+def moving_parts(before: Mapping[str, Tensor], model: nn.Module) -> dict[str, list[str]]:
+    """Return what moves beside parameters, by module: buffers that have changed, and dropout."""
+    moving = changed_buffers(before, model)
+    for raw_name, module in model.named_modules():
+        if drops(module):
+            moving.setdefault(plain_name(raw_name), []).append(DROPOUT)
+    return moving
+
+
+def moving_warnings(
+    frozen: Mapping[str, Collection[str]],
+    moving: Mapping[str, list[str]],
+    parameters: Iterable[str],
+    buffers: Mapping[str, str],
 ) -> Iterator[str]:
-    """Yield a line for each freeze policy under which a layer's parameters freeze and its buffers change.
+    """Yield lines for each freeze policy under which a module's parameters freeze and something else moves.
 
     Args:
         frozen: For each policy, the parameters that it freezes as a whole, now or at some time.
-        changed: The buffers that a training step changed, by module.
+        moving: What moves in a training step in which nothing is kept still, by module.
         parameters: The names of all parameters that train or that a policy freezes.
+        buffers: What each policy wants of buffers: "move", "hold" or "eval".
     """
     names = list(parameters)
     for policy, keys in frozen.items():
-        modules = {
-            module: buffers
-            for module, buffers in changed.items()
-            if (own := _own_parameters(module, names)) and set(own) <= set(keys)
-        }
-        if modules:
-            buffers = list(dict.fromkeys(buffer for found in modules.values() for buffer in found))
+        own = {module: _own_parameters(module, names) for module in moving}
+        modules = [module for module, inside in own.items() if inside and set(inside) <= set(keys)]
+        found: dict[str, list[str]] = {}
+        for module in modules if buffers[policy] != "eval" else ():
+            for part in moving[module]:
+                if part not in STATISTICS or buffers[policy] != "hold":
+                    found.setdefault(part, []).append(module)
+        # What the same modules have is one line.
+        parts: dict[tuple[str, ...], list[str]] = {}
+        for part, holders in found.items():
+            parts.setdefault(tuple(holders), []).append(part)
+        for holders, own_parts in parts.items():
+            does = "drawing" if own_parts == [DROPOUT] else "changing"
             yield (
-                f"{policy}: freezing stops parameters, not buffers: {shortened(list(modules), most=8)} "
-                f"{'goes' if len(modules) == 1 else 'go'} on changing {', '.join(buffers)} while frozen; "
-                "call eval() on what is to stand still as a whole"
+                f"{policy}: freezing stops parameters, not {'dropout' if does == 'drawing' else 'buffers'}: "
+                f"{', '.join(holders)} {'goes' if len(holders) == 1 else 'go'} on {does} "
+                f"{', '.join(own_parts)} while frozen; with buffers: eval of the policy they stand still"
             )
 
 

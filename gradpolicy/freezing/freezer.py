@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, nearest, shortened, shown, under, warn_user
 from gradpolicy.freezing.diagnostics import MissingGradients
-from gradpolicy.freezing.requires_grad import RequiresGrad
+from gradpolicy.freezing.requires_grad import RequiresGrad, is_turned_off
 from gradpolicy.freezing.row_gradients import set_rows, set_whole
+from gradpolicy.freezing.still import StillModules
 from gradpolicy.masks.base import MaskSource, StaticSource
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.policies import Freeze
@@ -89,6 +90,7 @@ class Freezer:
         self._seed, self._model = seed, model
         self._requires_grad = RequiresGrad(model)
         self._missing = MissingGradients()
+        self._still = StillModules(model)
         # Empty at first: an optimizer may have masks of its own from a checkpoint.
         self._combined: dict[str, Mask] = {}
         # The step whose masks are set; None before the first, and after a state is loaded.
@@ -235,6 +237,7 @@ class Freezer:
             self._update_masks(concerned)
             training = {name for name in self.parameters if self._combined.get(name) is not False}
             self._warn_of_missing(self._missing.follow(training))
+            self._keep_still()
         self._apply([each for each in bound if each in resetting or (each.in_effect and changes[each.name])])
         self._toggle(bool(changed))
         self._set_settings(phase)
@@ -304,6 +307,7 @@ class Freezer:
         """Give every parameter the ``requires_grad`` and the settings it was found with; masks stay."""
         self._requires_grad.restore()
         self._compute_whole()
+        self._still.release()
         self._step = None
         if self._settings_at is not None:
             self._settings_at = None
@@ -450,6 +454,16 @@ class Freezer:
             frozen = {name for name, mask in self._combined.items() if mask is False}
             self._requires_grad.turn_off(frozen - wanted)
             self._compute_rows(wanted)
+
+    def _keep_still(self) -> None:
+        """Keep modules still that policies freeze as a whole, if they say so."""
+        frozen: dict[str, set[Tensor]] = {"move": set(), "hold": set(), "eval": set()}
+        for each in self._policies.values():
+            if each.in_effect:
+                own = {each.parameters[name] for name, mask in each.masks.items() if mask is False}
+                frozen[each.policy.buffers] |= own
+        held = (p for own in self._held.values() for p in own if p.requires_grad or is_turned_off(p))
+        self._still.keep(frozen["hold"], frozen["eval"], {*held, *self.parameters.values()})
 
     def _compute_rows(self, wanted: set[str]) -> None:
         """Compute the gradients of active rows alone where a mask is of rows and no source needs the rest."""

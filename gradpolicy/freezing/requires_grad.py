@@ -1,6 +1,7 @@
 """Switch ``requires_grad`` off for a while, so that the backward pass skips frozen tensors."""
 
 from collections.abc import Collection, Iterable
+from math import prod
 from typing import Any
 
 import torch
@@ -159,7 +160,8 @@ def guard_group_norms(model: nn.Module) -> list[RemovableHandle]:
     """Keep GroupNorm from crashing where its input needs no gradient.
 
     In torch 2.13 the backward pass of GroupNorm on a CPU ends the process where the input is in
-    channels_last and needs no gradient, and the norm's own parameters do. The input is made to require one.
+    channels_last, or is a slice of such a tensor, and needs no gradient, and the norm's own parameters do.
+    Exactly there the input is made to require one.
 
     Returns:
         The handles of the forward hooks, to be removed.
@@ -174,6 +176,12 @@ def guard_group_norms(model: nn.Module) -> list[RemovableHandle]:
 def _require_input_gradient(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not inputs:
         return None
-    needed = inputs[0].device.type == "cpu" and not inputs[0].requires_grad
+    needed = inputs[0].device.type == "cpu" and not inputs[0].requires_grad and _is_channels_last(inputs[0])
     trains = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
     return (inputs[0].detach().requires_grad_(),) if needed and trains else None
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    # As GroupNorm decides it, by the order of strides: so slices count, but not 1 x 1 images.
+    is_image = tensor.dim() in (4, 5) and prod(tensor.shape[2:]) > 1
+    return is_image and tensor.stride(1) <= min(tensor.stride()[2:])

@@ -19,7 +19,7 @@ from gradpolicy.flow.install import deactivate, name_policies
 from gradpolicy.flow.policy_checks import check_cuts
 from gradpolicy.flow.policy_checks import remarks as flow_remarks
 from gradpolicy.flow.policy_report import check_operations
-from gradpolicy.freezing.diagnostics import buffer_warnings, changed_buffers, copy_buffers
+from gradpolicy.freezing.diagnostics import copy_buffers, moving_parts, moving_warnings
 from gradpolicy.freezing.freezer import check_same_options
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.masks.base import MaskSource
@@ -94,7 +94,7 @@ def plan(
         divided = tuple(divided_factors(policies, optimized, trained_by))
         buffers = copy_buffers(duplicate)
         rows, gradients, partly, acting = _flow_rows(duplicate, flow, step)
-        changed = changed_buffers(buffers, duplicate)
+        moving = moving_parts(buffers, duplicate)
         parameters = _trainable(duplicate)
         sizes = {name: parameter.numel() for name, parameter in parameters.items()}
         sources, masks = _freeze_masks(freeze, matched, duplicate, gradients, seed)
@@ -127,7 +127,12 @@ def plan(
             *flow_remarks(flow),
             *divided,
             *put_back,
-            *buffer_warnings(_frozen_tensors(masks, sources), changed, sizes),
+            *moving_warnings(
+                _frozen_tensors(masks, sources),
+                moving,
+                sizes,
+                {name: policy.buffers for name, policy in freeze.items()},
+            ),
         ),
         modules=_modules(model, planned),
     )

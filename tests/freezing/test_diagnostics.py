@@ -8,7 +8,7 @@ from torch import nn
 
 import gradpolicy as gp
 from gradpolicy.freezing import Freezer
-from gradpolicy.freezing.diagnostics import buffer_warnings, changed_buffers, copy_buffers
+from gradpolicy.freezing.diagnostics import changed_buffers, copy_buffers, moving_parts, moving_warnings
 
 
 class Branches(nn.Module):
@@ -148,9 +148,24 @@ def test_a_training_step_of_a_batch_norm_changes_its_statistics():
     assert changed_buffers(before, model) == {"1": ["running_mean", "running_var", "num_batches_tracked"]}
 
 
-def test_only_a_layer_that_is_frozen_as_a_whole_is_named():
-    changed = {"norm": ["running_mean"]}
-    parameters = ["norm.weight", "norm.bias", "head.weight"]
-    assert not list(buffer_warnings({"half": {"norm.weight"}}, changed, parameters))
-    (line,) = buffer_warnings({"all": {"norm.weight", "norm.bias"}}, changed, parameters)
-    assert line.startswith("all: freezing stops parameters, not buffers: norm goes on changing running_mean")
+def test_what_moves_in_a_module_that_is_frozen_as_a_whole_is_named_and_what_a_policy_keeps_still_is_not():
+    model = nn.ModuleDict(
+        {"norm": nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.1)), "head": nn.Linear(2, 1)}
+    )
+    before = copy_buffers(model)
+    model["norm"](torch.randn(4, 2))
+    moving = moving_parts(before, model)
+    parameters = [name for name, _ in model.named_parameters()]
+
+    def lines(frozen, buffers):
+        return list(moving_warnings({"own": frozen}, moving, parameters, {"own": buffers}))
+
+    assert not lines({"norm.0.weight"}, "move")
+    whole = {"norm.0.weight", "norm.0.bias"}
+    statistics, dropout = lines(whole, "move")
+    assert statistics.startswith(
+        "own: freezing stops parameters, not buffers: norm.0 goes on changing running_mean, running_var"
+    )
+    assert dropout.startswith("own: freezing stops parameters, not dropout: norm.1 goes on drawing dropout")
+    assert lines(whole, "hold") == [dropout]
+    assert lines(whole, "eval") == []

@@ -1,0 +1,206 @@
+"""Freeze(buffers=…): what a policy freezes as a whole stands still."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import gradpolicy as gp
+from gradpolicy.errors import PolicyError
+
+
+class DropPath(nn.Module):
+    """Stochastic depth as timm and torchvision write it."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop_prob = 0.3
+
+    def forward(self, x):
+        kept = (torch.rand(len(x), 1) >= self.drop_prob) / (1 - self.drop_prob)
+        return x * kept if self.training else x
+
+
+class Block(nn.Module):
+    """Everything that moves beside parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.path, self.drop = DropPath(), nn.Dropout(0.2)
+        self.attention = nn.MultiheadAttention(6, 2, dropout=0.2)
+
+    def forward(self, x):
+        x = x + self.path(self.drop(self.norm(self.linear(x))))
+        x = F.dropout(x, 0.1, self.training)
+        return x + self.attention(x, x, x)[0]
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), nn.Dropout(0.1), nn.Linear(6, 2))
+
+
+X = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
+
+
+def first(buffers, mask=False):
+    return {
+        "first": gp.Freeze(gp.masks.Fixed(mask) if mask is False else mask, params="0.*", buffers=buffers)
+    }
+
+
+def blocks_in_turn(name, parameter, step):
+    return step // 3 % 2 == int(name[0])
+
+
+def train(model, policies, steps, *, each=lambda model, optimizer, step: None, optimizer=None, state=None):
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.05)
+    with gp.training(model, optimizer, policies, seed=0) as wrapped:
+        if state is not None:
+            wrapped.load_state_dict(state)
+        for step in steps:
+            each(model, wrapped, step)
+            torch.manual_seed(step)
+            model(X + step).square().mean().backward()
+            wrapped.step()
+            wrapped.zero_grad()
+        return copy.deepcopy(wrapped.state_dict())
+
+
+def watched(part):
+    """A list that gets the outputs of a part for the same input, at each call."""
+    outputs = []
+
+    def watch(module, args, output):
+        outputs.append((module.forward(X).detach(), output.detach()))
+
+    part.register_forward_hook(watch)
+    return outputs
+
+
+def bits_of(part):
+    return {name: buffer.clone() for name, buffer in part.named_buffers()}
+
+
+@pytest.mark.parametrize("buffers", ["move", "hold", "eval"])
+def test_the_output_of_a_frozen_part_is_the_same_in_each_step_where_it_is_in_evaluation(model, buffers):
+    before, outputs = bits_of(model[0]), watched(model[0])
+    train(model, first(buffers), range(4), each=lambda model, optimizer, step: model.train())
+    same = [torch.equal(one, outputs[0][0]) for one, _ in outputs]
+    assert same == [True] + [buffers == "eval"] * 3
+    after = bits_of(model[0])
+    assert all(torch.equal(before[name], after[name]) for name in before) == (buffers != "move")
+    assert all(module.training for module in model.modules())
+
+
+def test_held_statistics_do_not_normalise_but_are_there_for_evaluation(model):
+    norm, seen = model[0].norm, []
+    norm.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
+    policies = first("hold")
+
+    def validate(model, optimizer, step):
+        model.eval()
+        model(X)
+        model.train()
+
+    train(model, policies, range(2), each=validate)
+    (x, evaluated), (z, trained), *_ = seen
+    wanted = F.batch_norm(z, None, None, norm.weight, norm.bias, training=True)
+    assert torch.equal(trained, wanted)
+    wanted = F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias)
+    assert torch.equal(evaluated, wanted)
+
+
+@pytest.mark.parametrize("buffers", ["hold", "eval"])
+def test_a_part_that_thaws_moves_on_from_where_it_stood_as_by_hand(model, buffers):
+    by_hand = copy.deepcopy(model)
+    policies = {"turns": gp.Freeze(blocks_in_turn, params=["0.*", "1.*"], buffers=buffers)}
+    train(model, policies, range(8), each=lambda model, optimizer, step: model.train())
+    optimizer = torch.optim.AdamW(by_hand.parameters(), lr=0.05)
+    # Nothing but masks, on a copy that a person keeps still.
+    policies = {"turns": gp.Freeze(blocks_in_turn, params=["0.*", "1.*"])}
+
+    def keep_still(model, optimizer, step):
+        frozen, other = model[1 - step // 3 % 2], model[step // 3 % 2]
+        other.train()
+        frozen.train(buffers == "hold")
+        for part in (frozen, other):
+            part.norm.track_running_stats = buffers != "hold" or part is other
+
+    train(by_hand, policies, range(8), each=keep_still, optimizer=optimizer)
+    for one, other in zip(model.state_dict().values(), by_hand.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("buffers", ["hold", "eval"])
+@pytest.mark.parametrize("stop", [2, 4])
+def test_a_resumed_run_ends_with_the_same_bits(model, buffers, stop):
+    policies = {"turns": gp.Freeze(blocks_in_turn, params=["0.*", "1.*"], buffers=buffers)}
+    other, resumed = copy.deepcopy(model), copy.deepcopy(model)
+    train(model, policies, range(8))
+    state = train(other, copy.deepcopy(policies), range(stop))
+    resumed.load_state_dict(other.state_dict())
+    train(resumed, copy.deepcopy(policies), range(stop, 8), state=state)
+    for one, two in zip(model.state_dict().values(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_only_what_is_frozen_as_a_whole_stands_still(model):
+    """Neither a norm of which the bias trains, nor a dropout between what freezes and what trains."""
+    mask = gp.masks.Fixed(["*norm.bias", "3.*"])
+
+    def check(model, optimizer, step):
+        if step:
+            still = {name for name, module in model.named_modules() if not module.training}
+            assert still == {
+                *(f"{block}.{part}" for block in "01" for part in ("linear", "attention")),
+                *(f"{block}.attention.out_proj" for block in "01"),
+            }
+
+    train(model, {"most": gp.Freeze(mask, buffers="eval")}, range(2), each=check)
+
+
+def test_what_a_person_had_in_evaluation_is_so_after_a_thaw(model):
+    model[0].norm.eval()
+    train(model, first("eval"), range(1))
+    assert not model[0].norm.training
+    assert model[0].drop.training
+
+
+def test_a_copy_made_meanwhile_is_evaluated_and_saved_as_any_other(model):
+    copies = []
+
+    def check(model, optimizer, step):
+        if step:
+            copies.append(copy.deepcopy(model).eval())
+
+    train(model, first("eval"), range(2), each=check)
+    assert copies[0].state_dict().keys() == model.state_dict().keys()
+    assert torch.equal(copies[0][0](X), model.eval()[0](X))
+
+
+def test_compiled_code_follows(model):
+    compiled = copy.deepcopy(model)
+    policies = {"turns": gp.Freeze(blocks_in_turn, params=["0.*", "1.*"], buffers="eval")}
+    train(model, policies, range(8))
+    before = copy.deepcopy(policies)
+    compiled.compile(backend="eager")
+    train(compiled, before, range(8))
+    torch.testing.assert_close(compiled.state_dict(), model.state_dict())
+
+
+def test_an_instance_norm_cannot_be_held():
+    model = nn.Sequential(nn.InstanceNorm1d(2, affine=True, track_running_stats=True), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    policies = {"norm": gp.Freeze(False, params="0.*", buffers="hold")}
+    with (
+        gp.training(model, optimizer, policies),
+        pytest.raises(PolicyError, match="'hold' cannot keep the running statistics of '0'"),
+    ):
+        model(torch.randn(3, 2, 4))
+    with pytest.raises(PolicyError, match=r"Freeze\.buffers"):
+        gp.Freeze(False, buffers="still")
