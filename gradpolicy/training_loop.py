@@ -270,6 +270,13 @@ class _Loop(TrainingPolicies):
             over: True if the previous update is over, False if this one continues with loaded masks.
             late: True if the backward pass is running or over.
         """
+        if late and any(
+            isinstance(each, Freeze) and each.buffers != "move" for each in self.policies.values()
+        ):
+            raise PolicyError(
+                "gradpolicy.training: modules can be kept still (Freeze.buffers) only if the model itself is "
+                "called before the backward pass, and not compiled as a whole: compile its parts"
+            )
         if late and self.freezer is not None:
             # It is too late to set masks for this forward pass: a tensor that thaws may get no gradient.
             held = self.freezer.parameters.values()

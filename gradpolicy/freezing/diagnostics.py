@@ -173,25 +173,29 @@ def moving_warnings(
         buffers: What each policy wants of buffers: "move", "hold" or "eval".
     """
     names = list(parameters)
+    own = {module: set(_own_parameters(module, names)) for module in moving}
     for policy, keys in frozen.items():
-        own = {module: _own_parameters(module, names) for module in moving}
-        modules = [module for module, inside in own.items() if inside and set(inside) <= set(keys)]
-        found: dict[str, list[str]] = {}
-        for module in modules if buffers[policy] != "eval" else ():
-            for part in moving[module]:
-                if part not in STATISTICS or buffers[policy] != "hold":
-                    found.setdefault(part, []).append(module)
-        # What the same modules have is one line.
-        parts: dict[tuple[str, ...], list[str]] = {}
-        for part, holders in found.items():
-            parts.setdefault(tuple(holders), []).append(part)
-        for holders, own_parts in parts.items():
-            does = "drawing" if own_parts == [DROPOUT] else "changing"
-            yield (
-                f"{policy}: freezing stops parameters, not {'dropout' if does == 'drawing' else 'buffers'}: "
-                f"{', '.join(holders)} {'goes' if len(holders) == 1 else 'go'} on {does} "
-                f"{', '.join(own_parts)} while frozen; with buffers: eval of the policy they stand still"
-            )
+        if buffers[policy] == "eval":
+            continue
+        held = STATISTICS if buffers[policy] == "hold" else ()
+        found: dict[str, dict[str, None]] = {"buffers": {}, DROPOUT: {}}
+        parts: dict[str, None] = {}
+        for module, moved in moving.items():
+            if not own[module] or not own[module] <= set(keys):
+                continue
+            for part in moved:
+                if part == DROPOUT:
+                    found[DROPOUT][module] = None
+                elif part not in held:
+                    found["buffers"][module] = parts[part] = None
+        for kind, modules in found.items():
+            if modules:
+                does = f"changing {', '.join(parts)}" if kind == "buffers" else "drawing dropout"
+                yield (
+                    f"{policy}: freezing stops parameters, not {kind}: {', '.join(modules)} "
+                    f"{'goes' if len(modules) == 1 else 'go'} on {does} while frozen; "
+                    "with buffers: eval of the policy they stand still"
+                )
 
 
 def _own_parameters(module: str, names: list[str]) -> list[str]:

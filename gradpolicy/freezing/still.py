@@ -74,9 +74,9 @@ class StillModules:
                     f"Freeze.buffers: 'hold' cannot keep the running statistics of {name!r}, since an "
                     "instance norm without them would not evaluate with them; use 'eval'"
                 )
-            module.track_running_stats = False
+            vars(module)["track_running_stats"] = False
         for module in self._held - norms.keys():
-            module.track_running_stats = True
+            vars(module)["track_running_stats"] = True
         self._held = set(norms)
 
     def _within(self, frozen: Collection[Tensor], trainable: Collection[Tensor]) -> dict[nn.Module, str]:

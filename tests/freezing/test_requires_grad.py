@@ -6,7 +6,7 @@ from torch import nn
 
 import gradpolicy as gp
 from gradpolicy.freezing import Freezer
-from gradpolicy.freezing.requires_grad import RequiresGrad
+from gradpolicy.freezing.requires_grad import RequiresGrad, guard_group_norms
 
 ALL = {
     "embed.weight",
@@ -108,3 +108,23 @@ def test_group_norm_behind_frozen_layers_gets_the_gradients_of_the_other_memory_
         assert not model[1]._forward_pre_hooks
     for one, other in zip(*grads, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("image", "guarded"),
+    [
+        (torch.ones(2, 4, 3, 3), False),
+        (torch.ones(2, 4, 3, 3).to(memory_format=torch.channels_last), True),
+        (torch.ones(4, 8, 3, 3).to(memory_format=torch.channels_last)[::2, :4], True),
+        (torch.ones(2, 4, 3, 3, 3).to(memory_format=torch.channels_last_3d), True),
+        (torch.ones(2, 4, 1, 1), False),
+        (torch.ones(2, 4, 5), False),
+    ],
+)
+def test_the_guard_acts_where_torch_crashes_and_nowhere_else(image, guarded):
+    norm, seen = nn.GroupNorm(2, 4), []
+    (handle,) = guard_group_norms(norm)
+    norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].requires_grad))
+    norm(image).square().sum().backward()
+    handle.remove()
+    assert seen == [guarded]

@@ -187,10 +187,14 @@ def test_compiled_code_follows(model):
     compiled = copy.deepcopy(model)
     policies = {"turns": gp.Freeze(blocks_in_turn, params=["0.*", "1.*"], buffers="eval")}
     train(model, policies, range(8))
-    before = copy.deepcopy(policies)
-    compiled.compile(backend="eager")
+    whole, before = copy.deepcopy(compiled), copy.deepcopy(policies)
+    for block in compiled[:2]:
+        block.compile(backend="eager")
     train(compiled, before, range(8))
     torch.testing.assert_close(compiled.state_dict(), model.state_dict())
+    whole.compile(backend="eager")
+    with pytest.raises(PolicyError, match="compile its parts"):
+        train(whole, before, range(1))
 
 
 def test_an_instance_norm_cannot_be_held():

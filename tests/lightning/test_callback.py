@@ -1111,6 +1111,36 @@ def caught(model, loader, trainer):
     return [str(each.message) for each in found if str(each.message).startswith("policy")]
 
 
+@pytest.mark.parametrize("buffers", ["hold", "eval"])
+def test_a_frozen_layer_stands_still_through_validation_and_a_call_of_train(loader, make_trainer, buffers):
+    class Called(Normalized):
+        seen: list = []
+
+        def on_train_batch_start(self, *_):
+            self.train()
+
+        def on_before_zero_grad(self, *_):
+            self.seen.append((self.norm.running_mean.clone(), self.norm.training, self.trunk.training))
+
+        def validation_step(self, *_):
+            assert not any(module.training for module in self.modules())
+
+    model, frozen = Called(), gp.Freeze(gp.masks.Fixed(False), params=["norm.*"], buffers=buffers)
+    model.seen = []
+    trainer = make_trainer(
+        max_steps=4,
+        val_check_interval=1,
+        limit_val_batches=1,
+        callbacks=[gp.GradientPolicies({"still": frozen})],
+    )
+    trainer.fit(model, loader, loader)
+    assert len(model.seen) == 4
+    for mean, norm, trunk in model.seen:
+        assert torch.equal(mean, torch.zeros_like(mean))
+        assert (norm, trunk) == (buffers == "hold", True)
+    assert all(module.training for module in model.modules())
+
+
 def test_every_warning_of_the_plan_comes_from_the_callback_too(loader, make_trainer):
     policies = {
         "still": gp.Freeze(gp.masks.Fixed(False), params=["norm.*"]),
