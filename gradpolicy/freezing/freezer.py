@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gradpolicy.errors import PolicyError, nearest, shortened, shown, under, warn_user
 from gradpolicy.freezing.diagnostics import MissingGradients
 from gradpolicy.freezing.requires_grad import RequiresGrad, is_turned_off
-from gradpolicy.freezing.row_gradients import set_rows, set_whole
+from gradpolicy.freezing.row_gradients import follow_shards, set_rows, set_whole
 from gradpolicy.freezing.still import StillModules
 from gradpolicy.masks.base import MaskSource, StaticSource
 from gradpolicy.optim import MaskedOptimizer
@@ -19,14 +19,16 @@ from gradpolicy.rates import Rates, Settings, at, combined
 from gradpolicy.tensors.mask import (
     Mask,
     active_entries,
+    as_tensor,
     check_mask,
     intersect,
     mask_from_state,
     mask_to_state,
     same_mask,
 )
+from gradpolicy.tensors.row_gradient import ActiveRows
 from gradpolicy.tensors.seeded import RandomMask, derive
-from gradpolicy.tensors.sharding import finite_everywhere
+from gradpolicy.tensors.sharding import finite_everywhere, is_sharded
 from gradpolicy.when import When
 from gradpolicy.where import named_parameters, pick
 
@@ -89,6 +91,7 @@ class Freezer:
         self.scales_gradients = True
         self._seed, self._model = seed, model
         self._requires_grad = RequiresGrad(model)
+        self._shard_hooks = follow_shards(model)
         self._missing = MissingGradients()
         self._still = StillModules(model)
         # Empty at first: an optimizer may have masks of its own from a checkpoint.
@@ -308,6 +311,8 @@ class Freezer:
         self._requires_grad.restore()
         self._compute_whole()
         self._still.release()
+        while self._shard_hooks:
+            self._shard_hooks.pop().remove()
         self._step = None
         if self._settings_at is not None:
             self._settings_at = None
@@ -446,14 +451,14 @@ class Freezer:
 
     def _toggle(self, changed: bool) -> None:
         """Turn ``requires_grad`` off where nothing trains and no source needs the gradient."""
-        if not self.toggle_requires_grad:
-            return
         wanted = self.wanted_gradients()
         if changed or wanted != self._wanted:
             self._wanted = wanted
+            self._compute_rows(wanted)
+            if not self.toggle_requires_grad:
+                return
             frozen = {name for name, mask in self._combined.items() if mask is False}
             self._requires_grad.turn_off(frozen - wanted)
-            self._compute_rows(wanted)
 
     def _keep_still(self) -> None:
         """Keep modules still that policies freeze as a whole, if they say so."""
@@ -468,9 +473,13 @@ class Freezer:
     def _compute_rows(self, wanted: set[str]) -> None:
         """Compute the gradients of active rows alone where a mask is of rows and no source needs the rest."""
         for name, parameter in self.parameters.items():
-            holders = self._holders(parameter)
+            holders, mask = self._holders(parameter), self._combined.get(name, True)
             rows = None
-            if name not in wanted and len(holders) == 1:
+            if name in wanted or isinstance(mask, bool):
+                pass
+            elif is_sharded(parameter):
+                rows = ActiveRows.of_mask(as_tensor(mask, parameter.shape, parameter.device))
+            elif self.toggle_requires_grad and len(holders) == 1:
                 rows = holders[0].active_rows(parameter)
             if rows is None:
                 set_whole(parameter)

@@ -6,7 +6,7 @@ import copy
 import itertools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from gradpolicy.tensors.row_gradient import ActiveRows, RowGradient
+from gradpolicy.tensors.sharding import is_sharded
 
 
 class RowLeaf(NamedTuple):
@@ -144,13 +146,16 @@ class RowParameter(nn.Parameter):
 def set_rows(parameter: Tensor, rows: ActiveRows) -> None:
     """Compute the gradient of these rows alone from now on."""
     leaf = getattr(parameter, "row_leaf", None)
-    if leaf is None or leaf.rows.dim != rows.dim or not torch.equal(leaf.rows.positions, rows.positions):
+    if is_sharded(parameter):
+        parameter.active_rows = rows  # type: ignore[attr-defined]
+    elif leaf is None or not leaf.rows.is_same(rows):
         parameter.__class__ = RowParameter
         parameter.row_leaf = RowLeaf.of(parameter, rows)  # type: ignore[attr-defined]
 
 
 def set_whole(parameter: Tensor) -> None:
     """Compute the whole gradient again."""
+    parameter.__dict__.pop("active_rows", None)
     if isinstance(parameter, RowParameter):
         parameter.__dict__.pop("row_leaf", None)
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -158,12 +163,43 @@ def set_whole(parameter: Tensor) -> None:
 
 def has_row_gradient(parameter: Tensor) -> bool:
     """Return True if the gradient of some rows alone is computed."""
-    return isinstance(parameter, RowParameter) and parameter._takes_rows()
+    by_class = isinstance(parameter, RowParameter) and parameter._takes_rows()
+    return by_class or hasattr(parameter, "active_rows")
 
 
 def rows_of(parameter: Tensor) -> ActiveRows:
     """Return the rows whose gradient alone is computed."""
     return parameter.row_leaf.rows  # type: ignore[attr-defined]
+
+
+def follow_shards(model: nn.Module) -> list[RemovableHandle]:
+    """Compute the gradients of rows under FSDP2 too, where parameters are sharded.
+
+    While a module runs, FSDP2 has whole parameters in their place, the same ones each time. Their gradients
+    are scattered as whole ones, and so are held.
+
+    Returns:
+        The handles of hooks, to be removed.
+    """
+    handles = []
+    for module in model.modules():
+        sharded = {name: p for name, p in module.named_parameters(recurse=False) if is_sharded(p)}
+        if sharded:
+            handles.append(module.register_forward_pre_hook(partial(_follow_shards, sharded)))
+    return handles
+
+
+def _follow_shards(sharded: Mapping[str, Tensor], module: nn.Module, _: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for name, parameter in sharded.items():
+        whole, rows = module._parameters[name], getattr(parameter, "active_rows", None)
+        if whole is None or is_sharded(whole):
+            continue
+        if rows is None:
+            set_whole(whole)
+        else:
+            set_rows(whole, rows)
 
 
 # ---- which functions use a parameter

@@ -391,16 +391,15 @@ class MaskedParameter:
         return self.rows
 
     def _find_rows(self) -> ActiveRows | None:
-        shape, parameter = self.mask_shape, self.parameter
-        if is_sharded(parameter) or shape is None or parameter.dim() < 2:
+        parameter = self.parameter
+        if is_sharded(parameter) or parameter.dim() < 2:
             return None
-        dims = [dim for dim, size in enumerate(shape) if size > 1]
-        if len(dims) == 1 and dims[0] < 2:
-            return ActiveRows(self.mask().flatten().nonzero().flatten(), dims[0])
-        if self.ages.index is None or not self.layout.plain or 4 * self.ages.active > self.ages.entries:
-            return None
-        positions = self.mask().expand(parameter.shape).flatten().nonzero().flatten()
-        return ActiveRows(positions.int() if parameter.numel() < 1 << 31 else positions, None)
+        mask, ages = self.mask(), self.ages
+        rows = ActiveRows.of_mask(mask)
+        if rows is None and ages.index is not None and self.layout.plain and 4 * ages.active <= ages.entries:
+            positions = mask.expand(parameter.shape).flatten().nonzero().flatten()
+            rows = ActiveRows(positions.int() if parameter.numel() < 1 << 31 else positions, None)
+        return rows
 
     def _takes_packed(self, gradient: RowGradient) -> bool:
         """Return True if a gradient holds the active rows, in the order of the active blocks in memory."""

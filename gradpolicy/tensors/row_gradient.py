@@ -41,6 +41,20 @@ class ActiveRows(NamedTuple):
     positions: Tensor
     dim: int | None
 
+    @classmethod
+    def of_mask(cls, mask: Tensor) -> ActiveRows | None:
+        """Return the rows, or columns, that a mask leaves active; None for a mask of another form."""
+        dims = [dim for dim, size in enumerate(mask.shape) if size > 1]
+        if len(dims) != 1 or dims[0] > 1 or mask.dim() < 2:
+            return None
+        return cls(mask.flatten().nonzero().flatten(), dims[0])
+
+    def is_same(self, other: ActiveRows) -> bool:
+        """Return True if both are the same rows."""
+        if self.positions is other.positions or self.dim != other.dim:
+            return self.dim == other.dim
+        return torch.equal(self.positions, other.positions)
+
     def select(self, whole: Tensor) -> Tensor:
         """Return these rows of a tensor, or its entries, 1-D."""
         rows, dim = (whole.reshape(-1), 0) if self.dim is None else (whole, self.dim)
@@ -96,9 +110,7 @@ class RowGradient(Tensor):
 
     def holds(self, rows: ActiveRows | None) -> bool:
         """Return True if exactly these rows are held."""
-        if rows is None or rows.dim != self.rows.dim:
-            return False
-        return rows.positions is self.rows.positions or torch.equal(rows.positions, self.rows.positions)
+        return rows is not None and rows.is_same(self.rows)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"RowGradient({self.held.numel()} of {self.numel()} entries, shape={tuple(self.shape)})"

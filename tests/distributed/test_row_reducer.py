@@ -33,14 +33,17 @@ class Network(nn.Module):
         return self.head(hidden.relu()).logsumexp(-1).mean()
 
 
-def train(rank: int, ranks: int, reentrant: bool | None, params: str) -> tuple[dict[str, Tensor], int]:
+def train(
+    rank: int, ranks: int, reentrant: bool | None, params: str, flow: bool = False
+) -> tuple[dict[str, Tensor], int]:
     """Return the weights after some updates of two batches each and the gradients of rows."""
     plain = Network(reentrant)
     model: nn.Module = DistributedDataParallel(plain) if ranks > 1 else plain
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
     policy = gp.Freeze(gp.masks.Random(0.3, level="row", every=2), params=params, frozen_state="drop")
+    policies = [policy, gp.Scale(0.5, ops=["embedding"])] if flow else [policy]
     generator, held = torch.Generator().manual_seed(3), 0
-    with gp.training(model, optimizer, [policy], seed=0) as optimizer:
+    with gp.training(model, optimizer, policies, seed=0) as optimizer:
         for number in range(10):
             tokens = torch.randint(0, 11, (8,), generator=generator)[rank::ranks]
             waits = isinstance(model, DistributedDataParallel) and number % 2 == 0
@@ -54,8 +57,10 @@ def train(rank: int, ranks: int, reentrant: bool | None, params: str) -> tuple[d
     return {name: value.detach().clone() for name, value in plain.state_dict().items()}, held
 
 
-def train_on_this_rank(reentrant: bool | None, params: str) -> tuple[dict[str, Tensor], int]:
-    return train(dist.get_rank(), dist.get_world_size(), reentrant, params)
+def train_on_this_rank(
+    reentrant: bool | None, params: str, flow: bool = False
+) -> tuple[dict[str, Tensor], int]:
+    return train(dist.get_rank(), dist.get_world_size(), reentrant, params, flow)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -65,6 +70,15 @@ def test_ranks_move_as_one_process(pair: ProcessPool, reentrant: bool | None, pa
     (first, held), (second, _) = pair(train_on_this_rank, reentrant, params)
     alone, _ = train(0, 1, reentrant, params)
     assert held > 0
+    for name, weight in alone.items():
+        assert torch.equal(first[name], second[name]), name
+        torch.testing.assert_close(first[name], weight)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_whole_gradients_that_a_rule_leaves_are_averaged_too(pair: ProcessPool) -> None:
+    (first, _), (second, _) = pair(train_on_this_rank, None, "*.weight", True)
+    alone, _ = train(0, 1, None, "*.weight", True)
     for name, weight in alone.items():
         assert torch.equal(first[name], second[name]), name
         torch.testing.assert_close(first[name], weight)

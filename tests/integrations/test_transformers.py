@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from transformers import Trainer, TrainerCallback
 import gradpolicy as gp
 from gradpolicy.commands.cli import main
 from gradpolicy.integrations.transformers import GradientPoliciesCallback
+from gradpolicy.tensors.row_gradient import RowGradient
 
 PAGE = (Path(__file__).parents[2] / "docs" / "integrations" / "transformers.md").read_text()
 RECIPES = {
@@ -188,6 +190,27 @@ def test_frozen_entries_keep_their_bits_and_others_move(train, bert, optim):
         weight_decay=0.1,
     )
     assert torch.equal(bert.classifier.weight != before, half("", before, 0))
+
+
+@pytest.mark.parametrize("settings", [{"gradient_accumulation_steps": 2}, {"activation_checkpointing": True}])
+def test_gradients_of_rows_move_what_whole_ones_move(train, settings):
+    ends, held = [], Counter()
+
+    class Count(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+            held[len(ends)] += sum(isinstance(p.grad, RowGradient) for p in model.parameters())
+
+    for whole in (False, True):
+        model = make_bert()
+        for parameter in model.parameters() if whole else ():
+            parameter.register_hook(lambda gradient: None)
+        rows = gp.Freeze(gp.masks.Random(0.3, level="row", every=2), params=["*dense.weight", "*word*"])
+        train(model, {"rows": rows}, callbacks=(Count(),), **settings)
+        ends.append(bits(model))
+    assert held[0] > 0
+    assert held[1] == 0
+    for name, value in ends[0].items():
+        torch.testing.assert_close(value, ends[1][name], msg=name)
 
 
 def test_masked_gradients_count_neither_in_clipping_nor_in_the_log(train, bert):
