@@ -156,6 +156,9 @@ def set_rows(parameter: Tensor, rows: ActiveRows) -> None:
 def set_whole(parameter: Tensor) -> None:
     """Compute the whole gradient again."""
     parameter.__dict__.pop("active_rows", None)
+    unsharded = parameter.__dict__.pop("unsharded", None)
+    if unsharded is not None:
+        set_whole(unsharded)
     if isinstance(parameter, RowParameter):
         parameter.__dict__.pop("row_leaf", None)
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -194,11 +197,8 @@ def _follow_shards(sharded: Mapping[str, Tensor], module: nn.Module, _: Any) -> 
         return
     for name, parameter in sharded.items():
         whole, rows = module._parameters[name], getattr(parameter, "active_rows", None)
-        if whole is None or is_sharded(whole):
-            continue
-        if rows is None:
-            set_whole(whole)
-        else:
+        if rows is not None and whole is not None and not is_sharded(whole):
+            parameter.unsharded = whole  # type: ignore[attr-defined]
             set_rows(whole, rows)
 
 

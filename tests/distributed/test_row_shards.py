@@ -56,6 +56,10 @@ def train(rank: int, ranks: int, source: str) -> tuple[dict[str, Tensor], int]:
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
+    model(tokens).backward()
+    gradient = model.head.weight.grad
+    # Outside, all is as it was.
+    assert all((gradient.full_tensor() if ranks > 1 else gradient).any(1))
     weights = {
         name: value.full_tensor() if ranks > 1 else value for name, value in model.state_dict().items()
     }
