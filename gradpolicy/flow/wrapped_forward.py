@@ -224,17 +224,20 @@ class WrappedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward."""
-        # The compiler follows each call, and gives up where calls are nested too deeply. So this makes few.
         mode = mode_at(mode_count() - 1) if self.adds_nothing and mode_count() else None
         if mode is not None and getattr(mode, "table", None) is self.table and not may_be_recomputed():
             # What runs around this forward has the same rules.
-            return self._forward(args, kwargs) if _is_traced() else self._run_in_mode(mode, args, kwargs)
-        if _is_exporting() and not self.is_script:
-            # An exported program has no place for rules: it gets the plain forward, with the plain gradient.
-            return self._forward(args, kwargs)
-        if self.parameter_rules:
-            return run_with_rules(self.parameter_rules, self._run_in_session, args, kwargs)
-        return self._run_in_session(args, kwargs)
+            if not _is_traced():
+                return self._run_in_mode(mode, args, kwargs)
+        elif self.is_script or not _is_exporting():
+            if self.parameter_rules:
+                return run_with_rules(self.parameter_rules, self._run_in_session, args, kwargs)
+            return self._run_in_session(args, kwargs)
+        # An exported program has no place for rules: it gets the plain forward, with the plain gradient.
+        # As _forward does: the compiler gives up where calls are nested too deeply.
+        if self.inner is not None or self.is_script:
+            return self.__wrapped__(*args, **kwargs)
+        return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
 
     def _mode(self) -> InstallMode | None:
         """Return the mode of this installation on this thread."""
