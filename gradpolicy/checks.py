@@ -1,6 +1,7 @@
 """Checks of arguments; each error names the argument."""
 
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -39,6 +40,17 @@ def check_share(key: str, value: object, *, whole: int = 1) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= whole:
         raise PolicyError(f"{key}: must be a number between 0 and {whole}, got {shown(value)}")
+    return float(value)
+
+
+def check_number(key: str, value: object) -> float:
+    """Check that a value is a finite number of at least 0, and return it.
+
+    Raises:
+        PolicyError: For anything else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise PolicyError(f"{key}: must be a number of at least 0, got {shown(value)}")
     return float(value)
 
 

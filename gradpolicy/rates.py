@@ -1,11 +1,11 @@
 """The policy that sets learning rates and other optimizer settings of parameters."""
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 
+from gradpolicy.checks import check_number
 from gradpolicy.errors import KnowsItsArguments, PolicyError, shown, under
 from gradpolicy.masks.layers import Groups, find_layers, layers_of, read_groups
 from gradpolicy.policies import Policy, WhenLike
@@ -38,7 +38,7 @@ class LayerDecay(KnowsItsArguments):
     """
 
     def __init__(self, decay: float, *, groups: Groups = None) -> None:
-        self.decay = _number("LayerDecay.decay", decay)
+        self.decay = check_number("LayerDecay.decay", decay)
         if self.decay == 0.0:
             raise PolicyError("LayerDecay.decay: must be above 0; freeze what shall not train")
         self.groups = read_groups("LayerDecay.groups", groups)
@@ -155,14 +155,8 @@ def _checked(pattern: str, own: Any) -> Settings:
         )
     own = dict(own) if isinstance(own, Mapping) else {"lr": own}
     if "lr" in own and not (callable(own["lr"]) or isinstance(own["lr"], LayerDecay)):
-        own["lr"] = _number(f"{key}: lr", own["lr"])
+        own["lr"] = check_number(f"{key}: lr", own["lr"])
     return {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
-
-
-def _number(key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise PolicyError(f"{key}: must be a number of at least 0, got {shown(value)}")
-    return float(value)
 
 
 def _span(values: Iterable[Any]) -> str:

@@ -20,14 +20,14 @@ COMMANDS = {
     "checkpoint": "gradpolicy.commands.checkpoint",
     "delta": "gradpolicy.commands.delta",
     "init": "gradpolicy.commands.init",
+    "plan": "gradpolicy.commands.plan",
     "report": "gradpolicy.commands.report",
     "resume": "gradpolicy.commands.resume",
     "schema": "gradpolicy.commands.schema",
     "sweep": "gradpolicy.commands.sweep",
 }
 # Subcommands that read configs, and so get their directory.
-READ_CONFIGS = ("attribute", "resume", "sweep")
-PLAN = "plan"
+READ_CONFIGS = ("attribute", "plan", "resume", "sweep")
 WRONG_INPUT, INTERRUPTED = 2, 130
 
 
@@ -61,8 +61,8 @@ def _imported_command(words: Sequence[str], config_dir: Path) -> Callable[[], in
     """
     first, rest = (words[0], words[1:]) if words else ("", [])
     names_command = first.isidentifier()
-    if names_command and first not in (*COMMANDS, PLAN):
-        raise unknown("command", brief(first), (*COMMANDS, PLAN), key="gradpolicy")
+    if names_command and first not in COMMANDS:
+        raise unknown("command", brief(first), COMMANDS, key="gradpolicy")
     # Ctrl-C during the import: nothing has started, so no message is needed.
     former = signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     try:
@@ -77,8 +77,6 @@ def _imported_command(words: Sequence[str], config_dir: Path) -> Callable[[], in
         signal.signal(signal.SIGINT, former)
     if not names_command:
         return lambda: run(config_dir, words)
-    if first == PLAN:
-        return lambda: run(config_dir, [*rest, "plan_only=true"])
     if first in READ_CONFIGS:
         return lambda: run(rest, config_dir)
     return lambda: run(rest)

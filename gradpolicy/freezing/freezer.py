@@ -14,6 +14,7 @@ from gradpolicy.freezing.row_gradients import follow_shards, set_rows, set_whole
 from gradpolicy.freezing.still import StillModules
 from gradpolicy.masks.base import MaskSource, StaticSource
 from gradpolicy.optim import MaskedOptimizer
+from gradpolicy.optim.own_settings import check_settings
 from gradpolicy.policies import Freeze
 from gradpolicy.rates import Rates, Settings, at, combined
 from gradpolicy.tensors.mask import (
@@ -133,6 +134,9 @@ class Freezer:
                 raise PolicyError(f"no optimizer holds what it matches: {shortened(list(matched), most=5)}")
             policy.mask.model = self._model
             policy.mask.setup(parameters, seed=self._seed)
+            holders = {each for p in parameters.values() for each in self._holders(p)}
+            known = {key for each in holders for group in each.param_groups for key in group}
+            check_settings(policy.mask.setting_names, known)
         return BoundPolicy(name, policy, parameters)
 
     def _index(self) -> None:
@@ -158,8 +162,8 @@ class Freezer:
         self._requires_grad.restore()
         self._requires_grad = RequiresGrad(self._model, self._held.values(), changing=changing)
         self._wanted: set[str] = set()
-        # The scales of sources, and the counts at which rates were asked: of these are the settings in force.
-        self._settings_at: tuple[dict[str, float], dict[str, int]] | None = None
+        # What sources gave, and the counts at which rates were asked: of these are the settings in force.
+        self._settings_at: tuple[dict[str, Settings], dict[str, int]] | None = None
         self._settings_of = {name: self._bind_rates(name, policy) for name, policy in self.rates.items()}
 
     def _bind_rates(self, name: str, policy: Rates) -> dict[str, Settings]:
@@ -398,19 +402,21 @@ class Freezer:
     def _set_settings(self, phase: str) -> None:
         """Set the settings of parameters in this step, where they are new."""
         step, epoch = self._now
-        scales = self._scales("learning_rate_scale")
+        settings: dict[str, Settings] = {}
+        for each in self._policies.values():
+            for name, own in each.source.settings(step, epoch).items() if each.in_effect else ():
+                settings[name] = combined(settings.get(name, {}), own)
         active = {
             name: policy.when.count(step, epoch) if policy.varies else 0
             for name, policy in self.rates.items()
             if policy.when.active(phase=phase, step=step, epoch=epoch)
         }
-        if self._settings_at == (scales, active):
+        if self._settings_at == (settings, active):
             return
-        settings: dict[str, Settings] = {name: {"lr": scale} for name, scale in scales.items()}
+        self._settings_at = dict(settings), active
         for name, count in active.items():
             for key, own in self._settings_of[name].items():
                 settings[key] = combined(settings.get(key, {}), at(own, count))
-        self._settings_at = scales, active
         self._give_settings(settings)
 
     def _give_settings(self, settings: Mapping[str, Settings]) -> None:

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,9 +55,12 @@ from gradpolicy.lightning.resume import checked_restore
 from gradpolicy.lightning.runs import Kind, RunRecord, best_checkpoint, best_scores
 from gradpolicy.planning.plan import plan, training_loss
 from gradpolicy.planning.plan_table import Plan
+from gradpolicy.planning.schedule import write_schedule
 from gradpolicy.policies import Policy
 from gradpolicy.tasks.task import Task
 
+# Where `gradpolicy plan` writes a schedule; no key, since no config may write files.
+SCHEDULE: ContextVar[Path | None] = ContextVar("schedule", default=None)
 CONFIG, DEFAULTS = "config.yaml", "defaults.yaml"
 
 
@@ -158,6 +162,10 @@ def plan_and_run(
                 console.print(reporter.plan)
             if is_first_rank() and settings.extras.print_config:
                 print_config(container, console)
+            schedule = SCHEDULE.get()
+            if schedule is not None and is_first_rank():
+                write_schedule(subject.model, schedule)
+                console.print(f"Schedule written to {schedule}", markup=False, soft_wrap=True)
             if settings.plan_only:
                 directory.clear_unless_begun()
                 return Result(overrides, status="planned")

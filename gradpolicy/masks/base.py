@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -73,6 +73,8 @@ class MaskSource:
     model: nn.Module | None = None
     # True while the gradients of the step are asked for; set before its forward pass.
     gathers: bool = True
+    # The names of what settings() gives, other than rates.
+    setting_names: Collection[str] = ()
     # Groups of parameters that freeze and thaw together, from the input to the output.
     layer_groups: Sequence[Layer] = ()
 
@@ -177,6 +179,13 @@ class MaskSource:
     def learning_rate_scale(self, step: int, epoch: int) -> Mapping[str, float]:
         """Return factors on the learning rates, by parameter name; 1 where none is given."""
         return {}
+
+    def settings(self, step: int, epoch: int) -> Mapping[str, Mapping[str, Any]]:
+        """Return settings of the optimizer by parameter name, as its ``set_settings`` takes them.
+
+        By default the factors of :meth:`learning_rate_scale`, as ``lr``.
+        """
+        return {name: {"lr": scale} for name, scale in self.learning_rate_scale(step, epoch).items()}
 
     @property
     def resets_state(self) -> bool:

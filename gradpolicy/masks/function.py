@@ -17,7 +17,7 @@ MaskFunction = Callable[[str, Tensor, int], Mask]
 # The methods of a source that an object without the base class may have, besides setup and masks.
 _OPTIONAL = (
     *("due", "overdue", "observe", "observe_more", "wants_gradients", "gradient_names"),
-    *("gradient_scale", "learning_rate_scale", "apply", "state_dict", "load_state_dict"),
+    *("gradient_scale", "learning_rate_scale", "settings", "apply", "state_dict", "load_state_dict"),
     *("report", "is_finished", "finish"),
 )
 

@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradpolicy.checks import check_choice, check_flag, check_whole
-from gradpolicy.errors import PolicyError, nearest, shown, under, unknown, warn_user
+from gradpolicy.checks import check_choice, check_flag, check_number, check_whole
+from gradpolicy.errors import PolicyError, nearest, shortened, shown, under, unknown, warn_user
 from gradpolicy.masks.base import Layer
 from gradpolicy.masks.layers import LayerSource
 from gradpolicy.tensors.mask import Mask
@@ -33,6 +34,7 @@ class Phase:
         min_delta: By how much a metric must be better to count as an improvement.
         mode: Whether the least (``"min"``) or the greatest (``"max"``) is best.
         best: True to put the weights of the best report back when the phase ends.
+        settings: Of the optimizer while it lasts, by glob; the first that matches a parameter counts.
     """
 
     params: tuple[str, ...]
@@ -42,6 +44,7 @@ class Phase:
     min_delta: float = 0.0
     mode: str = "min"
     best: bool = False
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, written: object) -> "Phase":
@@ -52,12 +55,15 @@ class Phase:
         """
         if not isinstance(written, Mapping):
             raise PolicyError(f"must be a dict with params, and until, got {shown(written)}")
-        _check_keys(written, ("params", "until", "best"), "key")
+        keys = ("params", "until", "best")
+        general = {key: value for key, value in written.items() if key not in keys}
+        _check_keys([key for key, value in general.items() if isinstance(value, Mapping)], keys, "key")
         until = {} if written.get("until") is None else written["until"]
         if not isinstance(until, Mapping):
             raise PolicyError(f"until: must be a dict such as {{'epochs': 1}}, got {shown(until)}")
         _check_keys(until, (*COUNTS, *METRIC), "key", "until")
-        params, metric = as_patterns(written.get("params")), until.get("metric")
+        given, metric = written.get("params"), until.get("metric")
+        params = as_patterns(list(given) if isinstance(given, Mapping) else given)
         if not params or not all(isinstance(pattern, str) for pattern in params):
             raise PolicyError(f"params: must be globs of what trains, got {shown(written.get('params'))}")
         if metric is None and until.keys() & METRIC:
@@ -67,17 +73,19 @@ class Phase:
         best = check_flag("best", written.get("best", False))
         if best and metric is None:
             raise PolicyError("best: needs until.metric, which says what is best")
-        delta = until.get("min_delta", 0.0)
-        if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0 <= delta < math.inf:
-            raise PolicyError(f"until.min_delta: must be a number of at least 0, got {shown(delta)}")
+        settings = {}
+        for pattern, own in given.items() if isinstance(given, Mapping) else [("*", None)]:
+            with under(f"params: {shown(pattern)}") if own else nullcontext():
+                settings[pattern] = _settings(general, own)
         return cls(
             params,
             {key: check_whole(f"until.{key}", until[key], least=1) for key in COUNTS if key in until},
             metric,
             check_whole("until.patience", until.get("patience", 3), least=1),
-            float(delta),
+            check_number("until.min_delta", until.get("min_delta", 0.0)),
             check_choice("until.mode", until.get("mode", "min"), ("min", "max")),
             best,
+            settings,
         )
 
     def is_better(self, value: float, than: float, by: float = 0.0) -> bool:
@@ -102,6 +110,10 @@ class Phases(LayerSource):
       last phase may do without.
     - ``best``: True puts the weights of the best report back when the phase, or the training, ends. State of
       the optimizer and buffers stay.
+    - ``lr`` and any other setting of the optimizer (``weight_decay``, ``betas`` …): what the parameters of
+      the phase have while it lasts. A learning rate takes the place of the optimizer's own: schedulers scale
+      it. A function of the steps since the phase began, such as a schedule of :mod:`gradpolicy.schedules`,
+      gives the rate itself. In ``params``, a dict from globs to settings tells parameters apart.
 
     Lightning's callback reports what was logged at the end of each validation, Hugging Face's what was
     evaluated; in a loop of your own call :meth:`report`. Ranks decide by the mean of their values.
@@ -143,6 +155,8 @@ class Phases(LayerSource):
                         "until: is missing, so that the phases after it are never reached; name steps, "
                         "epochs or a metric"
                     )
+        self._settings: list[dict[str, Mapping[str, Any]]] = []
+        self.setting_names = {name for each in self._read for own in each.settings.values() for name in own}
         counts_epochs = any(each.limits.keys() - {"steps"} for each in self._read)
         self.timetable = Timetable(unit="epoch" if counts_epochs else "step", every=1)
         self._reset()
@@ -162,11 +176,12 @@ class Phases(LayerSource):
 
     def prepare(self) -> None:
         """Find what trains in each phase, and begin with the first."""
-        self.layer_groups = []
+        self.layer_groups, self._settings = [], []
         for place, phase in enumerate(self._read):
             with under(f"Phases.phases[{place}].params"):
                 names = tuple(match_names(phase.params, self.parameters, "parameter"))
-            self.layer_groups.append(Layer(", ".join(phase.params), names, True))
+                self._settings.append(_by_name(phase.settings, names))
+            self.layer_groups.append(Layer(shortened(list(phase.params), most=2), names, True))
         self._reset()
 
     def _ends(self, place: int) -> bool:
@@ -185,6 +200,16 @@ class Phases(LayerSource):
     def frozen_names(self, step: int, epoch: int) -> set[str]:
         """Return the parameters that do not train in this phase."""
         return set(self.parameters).difference(self.layer_groups[self.phase].parameters)
+
+    def settings(self, step: int, epoch: int) -> Mapping[str, Mapping[str, Any]]:
+        """Return the settings of the phase, functions of its steps as they are now."""
+        if not self._settings[self.phase]:
+            return {}
+        passed = 0 if self._began is None else step - self._began[0]
+        return {
+            name: {key: value(passed) if callable(value) else value for key, value in own.items()}
+            for name, own in self._settings[self.phase].items()
+        }
 
     def overdue(self, step: int, epoch: int) -> bool:
         """Return True if the next phase is to begin."""
@@ -273,11 +298,38 @@ class Phases(LayerSource):
         self._reference, self._best, self._waited = state["reports"]
         self._kept = {name: shard_like(each, self.parameters[name]) for name, each in state["kept"].items()}
 
+    def describe(self) -> dict[str, Any]:
+        """Return the number of phases; the plan names what each of them trains."""
+        return {"phases": len(self.phases)}
+
     def __repr__(self) -> str:
         return f"Phases({self.phases!r})"
 
 
-def _check_keys(written: Mapping[str, Any], known: Sequence[str], kind: str, key: str | None = None) -> None:
+def _settings(general: Mapping[str, Any], own: object = None) -> dict[str, Any]:
+    """Return settings of the optimizer: a number as a rate that schedulers scale, a function as the rate."""
+    if not isinstance(own, Mapping | None):
+        raise PolicyError(f"must be a dict of settings such as {{'lr': 1e-4}}, got {shown(own)}")
+    both = {**general, **(own or {})}
+    found = {name: tuple(value) if isinstance(value, list) else value for name, value in both.items()}
+    rate = found.pop("lr", None)
+    if callable(rate):
+        found["rate"] = rate
+    elif "lr" in both:
+        found["initial_lr"] = check_number("lr", rate)
+    return found
+
+
+def _by_name(settings: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """Return the settings of each parameter: those of the first glob that matches it."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for pattern, own in settings.items():
+        for name in match_names((pattern,), names, "parameter"):
+            found.setdefault(name, own)
+    return {name: own for name, own in found.items() if own}
+
+
+def _check_keys(written: Iterable[str], known: Sequence[str], kind: str, key: str | None = None) -> None:
     for name in written:
         if name not in known:
             raise unknown(kind, str(name), known, key=key)

@@ -197,19 +197,21 @@ class MaskedOptimizer(torch.optim.Optimizer):
         """Set what parameters have of their own from the next step on, in place of any such settings before.
 
         Args:
-            settings: By parameter: a factor on "lr", and other settings of its param group as they are. Those
-                of parameters of other optimizers do no harm.
+            settings: By parameter: a factor on "lr", and other settings of its param group as they are. An
+                "initial_lr" is what schedulers scale in place of the group's; a "rate" is scaled by none.
+                Those of parameters of other optimizers do no harm.
 
         Raises:
             PolicyError: If there is no such setting, or the optimizer is LBFGS, which has one param group, or
                 Rprop, which takes its rate at the first step alone.
         """
-        own = {p: as_settings(settings[p]) for p in self._wrapped.parameters() if p in settings}
+        groups = [(p, group) for group in self.param_groups for p in group["params"] if p in settings]
+        for parameter, group in groups:
+            check_settings(settings[parameter], group)
+        own = {p: as_settings(settings[p], group) for p, group in groups}
         if own and isinstance(self.inner, torch.optim.LBFGS | torch.optim.Rprop):
             kind = type(self.inner).__name__
             raise PolicyError(f"{kind} cannot give parameters rates of their own; use another, such as AdamW")
-        for group in self.param_groups:
-            check_settings(group, places_of(group["params"], own))
         self._wrapped.settings = own
 
     def set_mask(

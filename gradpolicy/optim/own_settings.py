@@ -23,24 +23,38 @@ from gradpolicy.optim.other_optimizers import is_torchs_own
 from gradpolicy.optim.update_rules import Group
 
 Settings = tuple[tuple[str, Any], ...]
-"""What a parameter has of its own: a factor on "lr", which comes first, and other settings as they are."""
-_OF_FUSED = {"lr", "weight_decay"}
+"""What a parameter has of its own: a factor on "lr", and other settings as they are."""
+INITIAL, RATE = "initial_lr", "rate"
+"""The rate that schedulers scale, in place of the group's, and a rate that none of them scales."""
+_OF_FUSED = {"lr", RATE, "weight_decay"}
 """The settings that a fused function takes by these names, and by which no state begins otherwise."""
 
 
-def as_settings(own: Mapping[str, Any]) -> Settings:
-    """Return settings as a value that can be compared."""
-    return tuple(sorted(own.items(), key=lambda item: (item[0] != "lr", item[0])))
+def as_settings(own: Mapping[str, Any], group: Group) -> Settings:
+    """Return settings as a value that can be compared, with a factor on "lr" for an initial rate.
+
+    The group notes its own initial rate, as schedulers do: a run that resumes finds it there.
+
+    Raises:
+        PolicyError: If the group's initial rate is 0.
+    """
+    if INITIAL in own:
+        rest = {name: value for name, value in own.items() if name != INITIAL}
+        begun = group[INITIAL] = float(group[INITIAL if INITIAL in group else "lr"])
+        if begun == 0.0:
+            raise PolicyError("lr: the optimizer's own is 0, which schedulers cannot scale; give it another")
+        own = {**rest, "lr": rest.get("lr", 1.0) * own[INITIAL] / begun}
+    return tuple(sorted(own.items()))
 
 
-def check_settings(group: Group, settings: Iterable[Settings]) -> None:
-    """Make sure that a param group has all settings.
+def check_settings(names: Iterable[str], group: Iterable[str]) -> None:
+    """Make sure that a param group has all settings of these names.
 
     Raises:
         PolicyError: If it has not.
     """
-    known = group.keys() - {"params", "param_names"}
-    for name in {name for each in settings for name, _ in each} - known:
+    known = set(group) - {"params", "param_names"}
+    for name in sorted(set(names) - known - {INITIAL, RATE}):
         raise unknown("setting of the optimizer", name, known)
 
 
@@ -48,9 +62,13 @@ def with_settings(group: Group, settings: Settings) -> Group:
     """Return a param group as it is for parameters with settings of their own."""
     if not settings:
         return group
-    own = {**group, **dict(settings)}
-    if settings[0][0] == "lr":
-        own["lr"] = group["lr"] * settings[0][1]
+    given = dict(settings)
+    factor = given.pop("lr", None)
+    own = {**group, **given}
+    if RATE in own:
+        own["lr"] = own.pop(RATE)
+    if factor is not None:
+        own["lr"] = own["lr"] * factor
     return own
 
 

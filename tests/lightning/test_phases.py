@@ -2,9 +2,11 @@
 
 import copy
 import itertools
+import re
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch import Callback
 
 import gradpolicy as gp
@@ -12,8 +14,8 @@ from gradpolicy.errors import PolicyError
 
 EPOCHS = [
     {"params": "head.*", "until": {"epochs": 2}},
-    {"params": ["head.*", "trunk.2.*"], "until": {"epoch": 3}},
-    {"params": "*"},
+    {"params": ["head.*", "trunk.2.*"], "until": {"epoch": 3}, "lr": 0.02},
+    {"params": "*", "lr": gp.schedules.Cosine(0.02, 0.0, steps=20), "weight_decay": 0.0},
 ]
 METRICS = [
     {"params": "head.*", "until": {"metric": "val/script", "patience": 1}, "best": True},
@@ -24,6 +26,9 @@ METRICS = [
 PASSED = {"through": gp.StraightThrough(ops=["round"])}
 # The first phase ends with the third validation, the second with the sixth.
 VALUES = [3.0, 2.0, 2.5, 1.0, 1.5, 1.2, 5.0, 4.0]
+
+
+resumes = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 
 
 class Follow(Callback):
@@ -61,37 +66,127 @@ def phase_of_epochs(phases):
     return phases[::4]
 
 
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@resumes
 @pytest.mark.parametrize(
     ("phases", "course"), [(EPOCHS, [0] * 2 + [1] + [2] * 5), (METRICS, [0] * 3 + [1] * 3 + [2] * 2)]
 )
 def test_a_run_killed_in_any_phase_ends_with_the_same_bits(fit, tmp_path, phases, course):
-    # Lightning#21901, #6891, #8502 and finetuning-scheduler#29, #30: what had thawed froze again when
-    # resumed; param groups that phases had added did not fit, or were added twice; without a metric it
-    # raised.
     whole, seen, _ = fit(phases, folder=tmp_path)
     assert phase_of_epochs(seen) == course
     for epoch in range(7):
-        model, seen, trainer = fit(phases, resumed=tmp_path / f"{epoch}.ckpt")
+        model, seen, _ = fit(phases, resumed=tmp_path / f"{epoch}.ckpt")
         assert phase_of_epochs(seen) == course[epoch + 1 :]
-        assert all(p.requires_grad for p in model.parameters())
-        (group,) = trainer.optimizers[0].param_groups
-        assert len(group["params"]) == len(set(group["params"])) == len(list(model.parameters()))
         assert all(map(torch.equal, model.state_dict().values(), whole.state_dict().values()))
 
 
+@pytest.fixture
+def thawed(fit, tmp_path):
+    """A checkpoint after everything had thawed or most of it had, and the run that it resumes."""
+
+    def resume(phases=EPOCHS):
+        fit(phases, epochs=5, folder=tmp_path)
+        stopped = torch.load(tmp_path / "4.ckpt", weights_only=True)
+        return stopped, fit(phases, epochs=6, resumed=tmp_path / "4.ckpt")
+
+    return resume
+
+
+@resumes
+def test_lightning_21901_what_had_thawed_trains_on_in_a_resumed_run(thawed):
+    stopped, (model, _, _) = thawed()
+    assert all(p.requires_grad for p in model.parameters())
+    for name, parameter in model.named_parameters():
+        assert not torch.equal(parameter, stopped["state_dict"][name])
+
+
+@resumes
+@pytest.mark.parametrize("phases", [EPOCHS, METRICS])
+def test_lightning_6891_and_8502_the_param_groups_of_a_checkpoint_fit_in_any_phase(thawed, phases):
+    stopped, (model, _, trainer) = thawed(phases)
+    (saved,), (group,) = (
+        stopped["optimizer_states"][0]["param_groups"],
+        trainer.optimizers[0].param_groups,
+    )
+    assert len(saved["params"]) == len(group["params"]) == len(list(model.parameters()))
+
+
+@resumes
+def test_finetuning_scheduler_29_phases_that_end_by_epochs_resume_without_a_metric(thawed):
+    _, (_, seen, trainer) = thawed(EPOCHS)
+    assert phase_of_epochs(seen) == [2]
+    assert trainer.early_stopping_callback is None
+
+
+@resumes
+def test_finetuning_scheduler_30_no_parameter_is_in_two_param_groups_of_a_resumed_run(thawed):
+    _, (_, _, trainer) = thawed()
+    held = [p for group in trainer.optimizers[0].param_groups for p in group["params"]]
+    assert len(held) == len(set(held))
+
+
 def test_what_a_phase_does_not_train_keeps_its_bits_and_what_it_trains_moves(fit, two_layers):
-    # Lightning#21901 again, without a resume.
     for epochs, moved in ((1, {"head"}), (3, {"head", "trunk.2"}), (4, {"head", "trunk.2", "trunk.0"})):
         model, _, _ = fit(EPOCHS, epochs=epochs)
         pairs = zip(model.named_parameters(), two_layers.parameters(), strict=True)
         assert {n.rpartition(".")[0] for (n, p), old in pairs if not torch.equal(p, old)} == moved
 
 
-def test_phases_may_train_the_same_parameters(fit):
-    # finetuning-scheduler#3: "Phases are not disjoint".
+def test_finetuning_scheduler_3_phases_may_train_the_same_parameters(fit):
     _, seen, _ = fit([{"params": ["head.*", "trunk.*"], "until": {"epochs": 1}}, {"params": "*"}], epochs=2)
     assert phase_of_epochs(seen) == [0, 1]
+
+
+# Of the form that finetuning-scheduler publishes: names and regular expressions, disjoint phases.
+SCHEDULE = """
+0:
+  params:
+  - head.bias
+  - head.weight
+  max_transition_epoch: 2
+1:
+  params:
+  - trunk.[1-2].(weight|bias)
+  max_transition_epoch: 6
+  lr: 1e-03
+2:
+  params:
+  - trunk.*
+  lr: 1e-04
+"""
+
+
+def translated(schedule, names, **stopping):
+    """What such a schedule is as phases; an early stopping ends each, and what has thawed trains on."""
+    phases, training = [], {}
+    for _, phase in sorted(schedule.items()):
+        own = {"lr": float(phase["lr"])} if "lr" in phase else {}
+        found = [name for pattern in phase["params"] for name in names if re.match(pattern, name)]
+        training |= {name: own for name in found if name not in training}
+        counts = {"epoch": phase["max_transition_epoch"]} if "max_transition_epoch" in phase else {}
+        phases.append({"params": dict(training), "until": {**stopping, **counts}, "best": True})
+    return phases
+
+
+def test_a_schedule_of_finetuning_scheduler_translates_one_to_one(fit, two_layers):
+    names = [name for name, _ in two_layers.named_parameters()]
+    phases = translated(yaml.safe_load(SCHEDULE), names, metric="val/script", patience=2)
+    head, last = ["head.bias", "head.weight"], ["trunk.2.weight", "trunk.2.bias"]
+    assert [[*each["params"]] for each in phases] == [
+        head,
+        [*head, *last],
+        [*head, *last, "trunk.0.weight", "trunk.0.bias"],
+    ]
+    model, seen, trainer = fit(phases)
+    # The first phase ends at epoch 2, the second with two validations in turn that are no better.
+    assert phase_of_epochs(seen) == [0, 0, 1, 1, 1, 1, 2, 2]
+    before = dict(two_layers.named_parameters())
+    moved = {name: float((p - before[name]).detach().abs().max()) for name, p in model.named_parameters()}
+    (group,) = trainer.optimizers[0].param_groups
+    batches = 4
+    # Adam moves no entry much further than its rate in a step.
+    assert moved["trunk.0.weight"] < 1.1 * 2 * batches * 1e-4
+    assert 2 * batches * 1e-4 < moved["trunk.2.weight"] < 1.1 * 6 * batches * 1e-3 < moved["head.weight"]
+    assert group["lr"] == 0.05
 
 
 def test_the_best_weights_of_a_phase_come_back_when_it_ends(fit, tmp_path):

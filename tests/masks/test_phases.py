@@ -102,6 +102,107 @@ def test_the_best_weights_come_back_and_nothing_else_changes(prepared, stack: nn
     assert all(torch.equal(value, seen[2][name]) for name, value in stack.state_dict().items())
 
 
+def moves(phases, steps: int = 6, halves: bool = False, rates=()) -> list[float]:
+    """How far SGD at the rate 1 moves a weight in each step, for a gradient of 1; a scheduler may halve."""
+    model = nn.Linear(1, 1, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) if halves else None
+    found = []
+    with gp.training(model, optimizer, [gp.Freeze(gp.masks.Phases(phases)), *rates]) as optimizer:
+        for _ in range(steps):
+            before = model.weight.item()
+            model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(round(before - model.weight.item(), 12))
+            if scheduler is not None:
+                scheduler.step()
+    return found
+
+
+def test_a_phase_has_a_rate_and_settings_of_its_own() -> None:
+    phases = [
+        {"params": "*", "until": {"steps": 2}},
+        {"params": "weight", "until": {"steps": 2}, "lr": 0.01, "maximize": True},
+        {"params": {"weight": {"lr": 0.5}}, "lr": 7.0},
+    ]
+    assert moves(phases) == [1.0, 1.0, -0.01, -0.01, 0.5, 0.5]
+    # What a scheduler does to the optimizer's rate it does to the phase's.
+    assert moves(phases, halves=True) == [1.0, 0.5, -0.0025, -0.00125, 0.03125, 0.015625]
+    assert moves(phases, rates=[gp.Rates({"*": 2.0})]) == [2.0, 2.0, -0.02, -0.02, 1.0, 1.0]
+
+
+def test_a_schedule_of_a_phase_begins_with_it() -> None:
+    # finetuning-scheduler#1: how to change the learning-rate scheduler between phases.
+    warm_up = gp.schedules.Linear(0.0, 0.4, steps=2)
+    phases = [{"params": "*", "until": {"steps": 2}}, {"params": "*", "lr": warm_up}]
+    assert moves(phases) == [1.0, 1.0, 0.0, 0.2, 0.4, 0.4]
+    # It takes the place of the optimizer's scheduler.
+    assert moves(phases, halves=True) == [1.0, 0.5, 0.0, 0.2, 0.4, 0.4]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_settings_of_phases_are_those_of_param_groups_made_by_hand(stack: nn.Module, tokens, fused) -> None:
+    phases = [
+        {"params": "head.*", "until": {"steps": 3}, "lr": 0.03, "weight_decay": 0.0},
+        {"params": {"head.*": {"lr": 0.01}, "blocks.*": {"lr": 0.002, "betas": [0.8, 0.9]}}},
+    ]
+    peer = copy.deepcopy(stack.double())
+
+    def train(model: nn.Module, step, scheduler, count: int) -> None:
+        for _ in range(count):
+            model(tokens).square().mean().backward()
+            step()
+            scheduler.step()
+            model.zero_grad()
+
+    optimizer = torch.optim.AdamW(stack.parameters(), lr=0.1, weight_decay=0.1, fused=fused)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    with gp.training(stack, optimizer, [gp.Freeze(gp.masks.Phases(phases))]) as masked:
+        train(stack, masked.step, scheduler, 8)
+    peer.embed.requires_grad_(False)
+    head = {"params": peer.head.parameters(), "lr": 0.03, "weight_decay": 0.0}
+    by_hand = torch.optim.AdamW([head], lr=0.1, weight_decay=0.1, fused=fused)
+    train(peer, by_hand.step, torch.optim.lr_scheduler.ExponentialLR(by_hand, 0.9), 3)
+    by_hand.param_groups[0] |= {"lr": 0.01 * 0.9**3, "initial_lr": 0.01, "weight_decay": 0.1}
+    blocks = {"params": peer.blocks.parameters(), "lr": 0.002 * 0.9**3, "betas": (0.8, 0.9)}
+    by_hand.add_param_group(blocks)
+    train(peer, by_hand.step, torch.optim.lr_scheduler.ExponentialLR(by_hand, 0.9, last_epoch=-1), 5)
+    for ours, theirs in zip(stack.parameters(), peer.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_finetuning_scheduler_6_another_optimizer_begins_with_another_block(stack: nn.Module, tokens) -> None:
+    def train(optimizer, params) -> None:
+        with gp.training(stack, optimizer, [gp.Freeze(gp.masks.Phases([{"params": params}]))]) as masked:
+            stack(tokens).square().mean().backward()
+            masked.step()
+            masked.zero_grad()
+
+    peer = copy.deepcopy(stack)
+    train(torch.optim.SGD(stack.parameters(), lr=0.1), "head.*")
+    train(torch.optim.Adam(stack.parameters(), lr=0.1), "*")
+    for parameters, kind in (
+        (peer.head.parameters(), torch.optim.SGD),
+        (peer.parameters(), torch.optim.Adam),
+    ):
+        optimizer = kind(list(parameters), lr=0.1)
+        peer(tokens).square().mean().backward()
+        optimizer.step()
+        peer.zero_grad()
+    assert all(map(torch.equal, stack.state_dict().values(), peer.state_dict().values()))
+
+
+def test_a_setting_that_the_optimizer_has_not_is_refused_before_the_first_step(stack: nn.Module) -> None:
+    phases = gp.masks.Phases([{"params": "*", "until": {"steps": 1}}, {"params": "*", "weight_dcay": 0.1}])
+    optimizer = torch.optim.AdamW(stack.parameters())
+    with (
+        pytest.raises(PolicyError, match=r"policy\.thaw: .*'weight_dcay'; did you mean 'weight_decay'"),
+        gp.training(stack, optimizer, {"thaw": gp.Freeze(phases)}),
+    ):
+        pass
+
+
 def test_the_last_phase_too_gives_its_best_weights_at_the_end(stack: nn.Module, tokens) -> None:
     phases = gp.masks.Phases([{"params": "head.*", "until": STALL, "best": True}])
     optimizer = torch.optim.SGD(stack.parameters(), lr=0.1)
@@ -145,6 +246,9 @@ def test_a_training_that_ends_early_says_which_phases_never_began(stack: nn.Modu
         ([{"params": "*", "until": {"metric": "a", "mode": "mn"}}], r"until\.mode: .*'min'"),
         ([{"params": "*", "until": {"metric": "a", "min_delta": -1}}], r"until\.min_delta: must be"),
         ([{"params": "*", "until": {"steps": 3}, "best": True}], r"best: needs until\.metric"),
+        ([{"params": "*", "lr": -1.0}], r"phases\[0\]: lr: must be a number of at least 0"),
+        ([{"params": {"*": {"lr": "fast"}}}], r"phases\[0\]: params: '\*': lr: must be a number"),
+        ([{"params": {"*": 0.1}}], r"params: '\*': must be a dict of settings"),
     ],
 )
 def test_a_wrong_phase_is_named(phases, message: str) -> None:
