@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from gradpolicy.policies import (
         Clip,
         Deconv,
+        ForwardMask,
         Freeze,
         Guided,
         Reverse,
@@ -61,7 +62,18 @@ _HOMES = {
     "training": "gradpolicy.training_loop",
     **dict.fromkeys(("Rule", "get_rule", "rule", "rule_names"), "gradpolicy.rules"),
     **dict.fromkeys(
-        ("Clip", "Deconv", "Freeze", "Guided", "Reverse", "Scale", "Stop", "StraightThrough", "UseRule"),
+        (
+            "Clip",
+            "Deconv",
+            "ForwardMask",
+            "Freeze",
+            "Guided",
+            "Reverse",
+            "Scale",
+            "Stop",
+            "StraightThrough",
+            "UseRule",
+        ),
         "gradpolicy.policies",
     ),
 }
@@ -74,6 +86,7 @@ __all__ = [
     "Call",
     "Clip",
     "Deconv",
+    "ForwardMask",
     "Freeze",
     "GradientPolicies",
     "Guided",

@@ -472,6 +472,49 @@ class Freeze(Policy):
         ]
 
 
+class ForwardMask(Policy):
+    """Has the forward pass see masked weights, while the gradient is that of all entries.
+
+    ``y = f(w · m)`` and ``∂L/∂w := ∂L/∂(w · m)``: all entries train, those that the forward pass does not see
+    too, and may come back. Between updates the parameter itself holds ``w · m``, in evaluation, a state_dict
+    and an export too; the rest is kept beside it and saved with the state of the policies. When training
+    ends, ``w · m`` stays.
+
+    Args:
+        mask: A mask source of :mod:`gradpolicy.masks`, or what ``Freeze`` takes. True = the forward pass sees
+            this entry.
+        params: Globs on parameter names; a leading ``!`` excludes.
+        decay: ``λ``; the gradient gets ``λ · (1 − m) · w`` besides, which draws hidden entries towards 0.
+        when: When the policy is active; at other times the forward pass sees all entries.
+
+    Raises:
+        PolicyError: For a negative decay, no params, or an invalid mask.
+
+    Source: Jayakumar et al. 2020, "Top-KAST", arXiv:2106.03517; Zhou et al. 2021, arXiv:2102.04010 (SR-STE).
+    """
+
+    def __init__(
+        self,
+        mask: MaskSource | Callable | Tensor | Mapping[str, Tensor],
+        *,
+        params: str | Iterable[str] = "*",
+        decay: float = 0.0,
+        when: WhenLike = None,
+    ) -> None:
+        super().__init__(when)
+        self.mask = as_source(mask)
+        self.params = as_patterns(params)
+        if not self.params:
+            raise PolicyError("ForwardMask.params: names no parameter; '*' means all of them")
+        self.decay = _factor("ForwardMask.decay", decay)
+        if callable(decay) or isinstance(decay, Tensor) or decay < 0:
+            raise PolicyError(f"ForwardMask.decay: must be a number of at least 0, got {shown(decay)}")
+
+    def describe(self) -> list[str]:
+        """Return the arguments that distinguish this policy from others of its class, as code."""
+        return [repr(self.mask), f"params={list(self.params)}", f"decay={self.decay!r}"]
+
+
 def _chosen_rule(key: str, rule: RuleLike, parameters: Mapping[str, Any] | None) -> Rule:
     """Return the rule that an argument names; an error names the argument."""
     with under(key):

@@ -20,7 +20,7 @@ from gradpolicy.freezing.row_gradients import has_row_gradient, takes_rows
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import wrapper_of
 from gradpolicy.optim.zero_redundancy import as_masked
-from gradpolicy.policies import Freeze, Policy
+from gradpolicy.policies import ForwardMask, Freeze, Policy
 from gradpolicy.rules.registry import keyword_names
 from gradpolicy.tensors.packed_mask import unpack_masks
 from gradpolicy.tensors.sharding import is_sharded
@@ -169,7 +169,10 @@ class _Loop(TrainingPolicies):
                     f"policy.{name}: holds in the phases {', '.join(policy.when.phases)} alone, and a "
                     "training loop is the phase fit; put it on the model with gradpolicy.install"
                 )
-            times = [policy.when, *([policy.mask.timetable] if isinstance(policy, Freeze) else [])]
+            times = [
+                policy.when,
+                *([policy.mask.timetable] if isinstance(policy, Freeze | ForwardMask) else []),
+            ]
             if any(each.unit == "epoch" for each in times) and self.steps_per_epoch is None:
                 raise PolicyError(
                     f"policy.{name}: counts epochs; say how many optimizer steps an epoch has: "
@@ -297,7 +300,7 @@ class _Loop(TrainingPolicies):
         self._begin_update(self._time, self._epoch)
         if self.freezer is not None:
             self._hook_gradients()
-            parameters = self.freezer.parameters
+            parameters = self.freezer.held
             self._wanted = {parameters[name] for name in self.freezer.wanted_gradients()}
             self._scales = {} if self.freezer.scales_gradients else self.freezer.gradient_scales()
 

@@ -32,7 +32,7 @@ from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import wrapper_of
 from gradpolicy.optim.optimizers import plain_optimizers
 from gradpolicy.optim.zero_redundancy import as_masked
-from gradpolicy.policies import FlowPolicy, Freeze, Policy
+from gradpolicy.policies import FlowPolicy, ForwardMask, Freeze, Policy
 from gradpolicy.rates import Rates
 from gradpolicy.tensors.packed_mask import pack_masks, unpack_masks
 from gradpolicy.where import named_parameters, once_each, pick_each
@@ -112,9 +112,14 @@ class TrainingPolicies:
         return {name: policy for name, policy in self.policies.items() if isinstance(policy, Rates)}
 
     @property
-    def optimizer_policies(self) -> dict[str, Freeze | Rates]:
-        """The freeze policies and `Rates`, which act in the optimizer."""
-        return {**self.freeze_policies, **self.rates}
+    def forward_masks(self) -> dict[str, ForwardMask]:
+        """The policies that mask weights in the forward pass."""
+        return {name: policy for name, policy in self.policies.items() if isinstance(policy, ForwardMask)}
+
+    @property
+    def optimizer_policies(self) -> dict[str, Freeze | Rates | ForwardMask]:
+        """The policies that act in the optimizer, or beside it."""
+        return {**self.freeze_policies, **self.rates, **self.forward_masks}
 
     # ---- installing and removing
 
@@ -140,6 +145,7 @@ class TrainingPolicies:
             self.masked_optimizers,
             self.freeze_policies,
             rates=self.rates,
+            forward=self.forward_masks,
             seed=self.seed,
             toggle_requires_grad=toggle_requires_grad,
         )
@@ -204,7 +210,11 @@ class TrainingPolicies:
 
     def _check_installed(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         flow = {row.name for row in self.installed.report().rows} if self.installed else set()
-        others = {*self.freezer.policies, *self.freezer.rates} if self.freezer else set()
+        others = (
+            {*self.freezer.policies, *self.freezer.rates, *self.freezer.forward.policies}
+            if self.freezer
+            else set()
+        )
         missing = set(self.policies) - flow - others
         if missing:
             raise PolicyError(f"declared but not installed: policy {', '.join(sorted(missing))}")

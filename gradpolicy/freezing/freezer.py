@@ -1,34 +1,26 @@
 """The engine of policies in the optimizer: masks and rates, set at each step."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from gradpolicy.errors import PolicyError, nearest, shortened, shown, under, warn_user
+from gradpolicy.errors import PolicyError, shortened, under, warn_user
+from gradpolicy.freezing.bound_policy import BoundPolicy
 from gradpolicy.freezing.diagnostics import MissingGradients
+from gradpolicy.freezing.forward_masks import ForwardMasks
 from gradpolicy.freezing.requires_grad import RequiresGrad, is_turned_off
 from gradpolicy.freezing.row_gradients import follow_shards, set_rows, set_whole
 from gradpolicy.freezing.still import StillModules
-from gradpolicy.masks.base import MaskSource, StaticSource
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.own_settings import check_settings
-from gradpolicy.policies import Freeze
+from gradpolicy.policies import ForwardMask, Freeze
 from gradpolicy.rates import Rates, Settings, at, combined
-from gradpolicy.tensors.mask import (
-    Mask,
-    active_entries,
-    as_tensor,
-    check_mask,
-    intersect,
-    mask_from_state,
-    mask_to_state,
-    same_mask,
-)
+from gradpolicy.tensors.mask import Mask, as_tensor, intersect, same_mask
 from gradpolicy.tensors.row_gradient import ActiveRows
-from gradpolicy.tensors.seeded import RandomMask, derive
 from gradpolicy.tensors.sharding import finite_everywhere, is_sharded
 from gradpolicy.when import When
 from gradpolicy.where import named_parameters, pick
@@ -83,6 +75,7 @@ class Freezer:
         policies: Mapping[str, Freeze],
         *,
         rates: Mapping[str, Rates] | None = None,
+        forward: Mapping[str, ForwardMask] | None = None,
         seed: int = 0,
         toggle_requires_grad: bool = True,
     ) -> None:
@@ -102,10 +95,13 @@ class Freezer:
         # The step and epoch that sources are asked about.
         self._now = (0, 0)
         self._find_parameters()
-        _check_sources(policies)
+        forward = forward or {}
+        _check_sources({**policies, **forward})
+        self.forward = ForwardMasks(model, forward, self._named, seed)
         self._policies = {name: self._bind(name, policy) for name, policy in policies.items()}
         self.rates = dict(rates or {})
         self._index()
+        self._show_whole()
 
     # ---- policies and parameters
 
@@ -124,7 +120,7 @@ class Freezer:
     def _holders(self, parameter: Tensor) -> list[MaskedOptimizer]:
         return [optimizer for optimizer, held in self._held.items() if parameter in held]
 
-    def _bind(self, name: str, policy: Freeze) -> "BoundPolicy":
+    def _bind(self, name: str, policy: Freeze) -> BoundPolicy[Freeze]:
         """Find a policy's parameters and set its source up."""
         with under(f"policy.{name}.params"):
             matched = pick(self._named, policy.params)
@@ -188,6 +184,8 @@ class Freezer:
                 f"{shortened(lost)}: replaced during the training, together with the optimizers; policies "
                 "know only the parameters that the model had when it began"
             )
+        self._find_parameters()
+        self._show_whole()
         # As if all parameters had joined just now.
         self._optimized = -1
         self.set_anew()
@@ -230,7 +228,8 @@ class Freezer:
         self._bind_joined()
         self._step, self._now = step, (step, epoch)
         bound = self._policies.values()
-        changes = {each.name: each.update(step, epoch, phase) for each in bound}
+        masked = self.forward.begin_step(step, epoch, phase, self._before_masks)
+        changes = {each.name: each.update(step, epoch, phase, self.forward.whole) for each in bound}
         changed = set().union(*changes.values()) if self._combined else set(self.parameters)
         for each in bound:
             each.source.gathers = bool(each.gradient_names(step, epoch))
@@ -238,8 +237,7 @@ class Freezer:
         reset = set().union(*(each.parameters for each in resetting))
         concerned = changed | reset
         if concerned:
-            for observer in self.observers:
-                observer.before_masks(concerned)
+            self._before_masks(concerned)
             self._empty_state(reset)
             self._update_masks(concerned)
             training = {name for name in self.parameters if self._combined.get(name) is not False}
@@ -248,9 +246,9 @@ class Freezer:
         self._apply([each for each in bound if each in resetting or (each.in_effect and changes[each.name])])
         self._toggle(bool(changed))
         self._set_settings(phase)
-        if concerned:
+        if concerned | masked:
             for observer in self.observers:
-                observer.after_masks(concerned)
+                observer.after_masks(concerned | masked)
 
     @torch.no_grad()
     def observe(self, optimizer: MaskedOptimizer) -> None:
@@ -263,7 +261,10 @@ class Freezer:
         """
         own = self._own[optimizer]
         if self.wanted_gradients() and _has_finite_gradients(optimizer):
-            self._show_gradients(own, optimizer)
+            with self.forward.whole():
+                self._show_gradients(own, optimizer)
+                self.forward.observe(self._held[optimizer], id(optimizer), self._now)
+        self.forward.decay(self._held[optimizer])
         self._warn_of_missing(self._missing.update(own))
         for name, scale in self.gradient_scales().items() if self.scales_gradients else ():
             if name in own and (gradient := own[name].grad) is not None:
@@ -298,7 +299,8 @@ class Freezer:
 
     def wanted_gradients(self) -> set[str]:
         """Return the parameters whose whole gradients mask sources need in this step."""
-        return set().union(*(each.gradient_names(*self._now) for each in self._policies.values()))
+        wanted = self.forward.gradient_names(*self._now)
+        return wanted.union(*(each.gradient_names(*self._now) for each in self._policies.values()))
 
     def set_anew(self) -> None:
         """Set all masks again at the next step, since loading a state has replaced them."""
@@ -324,6 +326,9 @@ class Freezer:
         for each in self._policies.values():
             each.source.release()
             each.source.model = None
+        self.forward.release()
+        for optimizer in self.optimizers:
+            optimizer.whole_weights = nullcontext
         self._warn_of_missing(self._missing.finish())
 
     # ---- for reports and other callers
@@ -335,9 +340,9 @@ class Freezer:
 
     @property
     def held(self) -> dict[str, Tensor]:
-        """The parameters by name that freeze policies or rates match."""
+        """The parameters by name that policies match."""
         rated = {name: self._named[name] for own in self._settings_of.values() for name in own}
-        return {**rated, **self.parameters}
+        return {**rated, **self.forward.parameters, **self.parameters}
 
     def frozen_tensors(self) -> dict[str, set[str]]:
         """Return the parameters that each policy freezes as a whole, now or later."""
@@ -364,6 +369,7 @@ class Freezer:
             "masks": {name: state for name, state in masks.items() if state is not None},
             "identities": {name: each.identity() for name, each in self._policies.items()},
             "parameters": list(self.parameters),
+            "forward": self.forward.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -386,6 +392,7 @@ class Freezer:
             if known:
                 each.source.load_state_dict(saved[name])
             each.load_mask_state(masks.get(name) if known else None)
+        self.forward.load_state_dict(state.get("forward", {}))
         released = set(state.get("parameters", ())) - set(self.parameters)
         self._set({p: True for name, p in self._named.items() if name in released})
         self.set_anew()
@@ -446,14 +453,24 @@ class Freezer:
             self._combined.pop(name, None)
         self._set({self.parameters[name]: False for name in names}, frozen_state="zero")
 
-    def _apply(self, changed: Sequence["BoundPolicy"]) -> None:
+    def _apply(self, changed: Sequence[BoundPolicy[Freeze]]) -> None:
         """Have sources write to the weights what new masks demand."""
         # What one writes, another one on the same parameters may hold at zero.
         pairs = ((each, other) for each in changed for n in each.parameters for other in self._policies_of[n])
         sharing = {other.name for each, other in pairs if other is not each}
         again = [each for name, each in self._policies.items() if each.in_effect and name in sharing]
-        for each in (*changed, *again):
-            each.source.apply()
+        with self.forward.whole() if changed else nullcontext():
+            for each in (*changed, *again):
+                each.source.apply()
+
+    def _before_masks(self, names: Collection[str]) -> None:
+        for observer in self.observers:
+            observer.before_masks(names)
+
+    def _show_whole(self) -> None:
+        """Have the optimizers update whole weights where forward passes see masked ones."""
+        for optimizer, held in self._held.items() if self.forward.policies else ():
+            optimizer.whole_weights = partial(self.forward.whole, held)
 
     def _toggle(self, changed: bool) -> None:
         """Turn ``requires_grad`` off where nothing trains and no source needs the gradient."""
@@ -525,127 +542,6 @@ class Freezer:
         return scales
 
 
-@dataclass(eq=False)
-class BoundPolicy:
-    """A policy with the parameters that it matches and the masks that its source last gave.
-
-    Attributes:
-        name: The policy's name.
-        policy: The policy; its mask source is set up on the parameters.
-        parameters: The parameters by name.
-        masks: The masks that the source last gave, one for each parameter.
-        in_effect: True if the policy's ``when`` lets it act in this step.
-        period: The period of the source's timetable that the masks are of.
-        observed: The ids of the optimizers whose gradients the source got in this step.
-    """
-
-    name: str
-    policy: Freeze
-    parameters: dict[str, Tensor]
-    masks: dict[str, Mask] = field(default_factory=dict)
-    in_effect: bool = False
-    period: int | None = None
-    observed: set[int] = field(default_factory=set)
-
-    @property
-    def source(self) -> MaskSource:
-        """The policy's mask source."""
-        return self.policy.mask
-
-    def update(self, step: int, epoch: int, phase: str) -> set[str]:
-        """Ask the source for new masks where its timetable allows a change.
-
-        Returns:
-            The names of the parameters whose mask has changed.
-        """
-        self.observed.clear()
-        before, self.in_effect = self.in_effect, self.policy.when.active(phase=phase, step=step, epoch=epoch)
-        if not self.in_effect:
-            return set(self.parameters) if before else set()
-        period = self.source.period(step, epoch)
-        # Within an epoch that is due, a source is asked once.
-        due = self.source.timetable.unit == "step" and self.source.due(step, epoch)
-        if before and period == self.period and not due and not self.source.overdue(step, epoch):
-            return set()
-        with under(f"policy.{self.name}"):
-            new = self._checked(self.source.masks(step, epoch))
-        old, self.period, self.masks = self.masks, period, self._copied(new)
-        return {name for name in self.parameters if not before or not same_mask(old[name], self.masks[name])}
-
-    def gradient_names(self, step: int, epoch: int) -> set[str]:
-        """Return the parameters whose gradients the source needs in this step."""
-        return self.source.gradient_names(step, epoch) if self.in_effect else set()
-
-    def show(self, gradients: Mapping[str, Tensor], optimizer: int) -> None:
-        """Give the source gradients of this step; those of several optimizers belong to one step.
-
-        Args:
-            gradients: By parameter name.
-            optimizer: The optimizer's id.
-        """
-        if self.observed and optimizer not in self.observed:
-            self.source.observe_more(gradients)
-        else:
-            self.observed.clear()
-            self.source.observe(gradients)
-        self.observed.add(optimizer)
-
-    def frozen_tensors(self) -> set[str]:
-        """Return the parameters without an active entry, now or at some time that is known beforehand."""
-        idle = {name for name, m in self.masks.items() if not active_entries(m, self.parameters[name].shape)}
-        return idle | self.source.may_freeze()
-
-    def identity(self) -> str:
-        """Return what a saved state must have in common: the kind of the source, and the parameters."""
-        return f"{type(self.source.original).__name__} {derive(*self.parameters):016x}"
-
-    def mask_state(self) -> dict[str, Any] | None:
-        """Return the masks in force and their period; None without any, or if the source can repeat them."""
-        if self.source.repeats_masks or not self.in_effect:
-            return None
-        return {"period": self.period, "masks": {name: mask_to_state(m) for name, m in self.masks.items()}}
-
-    def load_mask_state(self, state: Mapping[str, Any] | None) -> None:
-        """Load what :meth:`mask_state` returned; without it, the source is asked at the next step."""
-        self.period, self.in_effect = None, False
-        if state is not None:
-            devices = {name: parameter.device for name, parameter in self.parameters.items()}
-            masks = {name: mask_from_state(state["masks"][name], device) for name, device in devices.items()}
-            self.masks, self.period, self.in_effect = self._checked(masks), state["period"], True
-
-    def _checked(self, given: Mapping[str, Mask]) -> dict[str, Mask]:
-        """Return a mask for each parameter.
-
-        Raises:
-            PolicyError: If a mask does not fit, or is of another parameter.
-        """
-        for name in given:
-            if name not in self.parameters:
-                raise PolicyError(
-                    f"a mask for {name!r}, which the policy does not match; {nearest(name, self.parameters)}"
-                )
-        return {
-            name: _as_flag(check_mask(given.get(name, True), parameter, shown(name)))
-            for name, parameter in self.parameters.items()
-        }
-
-    def _copied(self, masks: Mapping[str, Mask]) -> dict[str, Mask]:
-        """Return the masks with tensors copied, since a source may go on writing to those that it gave.
-
-        A tensor that is equal to the one before is kept, so that it counts as the same mask.
-        """
-        if isinstance(self.source, StaticSource):
-            return dict(masks)
-        copied = dict(masks)
-        for name, mask in masks.items():
-            if isinstance(mask, Tensor):
-                before = self.masks.get(name)
-                kept = isinstance(before, Tensor) and torch.equal(before, mask)
-                own = mask if self.source.keeps_masks else mask.clone()
-                copied[name] = before if kept else own  # type: ignore[assignment]
-        return copied
-
-
 def check_same_options(name: str, policies: Mapping[str, Freeze]) -> None:
     """Check that the policies on one parameter want the same optimizer state.
 
@@ -670,7 +566,7 @@ def masks_never_change(policy: Freeze) -> bool:
     return chosen_at_once and not policy.mask.needs_gradients and policy.when == When()
 
 
-def _check_sources(policies: Mapping[str, Freeze]) -> None:
+def _check_sources(policies: Mapping[str, Freeze | ForwardMask]) -> None:
     """Check that each policy has a mask source of its own.
 
     Raises:
@@ -686,10 +582,3 @@ def _check_sources(policies: Mapping[str, Freeze]) -> None:
 def _has_finite_gradients(optimizer: torch.optim.Optimizer) -> bool:
     gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
     return finite_everywhere(gradient for gradient in gradients if gradient is not None)
-
-
-def _as_flag(mask: Mask) -> Mask:
-    """Return one flag for the whole tensor as a bool, which can be compared and spares the backward pass."""
-    if isinstance(mask, RandomMask) and mask.level == "tensor":
-        return bool(mask.materialize(()))
-    return bool(mask) if isinstance(mask, Tensor) and mask.numel() == 1 else mask

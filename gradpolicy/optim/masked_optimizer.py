@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NoReturn
@@ -122,6 +122,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
             setattr(self, f"_optimizer_load_state_dict_{hooks}_hooks", OrderedDict())
         self._patch_step_function()
         self.steps_inner = False
+        # Puts weights as they are to be updated in the place of those that forward passes see.
+        self.whole_weights: Callable[[], AbstractContextManager[None]] = nullcontext
         guard = self.inner.register_step_pre_hook(partial(_refuse_to_pass_masks, weakref.ref(self)))
         weakref.finalize(self, guard.remove)
         self._guard = guard.id
@@ -382,6 +384,11 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         if self._closure_needed or (closure is not None and self._calls_closure_itself):
+            if self.whole_weights is not nullcontext:
+                raise PolicyError(
+                    f"{type(self.inner).__name__} runs forward passes within its step, where gradpolicy."
+                    "ForwardMask cannot mask weights; use another optimizer"
+                )
             return self._update(self._masking(closure))
         loss = None
         if closure is not None:
@@ -390,7 +397,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
         found = getattr(self, "found_inf", None)
         if found is not None and float(found):
             return loss
-        result = self._update(None)
+        with self.whole_weights():
+            result = self._update(None)
         return result if closure is None else loss
 
     def _masking(self, closure: Callable[[], Any] | None) -> Callable[[], Any]:

@@ -28,7 +28,7 @@ from gradpolicy.optim.optimizers import plain_optimizers
 from gradpolicy.optim.other_optimizers import put_back_remarks
 from gradpolicy.planning.plan_table import Plan, PlanModule, PlanRow
 from gradpolicy.planning.plan_warnings import gets_gradient, trained_in_vain, vain_warnings
-from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
+from gradpolicy.policies import FlowPolicy, ForwardMask, Freeze, Policy, Stop
 from gradpolicy.rates import Rates
 from gradpolicy.tensors.mask import active_entries, intersect
 from gradpolicy.when import When, Window
@@ -86,6 +86,7 @@ def plan(
     policies = _checked(policies)
     flow = {name: policy for name, policy in policies.items() if isinstance(policy, FlowPolicy)}
     freeze = {name: policy for name, policy in policies.items() if isinstance(policy, Freeze)}
+    forward = {name: policy for name, policy in policies.items() if isinstance(policy, ForwardMask)}
     matched = _matched(model, policies)
     with torch.random.fork_rng(devices=_cuda_devices(model)):
         duplicate = _duplicate(model, flow)
@@ -98,6 +99,7 @@ def plan(
         parameters = _trainable(duplicate)
         sizes = {name: parameter.numel() for name, parameter in parameters.items()}
         sources, masks = _freeze_masks(freeze, matched, duplicate, gradients, seed)
+        unseen = _freeze_masks(forward, matched, duplicate, gradients, seed)[1]
         budgets = {
             name: _budget(source, gradients, lambda: step(duplicate)) for name, source in sources.items()
         }
@@ -112,6 +114,8 @@ def plan(
             rows[name] = replace(row, budget=budgets[name], vain=vain[name])
         elif isinstance(policy, Rates):
             rows[name] = _rates_row(name, policy, matched[name])
+        elif isinstance(policy, ForwardMask):
+            rows[name] = _forward_row(name, policy, matched[name], unseen[name])
     planned = tuple(rows[name] for name in policies)
     without, zero = _without_gradient(gradients)
     return Plan(
@@ -324,7 +328,7 @@ def _cuts(policies: Mapping[str, FlowPolicy], rows: Mapping[str, PlanRow]) -> tu
 
 
 def _freeze_masks(
-    policies: Mapping[str, Freeze],
+    policies: Mapping[str, Freeze] | Mapping[str, ForwardMask],
     matched: Mapping[str, Mapping[str, nn.Parameter]],
     duplicate: nn.Module,
     gradients: Mapping[str, Tensor | None],
@@ -339,8 +343,9 @@ def _freeze_masks(
     masks: dict[str, dict[str, Any]] = {}
     policies_of: dict[str, dict[str, Freeze]] = {}
     for name, policy in policies.items():
-        for key in matched[name]:
-            policies_of.setdefault(key, {})[name] = policy
+        if isinstance(policy, Freeze):
+            for key in matched[name]:
+                policies_of.setdefault(key, {})[name] = policy
         with under(f"policy.{name}"):
             sources[name] = copy.deepcopy(policy.mask)
             sources[name].model = duplicate
@@ -429,6 +434,24 @@ def _freeze_row(
         phases=policy.when.phases,
         when=_moments(policy.when),
         course=f"{_described(policy.mask)} {_timetable(policy.mask)}; {FATES[policy.frozen_state]}",
+    )
+
+
+def _forward_row(
+    name: str, policy: ForwardMask, parameters: Mapping[str, nn.Parameter], masks: Mapping[str, Any]
+) -> PlanRow:
+    entries = sum(parameter.numel() for parameter in parameters.values())
+    seen = sum(p.numel() * mask_share(masks.get(key, True)) for key, p in parameters.items())
+    return PlanRow(
+        name=name,
+        policy=type(policy).__name__,
+        what=f"ForwardMask · {type(policy.mask).__name__}",
+        where=f"params {', '.join(policy.params)}",
+        parameters=tuple(parameters),
+        phases=policy.when.phases,
+        when=_moments(policy.when),
+        course=f"{_described(policy.mask)} {_timetable(policy.mask)}; the forward pass sees "
+        f"{seen / max(entries, 1):.1%} of {entries:,} entries, and all train",
     )
 
 

@@ -1,0 +1,160 @@
+"""A policy with a mask source, bound to the parameters of a model."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from gradpolicy.errors import PolicyError, nearest, shown, under
+from gradpolicy.masks.base import MaskSource, StaticSource
+from gradpolicy.policies import ForwardMask, Freeze
+from gradpolicy.tensors.mask import (
+    Mask,
+    active_entries,
+    check_mask,
+    mask_from_state,
+    mask_to_state,
+    same_mask,
+)
+from gradpolicy.tensors.seeded import RandomMask, derive
+
+MaskPolicy = TypeVar("MaskPolicy", Freeze, ForwardMask)
+
+
+@dataclass(eq=False)
+class BoundPolicy(Generic[MaskPolicy]):
+    """A policy with the parameters that it matches and the masks that its source last gave.
+
+    Attributes:
+        name: The policy's name.
+        policy: The policy; its mask source is set up on the parameters.
+        parameters: The parameters by name.
+        masks: The masks that the source last gave, one for each parameter.
+        in_effect: True if the policy's ``when`` lets it act in this step.
+        period: The period of the source's timetable that the masks are of.
+        observed: The ids of the optimizers whose gradients the source got in this step.
+    """
+
+    name: str
+    policy: MaskPolicy
+    parameters: dict[str, Tensor]
+    masks: dict[str, Mask] = field(default_factory=dict)
+    in_effect: bool = False
+    period: int | None = None
+    observed: set[int] = field(default_factory=set)
+
+    @property
+    def source(self) -> MaskSource:
+        """The policy's mask source."""
+        return self.policy.mask
+
+    def update(
+        self, step: int, epoch: int, phase: str, whole: Callable[[], AbstractContextManager[None]]
+    ) -> set[str]:
+        """Ask the source for new masks where its timetable allows a change.
+
+        Args:
+            step: Effective optimizer steps taken so far.
+            epoch: Epochs completed so far.
+            phase: The current phase.
+            whole: Has the source see whole weights, where forward passes see masked ones.
+
+        Returns:
+            The names of the parameters whose mask has changed.
+        """
+        self.observed.clear()
+        before, self.in_effect = self.in_effect, self.policy.when.active(phase=phase, step=step, epoch=epoch)
+        if not self.in_effect:
+            return set(self.parameters) if before else set()
+        period = self.source.period(step, epoch)
+        # Within an epoch that is due, a source is asked once.
+        due = self.source.timetable.unit == "step" and self.source.due(step, epoch)
+        if before and period == self.period and not due and not self.source.overdue(step, epoch):
+            return set()
+        with under(f"policy.{self.name}"), whole():
+            new = self._checked(self.source.masks(step, epoch))
+        old, self.period, self.masks = self.masks, period, self._copied(new)
+        return {name for name in self.parameters if not before or not same_mask(old[name], self.masks[name])}
+
+    def gradient_names(self, step: int, epoch: int) -> set[str]:
+        """Return the parameters whose gradients the source needs in this step."""
+        return self.source.gradient_names(step, epoch) if self.in_effect else set()
+
+    def show(self, gradients: Mapping[str, Tensor], optimizer: int) -> None:
+        """Give the source gradients of this step; those of several optimizers belong to one step.
+
+        Args:
+            gradients: By parameter name.
+            optimizer: The optimizer's id.
+        """
+        if self.observed and optimizer not in self.observed:
+            self.source.observe_more(gradients)
+        else:
+            self.observed.clear()
+            self.source.observe(gradients)
+        self.observed.add(optimizer)
+
+    def frozen_tensors(self) -> set[str]:
+        """Return the parameters without an active entry, now or at some time that is known beforehand."""
+        idle = {name for name, m in self.masks.items() if not active_entries(m, self.parameters[name].shape)}
+        return idle | self.source.may_freeze()
+
+    def identity(self) -> str:
+        """Return what a saved state must have in common: the kind of the source, and the parameters."""
+        return f"{type(self.source.original).__name__} {derive(*self.parameters):016x}"
+
+    def mask_state(self) -> dict[str, Any] | None:
+        """Return the masks in force and their period; None without any, or if the source can repeat them."""
+        if self.source.repeats_masks or not self.in_effect:
+            return None
+        return {"period": self.period, "masks": {name: mask_to_state(m) for name, m in self.masks.items()}}
+
+    def load_mask_state(self, state: Mapping[str, Any] | None) -> None:
+        """Load what :meth:`mask_state` returned; without it, the source is asked at the next step."""
+        self.period, self.in_effect = None, False
+        if state is not None:
+            devices = {name: parameter.device for name, parameter in self.parameters.items()}
+            masks = {name: mask_from_state(state["masks"][name], device) for name, device in devices.items()}
+            self.masks, self.period, self.in_effect = self._checked(masks), state["period"], True
+
+    def _checked(self, given: Mapping[str, Mask]) -> dict[str, Mask]:
+        """Return a mask for each parameter.
+
+        Raises:
+            PolicyError: If a mask does not fit, or is of another parameter.
+        """
+        for name in given:
+            if name not in self.parameters:
+                raise PolicyError(
+                    f"a mask for {name!r}, which the policy does not match; {nearest(name, self.parameters)}"
+                )
+        return {
+            name: _as_flag(check_mask(given.get(name, True), parameter, shown(name)))
+            for name, parameter in self.parameters.items()
+        }
+
+    def _copied(self, masks: Mapping[str, Mask]) -> dict[str, Mask]:
+        """Return the masks with tensors copied, since a source may go on writing to those that it gave.
+
+        A tensor that is equal to the one before is kept, so that it counts as the same mask.
+        """
+        if isinstance(self.source, StaticSource):
+            return dict(masks)
+        copied = dict(masks)
+        for name, mask in masks.items():
+            if isinstance(mask, Tensor):
+                before = self.masks.get(name)
+                kept = isinstance(before, Tensor) and torch.equal(before, mask)
+                own = mask if self.source.keeps_masks else mask.clone()
+                copied[name] = before if kept else own  # type: ignore[assignment]
+        return copied
+
+
+def _as_flag(mask: Mask) -> Mask:
+    """Return one flag for the whole tensor as a bool, which can be compared and spares the backward pass."""
+    if isinstance(mask, RandomMask) and mask.level == "tensor":
+        return bool(mask.materialize(()))
+    return bool(mask) if isinstance(mask, Tensor) and mask.numel() == 1 else mask
