@@ -559,7 +559,7 @@ def check_same_options(name: str, policies: Mapping[str, Freeze]) -> None:
                 )
 
 
-def masks_never_change(policy: Freeze) -> bool:
+def masks_never_change(policy: Freeze | ForwardMask) -> bool:
     """Return True if the masks of the first step hold all the time."""
     times = policy.mask.timetable
     chosen_at_once = times.every is None and not times.start
