@@ -351,6 +351,8 @@ class TrainingPolicies:
             "policies": {name: repr(policy) for name, policy in self.policies.items()},
             "freezer": pack_masks(self.freezer.state_dict()) if self.freezer is not None else {},
             "measured": self._measurements.state() if self._measurements is not None else {},
+            # An optimizer without a mask does not save its own.
+            "updates": [each.effective_steps for each in self.masked_optimizers],
         }
 
     def _apply_restored(self, state: dict[str, Any]) -> None:
@@ -358,6 +360,8 @@ class TrainingPolicies:
         if saved != declared:
             changed = sorted(name for name in {*saved, *declared} if saved.get(name) != declared.get(name))
             self._warn(f"the checkpoint was written under other policies; changed: {', '.join(changed)}")
+        for optimizer, updates in zip(self.masked_optimizers, state.get("updates", ()), strict=False):
+            optimizer.effective_steps = optimizer.effective_steps or updates
         if self.freezer is not None and state["freezer"]:
             self.freezer.load_state_dict(unpack_masks(state["freezer"]))
 

@@ -143,7 +143,7 @@ def forward_mask() -> Figure:
     for axes, course in ((left, seen), (right, whole)):
         for place, colour in enumerate((FORWARD, BACKWARD)):
             axes.plot([step[place] for step in course], color=colour, label=f"weight {place}")
-    key(right, "upper right")
+    key(right, "lower right")
     return canvas
 
 

@@ -1,4 +1,4 @@
-"""Masks in the forward pass under Lightning: evaluation and checkpoints see masked weights, a resume goes on."""
+"""Masks in the forward pass under Lightning: evaluation and checkpoints see them, a resume goes on."""
 
 import copy
 
@@ -58,5 +58,5 @@ def test_clipping_and_accumulation_work_on_masked_weights(fit) -> None:
 
 
 def test_averages_of_weights_are_refused(fit) -> None:
-    with pytest.raises(PolicyError, match="policy.seen: WeightAveraging averages over steps"):
+    with pytest.raises(PolicyError, match=r"policy\.seen: WeightAveraging averages over steps"):
         fit(callbacks=[WeightAveraging()])
