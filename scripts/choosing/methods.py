@@ -62,6 +62,10 @@ def _named(*patterns: str) -> Callable[[nn.Module, int], Policies]:
     return policies
 
 
+def _head_only(model: nn.Module, steps: int) -> Policies:
+    return [gp.Freeze(masks.Fixed(_head(model) or ["head*"]), params="*", frozen_state="drop")]
+
+
 def _lora(model: nn.Module) -> nn.Module:
     """Wrap the linear layers in LoRA of rank 8; the head goes on training if it is fresh."""
     from peft import LoraConfig, get_peft_model
@@ -92,7 +96,7 @@ def _phases(model: nn.Module, steps: int) -> Policies:
 TUNING: Mapping[str, Method] = {
     "nothing": Method(trains=False),
     "full": Method(),
-    "head only": Method(_named("head*")),
+    "head only": Method(_head_only),
     "biases (BitFit)": Method(_named("*bias")),
     "rows, 10 %": Method(lambda model, steps: _only(masks.Random(0.1, level="row"), model)),
     "random entries, 10 %": Method(lambda model, steps: _only(masks.Random(0.1), model)),

@@ -120,7 +120,7 @@ def shakespeare(data: Path) -> Task:
         model.load_state_dict(bases[seed])
         return model
 
-    task = Task(start, parts, lambda model, x: model(x), "loss", 16, 240, (1e-3, 3e-3, 1e-2, 3e-2))
+    task = Task(start, parts, lambda model, x: model(x), "loss", 16, 240, (1e-3, 3e-3, 1e-2, 3e-2, 1e-1))
     return task
 
 
@@ -202,7 +202,7 @@ def minilm(data: Path) -> Task:
 
     parts = _split(inputs, torch.tensor([label for label, _ in kept]), 300)
     return Task(
-        start, parts, lambda model, x: model(**x).logits, "accuracy", 8, 120, (1e-4, 3e-4, 1e-3, 3e-3)
+        start, parts, lambda model, x: model(**x).logits, "accuracy", 8, 120, (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
     )
 
 
