@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 import gradpolicy as gp
 from gradpolicy import masks
 
-Policies = list[gp.Freeze]
+Policies = list[Any]
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def _phases(model: nn.Module, steps: int) -> Policies:
     )
     count = len(model.get_submodule(layers))  # type: ignore[arg-type]
     upper = [f"{layers}.{index}.*" for index in range(count // 2, count)]
-    phases = [
+    phases: list[dict[str, Any]] = [
         {"params": head, "until": {"steps": steps // 8}},
         {"params": [*head, *upper], "until": {"steps": steps // 2}},
         {"params": "*"},

@@ -109,4 +109,5 @@ def test_a_block_is_planned_on_its_model(configs: Source, shakespeare: Path, pat
             del job["hydra"]
         plan = make_run_plan(build_subject(resolved(job)), seed=0)
     assert "conf/model/" in path or Path(path).stem in str(plan)
-    assert plan.warnings == ()
+    # A policy that freezes a part for a while says that dropout goes on there.
+    assert [line for line in plan.warnings if "not dropout" not in line] == []
