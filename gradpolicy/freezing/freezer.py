@@ -228,7 +228,7 @@ class Freezer:
         self._bind_joined()
         self._step, self._now = step, (step, epoch)
         bound = self._policies.values()
-        masked = self.forward.begin_step(step, epoch, phase, self._before_masks)
+        masked = self.forward.begin_step(step, epoch, phase, self._before_masks) & self.parameters.keys()
         changes = {each.name: each.update(step, epoch, phase, self.forward.whole) for each in bound}
         changed = set().union(*changes.values()) if self._combined else set(self.parameters)
         for each in bound:
@@ -464,7 +464,9 @@ class Freezer:
                 each.source.apply()
 
     def _before_masks(self, names: Collection[str]) -> None:
-        for observer in self.observers:
+        # Observers know the parameters of freeze policies alone.
+        names = [name for name in names if name in self.parameters]
+        for observer in self.observers if names else ():
             observer.before_masks(names)
 
     def _show_whole(self) -> None:

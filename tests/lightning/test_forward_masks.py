@@ -1,14 +1,17 @@
 """Masks in the forward pass under Lightning: evaluation and checkpoints see them, a resume goes on."""
 
 import copy
+import json
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.loggers import CSVLogger
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
+from gradpolicy.insight.audit import Audit
 
 PASSED = {"through": gp.StraightThrough(ops=["round"])}
 
@@ -28,13 +31,13 @@ class Watch(Callback):
 
 @pytest.fixture
 def fit(two_layers, loader, make_trainer):
-    def run(folder=None, resumed=None, callbacks=(), **settings):
+    def run(folder=None, resumed=None, callbacks=(), more=None, log=False, **settings):
         model, watch = copy.deepcopy(two_layers), Watch(folder)
         source = gp.masks.TopK(0.5, by="magnitude", within="tensor", every=3)
-        policies = {"seen": gp.ForwardMask(source, params="*.weight", decay=0.01), **PASSED}
+        policies = {"seen": gp.ForwardMask(source, params="*.weight", decay=0.01), **PASSED, **(more or {})}
         model.validation_step = lambda batch, batch_idx: None
         trainer = make_trainer(
-            max_epochs=4, callbacks=[gp.GradientPolicies(policies, log=False), watch, *callbacks], **settings
+            max_epochs=4, callbacks=[gp.GradientPolicies(policies, log=log), watch, *callbacks], **settings
         )
         trainer.fit(model, loader, loader, ckpt_path=resumed, weights_only=True if resumed else None)
         return model, watch.seen
@@ -55,6 +58,20 @@ def test_a_resumed_run_ends_with_the_same_bits_and_checkpoints_hold_masked_weigh
 def test_clipping_and_accumulation_work_on_masked_weights(fit) -> None:
     _, seen = fit(gradient_clip_val=0.1, accumulate_grad_batches=2)
     assert seen == pytest.approx([0.5] * 4, abs=0.1)
+
+
+def test_measurements_and_the_audit_go_on_beside_it(fit, tmp_path) -> None:
+    """One parameter has a freeze policy too, the others have none; the audit sees no frozen entry change."""
+    source = gp.masks.TopK(0.5, by="magnitude", within="tensor", every=3, stop=4)
+    _, seen = fit(
+        callbacks=[Audit(tmp_path)],
+        more={"frozen": gp.Freeze(source, params="trunk.0.weight")},
+        log=True,
+        logger=CSVLogger(tmp_path),
+        log_every_n_steps=1,
+    )
+    assert seen == pytest.approx([0.5] * 4, abs=0.1)
+    assert json.loads((tmp_path / "audit.json").read_text())["changed"] == 0
 
 
 def test_averages_of_weights_are_refused(fit) -> None:
