@@ -171,6 +171,7 @@ def test_a_fixed_mask_that_is_not_of_the_pattern_is_an_error() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_torch_takes_weights_that_were_trained_by_the_pattern() -> None:
     weight = torch.randn(64, 64, dtype=torch.half, device="cuda")
     source = gp.masks.PruneAndGrow(level="2:4")
