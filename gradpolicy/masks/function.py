@@ -18,7 +18,7 @@ MaskFunction = Callable[[str, Tensor, int], Mask]
 _OPTIONAL = (
     *("due", "overdue", "observe", "observe_more", "wants_gradients", "gradient_names"),
     *("gradient_scale", "learning_rate_scale", "settings", "apply", "state_dict", "load_state_dict"),
-    *("report", "is_finished", "finish"),
+    *("release", "report", "is_finished", "finish"),
 )
 
 
