@@ -132,6 +132,7 @@ def _walk(packages: tuple[str, ...]) -> Iterator[str]:
 
 def _names(path: str, module: types.ModuleType, *, with_policies: bool) -> Iterator[str]:
     for attribute, found in vars(module).items():
-        wanted = with_policies or not (isinstance(found, type) and issubclass(found, Policy))
+        # By its type: objects of other packages may claim to be of another class.
+        wanted = with_policies or not (issubclass(type(found), type) and issubclass(found, Policy))
         if callable(found) and not attribute.startswith("_") and attribute.isidentifier() and wanted:
             yield f"{path}.{attribute}"

@@ -218,7 +218,7 @@ def test_cases_are_of_many_sorts(cases: Callable) -> None:
     drawn: list[Case] = []
 
     @seed(0)
-    @settings(max_examples=200, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60, database=None, deadline=None, suppress_health_check=list(HealthCheck))
     @given(cases())
     def keep(case: Case) -> None:
         drawn.append(case)
