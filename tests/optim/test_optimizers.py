@@ -21,10 +21,6 @@ ENTRIES: list[dict[str, Any]] = [
 ]
 
 
-def muon() -> type[torch.optim.Optimizer]:
-    return getattr(torch.optim, "Muon", None) or pytest.skip("this torch has no Muon")
-
-
 def joined(model: nn.Module) -> gp.Optimizers:
     return gp.Optimizers(model, ENTRIES)
 
@@ -62,7 +58,7 @@ def test_it_trains_as_its_optimizers_do_one_after_the_other(stack, tokens) -> No
 def test_muon_trains_the_matrices_and_adamw_the_rest(stack, tokens) -> None:
     peer = copy.deepcopy(stack)
     entries = [
-        {"params": ["*.weight", "!embed.*"], "ndim": 2, "optimizer": muon(), "lr": 0.02},
+        {"params": ["*.weight", "!embed.*"], "ndim": 2, "optimizer": torch.optim.Muon, "lr": 0.02},
         {"params": "*", "optimizer": torch.optim.AdamW, "lr": 1e-3},
     ]
     optimizer = gp.Optimizers(stack, entries)
@@ -70,7 +66,7 @@ def test_muon_trains_the_matrices_and_adamw_the_rest(stack, tokens) -> None:
     matrices = [p for name, p in peer.named_parameters() if p.ndim == 2 and name != "embed.weight"]
     rest = [p for name, p in peer.named_parameters() if p.ndim == 1 or name == "embed.weight"]
     train(stack, optimizer, tokens)
-    train(peer, [muon()(matrices, lr=0.02), torch.optim.AdamW(rest, lr=1e-3)], tokens)
+    train(peer, [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=1e-3)], tokens)
     assert equal(stack, peer)
 
 
