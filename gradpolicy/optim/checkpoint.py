@@ -395,11 +395,11 @@ def restore(masked: MaskedParameter, record: Record) -> None:
     record, wide = widened(record, state, masked.state.wrapped.name_of(masked.parameter))
     if wide is not state:
         optimizer.state[masked.parameter] = wide
-    masked.options = Options(record["frozen_state"], record["bias_correction"])
     shape = record["mask_shape"]
     masked.restore(
         record["ages"],
         None if shape is None else tuple(shape),
         int(record["updates"]),
         bool(record.get("begun", True)),
+        Options(record["frozen_state"], record["bias_correction"]),
     )

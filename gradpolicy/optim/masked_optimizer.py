@@ -260,9 +260,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         with torch.inference_mode(mode=False), torch.no_grad():
             for parameter, mask in masks.items():
                 masked, tensor = self._checked(parameter, mask)
-                options = {"frozen_state": frozen_state, "bias_correction": bias_correction}
-                masked.options = masked.options.changed(**options)
-                masked.set_mask(tensor)
+                masked.set_mask(tensor, frozen_state, bias_correction)
                 # One after the other: of seeded masks only one is in memory at a time.
                 del tensor
 

@@ -189,12 +189,20 @@ class MaskedParameter:
 
     # --- a new mask
 
-    def set_mask(self, mask: Tensor | None) -> None:
-        """Set the mask, and move state as the options say.
+    def set_mask(
+        self, mask: Tensor | None, frozen_state: str | None = None, bias_correction: str | None = None
+    ) -> None:
+        """Set the mask, and move the state as the options require.
 
         Args:
             mask: Bool, of the parameter's dimensions, to which it broadcasts; None: all are active.
+            frozen_state: Replaces that of the options; None: it stays.
+            bias_correction: Replaces that of the options; None: it stays.
+
+        Raises:
+            PolicyError: If an option does not exist, or some entries of the parameter cannot be frozen.
         """
+        self.options = self.options.changed(frozen_state=frozen_state, bias_correction=bias_correction)
         self.follow()
         self.mask_shape = None if mask is None else tuple(mask.shape)
         if mask is None:
@@ -291,7 +299,9 @@ class MaskedParameter:
         self._begin(updates)
         self.set_mask(mask)
 
-    def restore(self, ages: Tensor, mask_shape: tuple[int, ...] | None, updates: int, begun: bool) -> None:
+    def restore(
+        self, ages: Tensor, mask_shape: tuple[int, ...] | None, updates: int, begun: bool, options: Options
+    ) -> None:
         """Load a saved mask and its ages; the optimizer's state is loaded already, and dense.
 
         Args:
@@ -299,7 +309,9 @@ class MaskedParameter:
             mask_shape: Shape of the mask as it was set; None: there was none.
             updates: Number of updates that the tensor has had.
             begun: False if its first update is still to come, so that its state is not kept.
+            options: The options that it had.
         """
+        self.options = options
         self._begin(updates)
         if not begun:
             self.state.wrapped.optimizer.state.pop(self.parameter, None)
