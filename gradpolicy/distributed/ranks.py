@@ -1,4 +1,4 @@
-"""The steps of freeze policies that several processes take together, in any training loop."""
+"""Steps of freeze policies that several processes take together, in any training loop."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any

@@ -47,7 +47,7 @@ class Ages(NamedTuple):
 
     @classmethod
     def of(cls, signed: Tensor, block: int, entries: int) -> Ages:
-        """Return the ages that signed numbers of all blocks stand for."""
+        """Return the ages from signed numbers of all blocks."""
         oldest = int(signed.long().abs().max()) - 1
         active = int((signed > 0).count_nonzero()) * block
         return cls(signed.to(_dtype_for(oldest), copy=True), block, entries, active, oldest)
@@ -78,7 +78,7 @@ class Ages(NamedTuple):
         return torch.where(signed > 0, signed + self.uncounted, signed) if self.uncounted else signed
 
     def of_all_blocks(self) -> Tensor:
-        """Return `signed` for all blocks, with room for the updates that are still to be counted in."""
+        """Return `signed` of all blocks, in a dtype that has room for the uncounted updates."""
         return self.repacked(self._roomy(), self.index, None, self.block, 1, -1)
 
     def of_active_blocks(self) -> Tensor:
@@ -104,8 +104,8 @@ class Ages(NamedTuple):
 
         Args:
             values: As many a block as `per_block`.
-            source: The index that `values` follow; None: they are of all blocks.
-            target: The index that the result follows; None: it is of all blocks.
+            source: The index of `values`; None: they are of all blocks.
+            target: The index of the result; None: it is of all blocks.
             block: Entries in a block of either index.
             per_block: Values in a block.
             fill: The value of blocks that `source` lacks.
@@ -123,13 +123,13 @@ class Ages(NamedTuple):
         return _index_of(flags)
 
     def turned(self, flags: Tensor, block: int, active: int, *, forget: bool, pack: bool) -> Ages:
-        """Return the ages under another mask, as fine as either; they take over the memory of these.
+        """Return the ages under another mask, in the smaller of both block sizes, in the same memory.
 
         Args:
             flags: The mask, a flag for each block.
             block: Entries in a block of the mask.
-            active: Number of entries that it leaves active.
-            forget: True if frozen entries have age 0 from now on.
+            active: Number of active entries.
+            forget: True if frozen entries get age 0.
             pack: True if only active blocks keep their ages.
         """
         fine = min(block, self.block)

@@ -2,20 +2,20 @@
 
     {"state": ..., "param_groups": [{..., "gradpolicy": {"general": ..., "parameters": {position: record}}}]}
 
-A state_dict is as small as what is held, unless it must be dense. Then "state" is the optimizer's own:
-moments of the active entries alone, one after the other in memory, and nothing for tensors whose state was
-dropped. The record says which entries these are, and all that is needed to make the dense form of it without
-the model (:func:`widened`).
+A state_dict is as small as the state in memory, unless it must be dense. Then "state" has moments of the
+active entries only, one after the other in memory, and nothing for tensors whose state was dropped. The
+record says which entries these are, and has all that :func:`widened` needs to compute the dense form without
+the model.
 
-A dense state_dict is what torch alone loads, and what `torch.distributed.checkpoint` needs to cut tensors
-anew. Its functions pass on only "state" and "param_groups". Two more things follow from what others do:
+Torch alone can load a dense state_dict, and `torch.distributed.checkpoint` needs one to reshard tensors. Its
+functions pass on only "state" and "param_groups". Two more constraints follow from other code:
 
-- With `full_state_dict=True`, an entry that the loading optimizer does not have yet arrives only if it is a
-  tensor of at least one dimension, and `torch.distributed.checkpoint.load` reads only what its target has, in
-  the same size. So a record is two tensors, its signed ages and its settings as text in bytes, padded to one
-  length.
-- A plain torch optimizer that has loaded a group saves all that stands in it again, whatever steps it has
-  made since. So a record carries a checksum of the state that it belongs to.
+- With `full_state_dict=True`, an entry that the loading optimizer does not have yet is loaded only if it is a
+  tensor of at least one dimension, and `torch.distributed.checkpoint.load` reads only entries that its target
+  has, in the same size. So a record is two tensors: its signed ages, and its settings as text in bytes,
+  padded to a fixed length.
+- A plain torch optimizer that has loaded a group saves all of it again, whatever steps it has made since. So
+  a record has a checksum of the state that it belongs to.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ Record = dict[str, Any]
 KEY = "gradpolicy"
 VERSION, DENSE_VERSION = 3, 2
 _SAMPLED = 64
-"""So many values of a tensor tell whether it has changed."""
+"""Number of values of a tensor that its checksum covers."""
 _TEXT_BYTES = 1024
 _HELD = "gradpolicy_"
-"""What the name of a state begins with that is saved as it is held."""
+"""Prefix of the names of state that is saved as it is in memory."""
 
 
 # --- saving
 
 
 def must_be_dense(wrapped: Wrapped) -> bool:
-    """Return True if torch will cut tensors anew: they are sharded, or torch.distributed.checkpoint asks."""
+    """Return True if torch may reshard tensors: they are sharded, or torch.distributed.checkpoint calls."""
     if any(is_sharded(parameter) for parameter in wrapped.parameters()):
         return True
     frame = sys._getframe()
@@ -67,7 +67,7 @@ def must_be_dense(wrapped: Wrapped) -> bool:
 def save(
     wrapped: Wrapped, masked_of: Mapping[Tensor, MaskedParameter], effective_steps: int, *, dense: bool
 ) -> dict[str, Any]:
-    """Return the wrapped optimizer's state_dict, and in its param groups the records.
+    """Return the wrapped optimizer's state_dict, with the records in its param groups.
 
     Args:
         wrapped: The wrapped optimizer.
@@ -87,11 +87,11 @@ def save(
             record["begun"] = bool(state.get(index))
         # A process may have dropped all of its state while others have theirs.
         begun = bool(wrapped.optimizer.state) or effective_steps > 0
-        # The next mask changes which tensors a state holds: what is saved is a dict of its own.
+        # The next mask changes which tensors a state has, so the saved one is a dict of its own.
         own = _dense_state(masked, begun) if dense else _renamed(record, state.get(index, {}))
         if own:
             state[index] = own
-    # Processes gather shards in this order, and on each of them another parameter may have begun first.
+    # Processes gather shards in this order; the order of first updates may differ between them.
     result["state"] = {index: state[index] for index in range(len(parameters)) if index in state} | state
     return _with_records(result, records, effective_steps, dense=dense)
 
@@ -127,7 +127,7 @@ def _record(masked: MaskedParameter, ages: Tensor | None = None) -> Record:
 
 
 def _held_record(masked: MaskedParameter) -> Record:
-    """Return the record of a state as it is held; "held" is there if that is not the dense one."""
+    """Return the record of a state as it is in memory; it has "held" if that is not dense."""
     state, ages, layout = masked.follow(), masked.ages, masked.layout
     starts = {} if masked.rule is None else masked.rule.state(masked.group)
     starts = {name: start for name, start in starts.items() if name in state}
@@ -149,10 +149,10 @@ def _held_record(masked: MaskedParameter) -> Record:
 
 
 def _renamed(record: Record, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state whose parts that are not dense have names of their own.
+    """Return a state whose parts that are not dense have a prefix to their names.
 
-    Torch's fused step of Adam on CPUs writes beyond the end of a state that is too small. It refuses one that
-    it does not find.
+    Torch's fused Adam on CPUs writes beyond the end of a state that is too small, but raises an error if it
+    does not find it.
     """
     starts = record.get("held", {}).get("starts", ())
     return {_HELD + key if key in starts else key: value for key, value in state.items()}
@@ -163,13 +163,13 @@ def _dense_state(masked: MaskedParameter, begun: bool) -> dict[str, Any]:
 
     Args:
         masked: The parameter.
-        begun: True if updates have begun, here or on others: then there is a state, if only an initial one.
+        begun: True if an update was made, on any process: then there is a state, even if only an initial one.
     """
     state, optimizer = masked.dense_state(), masked.state.wrapped.optimizer
     if masked.rule is not None and begun:
         return {**masked.state.initial(masked.group, masked.updates), **state}
     if begun and not state and (is_sharded(masked.parameter) or is_torchs_own(optimizer)):
-        # A checkpoint has one form, whatever is frozen, as torch's own demand; restoring empties it again.
+        # Torch expects the same entries whatever is frozen; restoring removes them again.
         return first_state(optimizer, masked.group, masked.parameter)
     return state
 
@@ -193,14 +193,14 @@ def _as_bytes(value: dict[str, Any], device: torch.device) -> Tensor:
 
 
 def split(state_dict: dict[str, Any]) -> tuple[dict[str, Any], int | None, dict[int, Record]]:
-    """Part a saved state_dict into the wrapped optimizer's own and the records.
+    """Separate a saved state_dict into that of the wrapped optimizer and the records.
 
     Returns:
-        The optimizer's own; the count of updates, if one is saved; and the records by the index of the
-        parameter, without those that plain steps have outdated.
+        The optimizer's state_dict; the number of updates, if it was saved; and the records by the index of
+        the parameter, without those that plain steps have outdated.
 
     Raises:
-        PolicyError: If a newer version saved it, or a tensor did not come through.
+        PolicyError: If a newer version saved it, or a tensor was not loaded.
     """
     groups = state_dict["param_groups"]
     own = {**state_dict, "param_groups": [{k: v for k, v in group.items() if k != KEY} for group in groups]}
@@ -260,9 +260,7 @@ def _checksum(state: dict[str, Any]) -> int:
     for key, value in sorted(state.items()):
         if not isinstance(value, Tensor):
             found = zlib.crc32(repr(value).encode(), found)
-        elif (
-            value.dim() or key == "step"
-        ):  # torch casts what it counts beside the steps to the parameter's dtype
+        elif value.dim() or key == "step":  # torch casts other numbers to the parameter's dtype
             places = torch.arange(0, value.numel(), max(value.numel() // _SAMPLED, 1), device=value.device)
             sampled = value[torch.unravel_index(places, value.shape)] if value.dim() else value.reshape(1)
             found = zlib.crc32(sampled.detach().cpu().view(torch.uint8).numpy().data, found)
@@ -325,7 +323,7 @@ def _widened(record: Record, held: dict[str, Any], state: dict[str, Any]) -> tup
 def dense(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a saved state_dict in the form that torch alone can load; a dense one as it is.
 
-    A parameter whose state was dropped has none: torch begins it, as one that has never had a gradient.
+    A parameter whose state was dropped has none; torch creates it, as for one that never had a gradient.
 
     Raises:
         PolicyError: If it is damaged.
@@ -341,7 +339,7 @@ def dense(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def take_out(wrapped: Wrapped) -> None:
-    """Make the state dense that a plain optimizer has loaded, and remove the records that it has kept."""
+    """Make state dense that a plain optimizer has loaded, and remove the records from its groups."""
     groups, parameters = wrapped.optimizer.param_groups, wrapped.parameters()
     state = {index: wrapped.state_of(parameter) for index, parameter in enumerate(parameters)}
     _, _, records = split({"state": state, "param_groups": groups})
@@ -354,10 +352,10 @@ def take_out(wrapped: Wrapped) -> None:
 
 
 def check(record: Record, state: dict[str, Any], masked: MaskedParameter, name: str) -> None:
-    """Make sure that a record and its state can be given to a parameter, before anything is loaded.
+    """Check a record and its state against a parameter, before anything is loaded.
 
     Raises:
-        PolicyError: If something is missing, damaged, or another parameter's.
+        PolicyError: If something is missing or damaged, or belongs to another parameter.
     """
     record, state = widened(record, state, name) if "ages" in record else (record, state)
     for key in ("ages", "mask_shape", "updates", *Options._fields):
@@ -390,7 +388,7 @@ def _refuse(what: str, shape: Any, parameter: Tensor, name: str) -> NoReturn:
 
 
 def restore(masked: MaskedParameter, record: Record) -> None:
-    """Give a parameter the mask and ages of a record; its state is loaded already, as it was saved."""
+    """Restore a parameter's mask and ages from a record; its state is loaded already, as it was saved."""
     state, optimizer = masked.state.values, masked.state.wrapped.optimizer
     record, wide = widened(record, state, masked.state.wrapped.name_of(masked.parameter))
     if wide is not state:

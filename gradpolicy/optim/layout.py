@@ -21,7 +21,7 @@ from gradpolicy.tensors.sharding import full_tensor, is_sharded, local_shard
 
 
 def local_mask(mask: Tensor, parameter: Tensor) -> Tensor:
-    """Return this process's part of a mask. A plain one is cut as the parameter is, without communication."""
+    """Return this process's part of a mask, sharding a plain one like the parameter without communication."""
     if is_sharded(mask) or not is_sharded(parameter):
         return local_shard(mask)
     from torch.distributed.tensor import distribute_tensor
@@ -31,7 +31,7 @@ def local_mask(mask: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _placements(parameter: Tensor, shape: Sequence[int]) -> tuple[Any, list[Any]]:
-    """Return a sharded parameter's mesh, and the placements of a mask of a shape there."""
+    """Return a sharded parameter's mesh, and the placements of a mask of a shape on it."""
     from torch.distributed.tensor import Replicate
 
     sharded: Any = parameter
@@ -42,7 +42,7 @@ def _placements(parameter: Tensor, shape: Sequence[int]) -> tuple[Any, list[Any]
 
 
 def coarse_mask(mask: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the mask of a coarser shape from which a mask of each entry was made.
+    """Return the coarser mask from which a mask with a flag per entry was made.
 
     Args:
         mask: Bool, of the parameter's shape; if it is sharded, every process must take part.
@@ -58,7 +58,7 @@ def fitting_mask(mask: object, parameter: Tensor, name: str) -> Tensor:
     """Return a mask as a bool tensor with as many dimensions as the parameter.
 
     Raises:
-        PolicyError: As `check_mask`; or if the parameter has no values.
+        PolicyError: As `check_mask`, or if the parameter has no values.
     """
     if parameter.is_meta:
         raise PolicyError(f"{name}: the parameter lies on the meta device, where tensors have no values")
@@ -102,17 +102,17 @@ class Layout:
         return tuple(self.shape[d] for d in self.order)
 
     def memory(self, tensor: Tensor) -> Tensor:
-        """Return the tensor itself where its entries lie in memory order, else :meth:`flat`."""
+        """Return the tensor itself if its entries are in memory order, else :meth:`flat`."""
         if self.plain and tensor.is_contiguous():
             return tensor
         return _real(local_shard(tensor.detach())).permute(self.order).reshape(-1).contiguous()
 
     def flat(self, tensor: Tensor) -> Tensor:
-        """Return the tensor's entries in memory order: a view where it lies that way, else a copy."""
+        """Return the tensor's entries in memory order: a view if possible, else a copy."""
         return self.memory(tensor.detach()).view(-1)
 
     def shaped(self, flat: Tensor, parameter: Tensor) -> Tensor:
-        """Return a flat vector as a tensor like the parameter, without a copy where that can be."""
+        """Return a flat vector as a tensor like the parameter: a view if possible, else a copy."""
         if self.plain:
             return flat.view(parameter.shape)
         shaped = torch.zeros_like(parameter, memory_format=torch.preserve_format)
@@ -120,7 +120,7 @@ class Layout:
         return shaped
 
     def write_back(self, flat: Tensor, tensor: Tensor) -> None:
-        """Write a vector that `flat` or `memory` gave back to its tensor where it is a copy."""
+        """Write a vector from `flat` or `memory` back to its tensor if it is a copy."""
         if self.plain and tensor.data_ptr() == flat.data_ptr():
             return
         target = _real(local_shard(tensor.detach()))
@@ -143,8 +143,8 @@ class Layout:
         """Return a mask as one flag for each block of consecutive entries.
 
         Returns:
-            The flags (bool, 1-D, in memory order) and how many entries each governs: all of them for a
-            whole-tensor mask, a row's worth for a row mask, one for an entry mask.
+            The flags (bool, 1-D, in memory order), and the number of entries for each: all of them for a
+            whole-tensor mask, a row's for a row mask, one for an entry mask.
         """
         one_each = self.plain and mask.shape == parameter.shape and mask.device == parameter.device
         if one_each and not is_sharded(mask):
@@ -192,7 +192,7 @@ class Layout:
         return as_sharded(value.expand(sizes), parameter, shape)
 
     def _dimensions_outside(self, block: int) -> int:
-        """Return how many dimensions in memory lie outside a block of that many entries."""
+        """Return the number of dimensions in memory outside a block of that many entries."""
         inside, leading = 1, len(self.order)
         while leading and (inside < block or self.physical_shape[leading - 1] == 1):
             leading -= 1
@@ -210,12 +210,12 @@ def _is_one(shape: Sequence[int], parameter: Tensor, dim: int) -> bool:
 
 
 def as_sharded(value: Tensor, parameter: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return local values as a tensor like the parameter: a DTensor where that is one.
+    """Return local values as a tensor like the parameter: a DTensor if that is one.
 
     Args:
         value: This process's part.
         parameter: The parameter.
-        shape: Shape of the whole; 1 where one value stands for a dimension.
+        shape: Shape of the whole tensor; 1 where one value is that of a whole dimension.
     """
     if not is_sharded(parameter):
         return value
@@ -230,7 +230,7 @@ def as_sharded(value: Tensor, parameter: Tensor, shape: Sequence[int]) -> Tensor
 
 
 def own_gradient(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """Return a parameter's gradient to write to: a copy if its entries share memory, as expanded ones do."""
+    """Return a parameter's gradient for writing: a copy if its entries share memory, as expanded ones do."""
     if 0 in gradient.stride() and gradient.numel() > 1:
         parameter.grad = gradient = gradient.clone(memory_format=torch.contiguous_format)
     return gradient

@@ -51,25 +51,26 @@ class MaskedOptimizer(torch.optim.Optimizer):
       anchor such as Prodigy's `p0` at the entry's present value,
     - "drop" frees memory only for tensors that are frozen as a whole.
 
-    A warning says so at the first mask on some entries. Where state has no value for each entry (SOAP, 8-bit
-    state), only whole tensors freeze.
+    The first mask on some entries of a tensor warns of this. If state has no value for each entry (SOAP,
+    8-bit state), only whole tensors can be frozen.
 
     Args:
         inner: The optimizer to wrap. `param_groups`, `state` and `defaults` are its own.
-        frozen_state: What becomes of an entry's moments and age while it is frozen. "keep": paused.
-            "zero": 0 from when it freezes. "drop": as "zero", and no memory is held for them.
+        frozen_state: What happens to an entry's moments and age while it is frozen. "keep": they are paused.
+            "zero": they become 0 when it freezes. "drop": as "zero", and they take no memory.
         bias_correction: "entry": by the entry's own age. "tensor": by the tensor's one step count, as torch
-            does when moments are zeroed by hand; the count rests while the whole tensor is frozen.
+            does when moments are zeroed by hand; it is paused while the whole tensor is frozen.
 
     Attributes:
-        effective_steps: Updates that took place; a step that mixed precision skipped is not one. Set it where
-            an optimizer is wrapped in the middle of a training.
-        steps_inner: True during a step, which steps the wrapped optimizer too.
-        saves_dense: True while a dense state_dict is made, or if all are to be.
+        effective_steps: Number of updates so far, without steps that mixed precision skipped. Set it if an
+            optimizer is wrapped in the middle of a training.
+        steps_inner: True during a step, which calls the wrapped optimizer's step.
+        saves_dense: True if state_dicts are dense.
 
     Raises:
-        PolicyError: If `inner` is no optimizer, or is wrapped already, or is DeepSpeed's, Fabric's or
-            accelerate's, or an option does not exist. Later, if `inner.step` is called with entries frozen.
+        PolicyError: If `inner` is no optimizer, is wrapped already, or is DeepSpeed's, Fabric's or
+            accelerate's, or an option does not exist. Later, if `inner.step` is called while entries are
+            frozen.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2, 2))
@@ -122,15 +123,15 @@ class MaskedOptimizer(torch.optim.Optimizer):
             setattr(self, f"_optimizer_load_state_dict_{hooks}_hooks", OrderedDict())
         self._patch_step_function()
         self.steps_inner = False
-        # Puts weights as they are to be updated in the place of those that forward passes see.
+        # In this context parameters hold the weights to update instead of those that the forward pass sees.
         self.whole_weights: Callable[[], AbstractContextManager[None]] = nullcontext
         guard = self.inner.register_step_pre_hook(partial(_refuse_to_pass_masks, weakref.ref(self)))
         weakref.finalize(self, guard.remove)
         self._guard = guard.id
-        # The numbers of the rule by age, as long as the settings that they follow from stay.
+        # The numbers of the rule by age, for the settings that they follow from.
         self._tables: dict[tuple[object, ...], tuple[Tensor, bool]] = {}
         self._closure_needed = self._wrapped.needs_closure
-        # Some third-party optimizers, SAM for one, call the closure themselves, and more than once.
+        # Some third-party optimizers, such as SAM, call the closure themselves, more than once.
         self._calls_closure_itself = self._wrapped.rule is None and not is_torchs_own(self.inner)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -143,15 +144,15 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     @property
     def frozen_state(self) -> str:
-        """The fate of frozen entries' state, unless `set_mask` changed it for a parameter."""
+        """The treatment of frozen entries' state, unless `set_mask` changed it for a parameter."""
         return self._options.frozen_state
 
     @property
     def bias_correction(self) -> str:
-        """Whose age counts in bias correction, unless `set_mask` changed it for a parameter."""
+        """The age that bias correction uses, unless `set_mask` changed it for a parameter."""
         return self._options.bias_correction
 
-    # --- what is shared with the wrapped optimizer
+    # --- attributes of the wrapped optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -182,7 +183,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """True if GradScaler hands its scale over instead of unscaling (fused optimizers)."""
+        """True if GradScaler passes its scale on instead of unscaling (fused optimizers)."""
         return bool(getattr(self.inner, "_step_supports_amp_scaling", False))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -196,16 +197,16 @@ class MaskedOptimizer(torch.optim.Optimizer):
     # --- masks and settings
 
     def set_settings(self, settings: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Set what parameters have of their own from the next step on, in place of any such settings before.
+        """Give parameters settings of their own from the next step on; earlier ones are discarded.
 
         Args:
-            settings: By parameter: a factor on "lr", and other settings of its param group as they are. An
-                "initial_lr" is what schedulers scale in place of the group's; a "rate" is scaled by none.
-                Those of parameters of other optimizers do no harm.
+            settings: By parameter: a factor on "lr", and values of other settings of its param group. An
+                "initial_lr" replaces the rate that schedulers scale; a "rate" is not scaled. Parameters of
+                other optimizers are ignored.
 
         Raises:
             PolicyError: If there is no such setting, or the optimizer is LBFGS, which has one param group, or
-                Rprop, which takes its rate at the first step alone.
+                Rprop, which reads its rate at the first step only.
         """
         groups = [(p, group) for group in self.param_groups for p in group["params"] if p in settings]
         for parameter, group in groups:
@@ -256,12 +257,12 @@ class MaskedOptimizer(torch.optim.Optimizer):
         Raises:
             PolicyError: As `set_mask`; masks before the one that is wrong are set.
         """
-        # Whatever the caller's mode, later steps write to what is made here.
+        # Later steps write to tensors that are created here, even if the caller is in inference mode.
         with torch.inference_mode(mode=False), torch.no_grad():
             for parameter, mask in masks.items():
                 masked, tensor = self._checked(parameter, mask)
                 masked.set_mask(tensor, frozen_state, bias_correction)
-                # One after the other: of seeded masks only one is in memory at a time.
+                # Only one seeded mask is in memory at a time.
                 del tensor
 
     def _checked(self, parameter: Tensor, mask: Any) -> tuple[MaskedParameter, Tensor | None]:
@@ -293,7 +294,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     @property
     def is_probed(self) -> bool:
-        """True if the next step is torch.distributed.checkpoint's, which asks which state there is."""
+        """True if the next step is torch.distributed.checkpoint's, which finds out what state there is."""
         return state_probe.is_probe(self.inner)
 
     def state_bytes(self, parameter: Tensor | None = None) -> int:
@@ -311,15 +312,12 @@ class MaskedOptimizer(torch.optim.Optimizer):
         return self._masked
 
     def active_rows(self, parameter: Tensor) -> ActiveRows | None:
-        """Return the rows, columns or entries that alone train; None for other masks.
-
-        None too where a gradient of these alone would not do for the update.
-        """
+        """Return the rows, columns or entries to which a gradient can be restricted; None if it cannot."""
         masked = self._masked.get(parameter)
         return None if masked is None else masked.active_rows()
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        """Return the gradient that the next step takes; of rows alone where only these are computed."""
+        """Return the gradient that the next step uses; it may hold some rows only."""
         return parameter.grad
 
     def _known(self, parameter: Tensor) -> MaskedParameter:
@@ -339,9 +337,9 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def mask_gradients(self) -> None:
-        """Zeroes gradients at frozen entries in place, NaN and infinity too; None for wholly frozen tensors.
+        """Zero gradients of frozen entries in place, NaN too; those of wholly frozen tensors become None.
 
-        Call it before clipping, so that masked gradients do not count in the norm. `step` is right without.
+        Call it before clipping, so that masked gradients do not count in the norm. `step` does not need it.
         """
         for parameter, masked in self._masked.items():
             if masked.frozen_everywhere:
@@ -351,7 +349,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def mask_gradient(self, parameter: Tensor) -> None:
-        """Zeroes the gradient of one parameter at frozen entries in place, NaN and infinity too."""
+        """Zero the gradient of one parameter at frozen entries in place, including NaN and infinity."""
         masked, gradient = self._masked.get(parameter), parameter.grad
         if masked is None or gradient is None or masked.is_full:
             return
@@ -413,7 +411,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _update(self, closure: Callable[[], Any] | None) -> Any:
-        """Update once: by the wrapped optimizer where it is exact, then by the rule for the rest."""
+        """Update once: by the wrapped optimizer where that is exact, then by the rule for the rest."""
         work = self._sorted(closure is not None)
         if closure is None and self.is_probed:
             state_probe.probe(self._wrapped, self._masked.values())
@@ -480,11 +478,11 @@ class MaskedOptimizer(torch.optim.Optimizer):
             elif counts:
                 steps += [masked.state.values["step"] for masked, _ in members]
         if steps and all(step.is_cpu for step in steps):
-            # A number would be made into a tensor for each of them anew.
+            # A Python number would be converted to a tensor for each of them.
             torch._foreach_add_(steps, torch.tensor(1.0, device="cpu"), alpha=1.0)
         elif steps:
             torch._foreach_add_(steps, 1)
-        # Autograd must see that what it may have saved is no longer there.
+        # Autograd must detect that values it may have saved have changed.
         torch.autograd.graph.increment_version([m.parameter for _, members in groups for m, _ in members])
 
     def _update_alike(self, rule: UpdateRule, group: Group, members: list[Member]) -> None:
@@ -536,14 +534,14 @@ class MaskedOptimizer(torch.optim.Optimizer):
         return 1.0 if scale is None else float(scale)
 
     def _steps_without_gradients(self) -> bool:
-        """Return True if a step of the wrapped optimizer counts for somebody even if it has no gradients."""
+        """Return True if the wrapped optimizer must step even without gradients, since others observe it."""
         inner = self.inner
         hooks = (inner._optimizer_step_pre_hooks.keys() - {self._guard}, inner._optimizer_step_post_hooks)
-        # Learning rate schedulers put theirs in the place of an optimizer's step.
+        # Learning-rate schedulers replace an optimizer's step.
         return self._wrapped.rule is None or any(hooks) or "step" in vars(inner)
 
     def _step_inner(self, frozen: Iterable[MaskedParameter], closure: Callable[[], Any] | None) -> Any:
-        """Step the wrapped optimizer, without effect on the frozen entries of these parameters."""
+        """Step the wrapped optimizer; frozen entries of these parameters do not change."""
         if self._only_probed:
             state_probe.forget(self._wrapped, self._masked, closure is not None)
             self._only_probed = False
@@ -558,7 +556,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _scaling(self) -> Iterator[None]:
-        """Hands what GradScaler set on this optimizer to the wrapped one."""
+        """Pass what GradScaler has set on this optimizer to the wrapped one."""
         given = {name: getattr(self, name) for name in ("grad_scale", "found_inf") if hasattr(self, name)}
         try:
             for name, value in given.items():
@@ -580,12 +578,11 @@ class MaskedOptimizer(torch.optim.Optimizer):
     def state_dict(self, *, dense: bool = False) -> dict[str, Any]:
         """Return the wrapped optimizer's own state_dict, with masks and ages beside it under "gradpolicy".
 
-        It is as small as the state: under `drop` it holds moments of active entries, and none of tensors that
-        are frozen as a whole. Of sharded parameters, and where `torch.distributed.checkpoint` asks, it is
-        dense.
+        It is as small as the state: under `drop` it holds moments of active entries only, and none of tensors
+        that are frozen as a whole. For sharded parameters and `torch.distributed.checkpoint` it is dense.
 
         Args:
-            dense: True if torch alone is to load it: moments are then dense, 0 where `drop` holds none.
+            dense: True for moments that torch alone can load: dense, and 0 where `drop` holds none.
         """
         before = self.saves_dense
         self.saves_dense = dense or before or checkpoint.must_be_dense(self._wrapped)
@@ -610,7 +607,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state_dict of this class, small or dense, or of the wrapped optimizer alone.
 
-        Masks and ages become what was saved. Without saved ones, masks stay and every entry's age becomes its
+        Masks and ages become the saved ones. If there are none, masks stay and every entry's age becomes its
         tensor's step count.
 
         Raises:
@@ -624,7 +621,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         own, steps, saved = checkpoint.split(state_dict)
         records = self._fitting_records(own, saved)
         self.inner.load_state_dict(own)
-        # Present masks must not touch state that comes with masks of its own.
+        # Current masks must not change state that was saved with other masks.
         for parameter, masked in self._masked.items():
             if parameter not in records:
                 masked.adopt_state(updates=0 if self._was_only_probed(parameter) else None)
@@ -635,13 +632,13 @@ class MaskedOptimizer(torch.optim.Optimizer):
             after(self)
 
     def restore(self, parameter: Tensor, record: checkpoint.Record) -> None:
-        """Give a parameter the mask and ages of a record that fits; its state is loaded already."""
+        """Restore a parameter's mask and ages from a record that fits; its state is loaded already."""
         checkpoint.restore(self._masked.setdefault(parameter, self._known(parameter)), record)
 
     def _fitting_records(
         self, own: dict[str, Any], saved: dict[int, checkpoint.Record]
     ) -> dict[Tensor, checkpoint.Record]:
-        """Return the records by parameter, after checking them all: a load that fails changes nothing."""
+        """Return the records by parameter, all of them checked: a load that fails changes nothing."""
         parameters = self._wrapped.parameters()
         found: dict[Tensor, checkpoint.Record] = {}
         for index, record in saved.items():
@@ -678,7 +675,7 @@ class _Work:
 
 @contextmanager
 def _hidden_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Hides the gradients of parameters within."""
+    """Hide the gradients of parameters in the block."""
     gradients = [(parameter, parameter.grad) for parameter in parameters]
     try:
         for parameter, _ in gradients:
@@ -690,7 +687,7 @@ def _hidden_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 def bytes_of(state: Mapping[Any, Any]) -> int:
-    """Return the bytes that an optimizer's state holds on this process; some may be the whole optimizer's."""
+    """Return the bytes of an optimizer's state on this process; some of it may belong to no parameter."""
     total = 0
     for value in state.values():
         if isinstance(value, Tensor):
@@ -723,10 +720,10 @@ def _check_inner(inner: Any) -> None:
 def _refuse_to_pass_masks(
     wrapper: weakref.ref[MaskedOptimizer], inner: torch.optim.Optimizer, *_: Any
 ) -> None:
-    """Run before each step of a wrapped optimizer.
+    """Refuse a step of a wrapped optimizer that bypasses its masks; a hook that runs before each step.
 
     Raises:
-        PolicyError: If the step is not the wrapper's, and entries are frozen.
+        PolicyError: If entries are frozen, and the step is not the wrapper's.
     """
     masking = wrapper()
     if masking is None or masking.steps_inner:

@@ -29,7 +29,7 @@ from gradpolicy.tensors.sharding import full_tensor, is_sharded, local_shard
 
 
 class Options(NamedTuple):
-    """The two options of a masked parameter: "keep", "zero" or "drop", and "entry" or "tensor"."""
+    """The options of a masked parameter: "keep", "zero" or "drop", and "entry" or "tensor"."""
 
     frozen_state: str = "keep"
     bias_correction: str = "entry"
@@ -40,7 +40,7 @@ class Options(NamedTuple):
         return self.frozen_state != "keep"
 
     def changed(self, **options: str | None) -> Options:
-        """Return the options with the given ones, other than None, in place of these.
+        """Return these options with new values; None leaves an option as it is.
 
         Raises:
             PolicyError: If there is no such value.
@@ -54,7 +54,7 @@ class Options(NamedTuple):
 
 
 VALUES = {"frozen_state": ("keep", "zero", "drop"), "bias_correction": ("entry", "tensor")}
-"""The values of each option."""
+"""The allowed values of each option."""
 
 
 class Mode(Enum):
@@ -73,21 +73,21 @@ class MaskedParameter:
     Args:
         parameter: The parameter; every entry starts active.
         wrapped: The wrapped optimizer.
-        options: What becomes of the state of frozen entries, and whose age counts in bias correction.
-        updates: Number of updates that it has had; None: as many as its state has counted.
+        options: The treatment of the state of frozen entries, and the age that bias correction uses.
+        updates: Number of updates so far; None: the count in its state.
 
     Attributes:
         parameter, options: As given.
         rule: How the optimizer moves one entry; None where no update rule describes it.
         layout: The order of this process's entries in memory.
-        state: The way to the optimizer's state of the parameter.
+        state: Access to the optimizer's state of the parameter.
         ages: Which of this process's entries are active, and their ages.
-        updates: Number of updates that the tensor as a whole has had.
+        updates: Number of updates of the tensor as a whole.
         mask_shape: Shape of the mask as it was set; None after a mask of None.
         empty_mask: This process's part of the mask where it holds no entry; else None.
         frozen_everywhere: True if no entry of the whole tensor is active, on any process.
-        copies: Of what was frozen before a step that may change it; memory that the next step uses again.
-        rows: What `active_rows` has found for the mask.
+        copies: Frozen values from before a step that may change them; the next step reuses the memory.
+        rows: The result of `active_rows` for the mask; None: not found yet, or none.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class MaskedParameter:
         self.ages = Ages.all_active(self.updates, self.layout.size, local_shard(self.parameter).device)
         self.frozen_everywhere = False
 
-    # --- what it is
+    # --- properties
 
     @property
     def group(self) -> Group:
@@ -162,13 +162,13 @@ class MaskedParameter:
         return self.state.dense(self.ages)
 
     def follow(self) -> dict[str, Any]:
-        """Follows the parameter to another device; sets ages to 0 where its state was removed.
+        """Move ages to the parameter's device, and reset them if its state was removed.
 
         Returns:
             The optimizer's state of the parameter.
 
         Raises:
-            PolicyError: If its shape has changed, so that a kernel would read and write beyond the end.
+            PolicyError: If its shape has changed: a kernel would read and write out of bounds.
         """
         if self.parameter.shape != self.layout.whole_shape:
             raise PolicyError(
@@ -224,7 +224,7 @@ class MaskedParameter:
             self._empty_state()
 
     def _set_flags(self, flags: Tensor, block: int) -> None:
-        """Change ages and state so that these blocks alone are active."""
+        """Change ages and state so that only these blocks are active."""
         active, forget = int(flags.count_nonzero()) * block, self.options.forget
         partly = 0 < active < self.layout.size
         if partly and self.rule is None:
@@ -233,7 +233,7 @@ class MaskedParameter:
             warn_of_putting_back(optimizer, forget)
         if not partly:
             flags, block = flags[:1], self.layout.size
-        self.state.of_entries(self.ages)  # refused before anything changes
+        self.state.of_entries(self.ages)  # raises before anything changes
         if not is_sharded(self.parameter):
             self.frozen_everywhere = not active
         fine = min(self.ages.block, block)
@@ -248,19 +248,24 @@ class MaskedParameter:
         return partly and self.options.frozen_state == "drop" and self.rule is not None
 
     def _arrange(self, source: Tensor | None, block: int) -> None:
-        """Packs, spreads out or empties the state, which follows an index so far, as ages and options say."""
+        """Pack, unpack or empty the state to match the ages and options.
+
+        Args:
+            source: The index of the present state; None: it is dense.
+            block: Entries in a block of that index.
+        """
         if self.ages.active or self.options.frozen_state != "drop":
             self.state.arrange(source, block, self.ages, self.options.forget)
         if not self.ages.active and self.options.forget:
             self._empty_state()
 
     def _empty_state(self) -> None:
-        """Empty the state of a tensor of which no entry is active here."""
+        """Empty the state of a tensor without active entries on this process."""
         self.ages = self.ages._replace(oldest=0)
         if not self.state.values:
             return
         exact, drops = self.rule is not None, self.options.frozen_state == "drop"
-        # Without a rule the count is the whole tensor's, on every process alike.
+        # Without a rule there is one count for the whole tensor, the same on every process.
         restarts = self.options.bias_correction == "entry" and (exact or self.frozen_everywhere)
         if not (restarts and (drops or not exact) and self.state.remove()):
             self.state.empty(drop=drops)
@@ -268,7 +273,7 @@ class MaskedParameter:
             self._set_count(0)
 
     def _finish_change(self) -> None:
-        """Complete state and count where the wrapped optimizer itself makes the next updates."""
+        """Complete state and count if the wrapped optimizer makes the next updates."""
         mode, self.rows = self.mode, None
         if mode is not Mode.PUT_BACK:
             self.copies = {}
@@ -290,10 +295,10 @@ class MaskedParameter:
     # --- loaded state and records
 
     def adopt_state(self, updates: int | None = None) -> None:
-        """Use the optimizer's state as it now is, dense and of one age; the mask stays.
+        """Take over the optimizer's present state, which is dense and of one age; the mask stays.
 
         Args:
-            updates: Number of updates that the tensor has had; None: as many as the state has counted.
+            updates: Number of updates of the tensor; None: the count in its state.
         """
         mask = None if self.mask_shape is None else self.mask()
         self._begin(updates)
@@ -307,8 +312,8 @@ class MaskedParameter:
         Args:
             ages: Signed ages that broadcast to the parameter.
             mask_shape: Shape of the mask as it was set; None: there was none.
-            updates: Number of updates that the tensor has had.
-            begun: False if its first update is still to come, so that its state is not kept.
+            updates: Number of updates of the tensor.
+            begun: False if it has not been updated yet; its state is discarded then.
             options: The options that it had.
         """
         self.options = options
@@ -327,7 +332,7 @@ class MaskedParameter:
             self.adopt_ages(*self._coarsest(*self.layout.blocks_of(ages, parameter)))
 
     def _coarsest(self, values: Tensor, block: int) -> tuple[Tensor, int]:
-        """Return the ages in larger blocks where these have one age; a shard's are of each entry."""
+        """Return ages in the largest blocks that share one; those of a shard were saved for each entry."""
         if not is_sharded(self.parameter):
             return values, block
         physical = self.layout.physical_shape
@@ -339,7 +344,7 @@ class MaskedParameter:
     def adopt_ages(self, signed: Tensor, block: int) -> None:
         """Set signed ages, one for each block of entries; the state is dense.
 
-        Of a sharded parameter `frozen_everywhere` is set already.
+        For a sharded parameter, `frozen_everywhere` must be set before.
         """
         self.ages = Ages.of(signed, block, self.layout.size)
         active = self.ages.active
@@ -360,9 +365,9 @@ class MaskedParameter:
 
         Args:
             group: The parameter's param group.
-            names: What the rule keeps for each entry.
+            names: Names of the state that the rule keeps for each entry.
             gradient: The parameter's gradient.
-            age: The age to take for all entries; None: each one's own.
+            age: The age of all entries; None: each has its own.
         """
         values, ages, memory = self.follow(), self.ages, self.layout.memory
         state = {name: values[name] for name in names if values.get(name) is not None}
@@ -391,11 +396,10 @@ class MaskedParameter:
         )
 
     def active_rows(self) -> ActiveRows | None:
-        """Return the rows, columns or entries that alone are active.
+        """Return the rows, columns or entries to which the gradient can be restricted; None if it cannot.
 
-        None for other masks, and where no gradient of these alone would do: the update rule must move the
-        entries, and the parameter lie whole on this process. Entries only where their state is packed and
-        their gradient with its index takes at most half of the memory of a whole one.
+        It can if the update rule moves the active entries and the parameter is not sharded. Single entries
+        also need packed state, and their gradient and index must take at most half the memory of a dense one.
         """
         self.follow()
         if self.rows is None and self.mode is Mode.BY_RULE and not self.is_full:
@@ -428,7 +432,7 @@ class MaskedParameter:
         self._set_count(self.updates + 1)
 
     def mask_gradient(self, gradient: Tensor) -> None:
-        """Zeroes the gradient of frozen entries in place, NaN and infinity too."""
+        """Zero the gradient of frozen entries in place, including NaN and infinity."""
         self.follow()
         if isinstance(gradient, RowGradient):
             if gradient.holds(self.active_rows()):
@@ -443,10 +447,10 @@ class MaskedParameter:
     # --- a step of the wrapped optimizer that leaves frozen entries as they are
 
     def save_frozen(self) -> set[str]:
-        """Zeroes the gradients of frozen entries before a step, and copies what it may change.
+        """Zero the gradients of frozen entries before a step, and copy what the step may change.
 
         Returns:
-            The names of the state that was copied; "" is the parameter.
+            The names of the copied state; "" is the parameter.
         """
         self.follow()
         if self.ages.active:
@@ -468,7 +472,7 @@ class MaskedParameter:
         self._put_back({"": self.parameter, **own}, {key: self.copies[key] for key in saved})
 
     def _put_back(self, tensors: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-        """Give frozen entries of tensors their saved values, or else their initial ones if known."""
+        """Set frozen entries to their saved values, or to their initial ones if these are known."""
         for key, tensor in tensors.items():
             flat = self.layout.flat(tensor)
             fill: Tensor | float | None = saved.get(key)
@@ -487,5 +491,5 @@ class MaskedParameter:
 
 
 def _freezes_whole_tensor(mask: Tensor) -> bool:
-    """Return True if a mask leaves nothing active on any process; if it is sharded, all of them must ask."""
+    """Return True if no entry is active on any process; for a sharded mask all must call this."""
     return not int(full_tensor(mask.int().sum() if is_sharded(mask) else mask.count_nonzero()))

@@ -18,8 +18,9 @@ from gradpolicy.where import named_parameters, pick
 class Optimizers(torch.optim.Optimizer):
     """Several optimizers as one: one ``step``, one ``state_dict``, one learning-rate scheduler.
 
-    Each entry makes an optimizer of the parameters that its globs match, that have its number of dimensions,
-    and that no entry before it has. Param groups and state are those of the optimizers, one after the other.
+    Each entry creates an optimizer of the parameters that its globs match, that have its number of
+    dimensions, and that are in no entry before it. Param groups and state are those of the optimizers, one
+    after the other.
 
     Args:
         model: The model, or its named parameters.
@@ -30,8 +31,8 @@ class Optimizers(torch.optim.Optimizer):
         optimizers: The optimizers, in the order of the entries.
 
     Raises:
-        PolicyError: If a parameter is in no entry, an entry gets none, its optimizer refuses what it is
-            given, or needs a closure.
+        PolicyError: If a parameter is in no entry, an entry has no parameters, or its optimizer rejects its
+            arguments or needs a closure.
 
     Example:
         >>> import torch, gradpolicy as gp
@@ -44,7 +45,7 @@ class Optimizers(torch.optim.Optimizer):
         [(0.02, 1), (0.001, 3)]
     """
 
-    # A caller that makes optimizers of parameters alone is to give their names too.
+    # Code that creates optimizers from parameters must pass their names too.
     needs_names = True
 
     def __init__(
@@ -68,16 +69,16 @@ class Optimizers(torch.optim.Optimizer):
         self.join_state()
 
     def join_state(self) -> None:
-        """Have all optimizers keep their state in one dict."""
+        """Let all optimizers keep their state in one dict."""
         for each in self.optimizers:
             self.state.update(each.state)
             each.state = self.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take a group of one of the optimizers.
+        """Add a group of one of the optimizers.
 
         Raises:
-            PolicyError: After the beginning, when it is of none.
+            PolicyError: After construction, when it belongs to none of them.
         """
         if len(self.param_groups) >= sum(self._counts):
             raise PolicyError("Optimizers: takes no further param group; name all parameters in an entry")
@@ -104,12 +105,12 @@ class Optimizers(torch.optim.Optimizer):
         return {**super().__getstate__(), "optimizers": self.optimizers, "_counts": self._counts}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take groups and state that were loaded, or unpickled, and hand each optimizer its own."""
+        """Set groups and state that were loaded or unpickled, and pass each optimizer its own."""
         super().__setstate__(state)
         groups = iter(self.param_groups)
         for each, count in zip(self.optimizers, self._counts, strict=True):
             own = [group for _, group in zip(range(count), groups, strict=False)]
-            # Fills in what newer versions of torch have added.
+            # Adds settings of newer versions of torch.
             plain: Any = getattr(each, "inner", each)
             plain.__setstate__({"state": self.state, "param_groups": own})
 
@@ -136,7 +137,7 @@ class MaskedOptimizers(MaskedOptimizer):
         self._owners: dict[Tensor, MaskedOptimizer] = {}
         for place, each in enumerate(self.inner.optimizers):
             own = each if isinstance(each, MaskedOptimizer) else MaskedOptimizer(each, *self._options)
-            # What asks about all masks, as checkpoints do, asks here.
+            # Callers that need all masks, such as checkpoints, find them here.
             own._masked, self.inner.optimizers[place] = self._masked, own
             self._owners |= {parameter: own for group in own.param_groups for parameter in group["params"]}
 
@@ -145,7 +146,7 @@ class MaskedOptimizers(MaskedOptimizer):
         return self._owners[parameter]._known(parameter)
 
     def set_settings(self, settings: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Set what parameters have of their own, each at its optimizer."""
+        """Set settings of single parameters in the optimizer of each."""
         for each in set(self._owners.values()):
             each.set_settings(settings)
 
@@ -153,7 +154,7 @@ class MaskedOptimizers(MaskedOptimizer):
     def _update(self, closure: Callable[[], Any] | None) -> Any:
         is_probed = self.is_probed
         for each in self.inner.optimizers if is_probed else ():
-            # It finds out by itself that it is asked, if there is no state yet.
+            # It detects the probe by itself if it has no state yet.
             each.state = defaultdict(dict)
         with self._scaling():
             self.inner.step()
@@ -180,7 +181,7 @@ def _made(
     ndim: int | None = None,
     **settings: Any,
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of an entry, and take its parameters from those that are left."""
+    """Return the optimizer of an entry, and remove its parameters from those that are left."""
     if params is None or not callable(optimizer):
         raise PolicyError("needs params, globs, and optimizer, such as torch.optim.AdamW")
     matched = pick(named, params).values()
@@ -200,7 +201,7 @@ def _made(
 
 
 def plain_optimizers(optimizers: Iterable[Any]) -> list[torch.optim.Optimizer]:
-    """Return optimizers without what wraps them, and the parts of :class:`Optimizers` in their place."""
+    """Return the innermost optimizers, with :class:`Optimizers` replaced by its parts."""
     own = [getattr(each, "inner", each) for each in optimizers]
     parts = [plain_optimizers(each.optimizers) if isinstance(each, Optimizers) else [each] for each in own]
     return [each for some in parts for each in some]

@@ -21,10 +21,10 @@ from gradpolicy.optim.update_rules import Group, rule_for
 
 AS_PARAMETER = "as the parameter"
 OF_THE_TENSOR = ("step", "mu_product", "eta", "mu")
-"""State that torch's optimizers keep once for a whole tensor, also where the tensor is a scalar."""
+"""State that torch's optimizers keep once per tensor, even if the tensor is a scalar."""
 _QUANTISED = "keeps one scale for a block of entries in its state"
 _REFUSED = {"soap": "keeps its moments in a rotated basis", "4bit|8bit|fp8|quantized": _QUANTISED}
-"""Parts of the names of optimizers whose state has no value for each entry, and why."""
+"""Parts of the names of optimizers whose state has no value for each entry, with the reason."""
 
 
 _FIRST_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, dict[str, Any] | None]] = (
@@ -33,12 +33,12 @@ _FIRST_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, dict[st
 _WARNED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
-# --- what such an optimizer keeps
+# --- the state of such an optimizer
 
 
 def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
     """Return True for one of torch's optimizers whose state belongs to single parameters (all but LBFGS)."""
-    # Adafactor and Muon call the package their home, others a module of it.
+    # The module of Adafactor and Muon is the package, that of others a module in it.
     of_torch = f"{type(optimizer).__module__}.".startswith("torch.optim.")
     return of_torch and type(optimizer) is not torch.optim.LBFGS
 
@@ -58,10 +58,10 @@ def entry_state(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor
 def initial_value(
     optimizer: torch.optim.Optimizer, key: str, group: Group, parameter: Tensor
 ) -> float | str | None:
-    """Return what an entry of this state is before its first update.
+    """Return the value that an entry of this state has before its first update.
 
     Returns:
-        A number; `AS_PARAMETER`, the parameter's own value; or None where it is not known.
+        A number; `AS_PARAMETER` for the parameter's own value; or None if it is not known.
     """
     if key == "step_size" and isinstance(optimizer, torch.optim.Rprop):
         return float(group["lr"])
@@ -87,7 +87,7 @@ def reset_state(
 
 
 def first_state(optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor) -> dict[str, Any]:
-    """Return the state that another optimizer of the kind makes of a parameter at a step with gradient 0."""
+    """Return the state that another optimizer of the class creates in a step with gradient 0."""
     stand_in = parameter.detach().clone().requires_grad_()
     stand_in.grad = torch.zeros_like(stand_in)
     kind, still = type(optimizer), {"weight_decay": 0.0} if "weight_decay" in group else {}
@@ -132,11 +132,11 @@ def _start(value: Tensor) -> float | str:
     return float(first) if bool((value == first).all()) and not value.is_complex() else 0.0
 
 
-# --- what a mask on some entries means for it
+# --- masks on some entries
 
 
 def check_entries_can_freeze(optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor) -> None:
-    """Make sure that some entries of a parameter can be put back while others train.
+    """Check that some entries of a parameter can be put back while others train.
 
     Raises:
         PolicyError: If the optimizer's state has no value for each entry.
@@ -151,7 +151,7 @@ def check_entries_can_freeze(optimizer: torch.optim.Optimizer, group: Group, par
 
 
 def check_state_of_entries(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Make sure that no state of a parameter is quantised.
+    """Check that no state of a parameter is quantised.
 
     Raises:
         PolicyError: If some is.
@@ -169,7 +169,7 @@ def _refused(optimizer: torch.optim.Optimizer, why: str) -> PolicyError:
 
 
 def put_back_remark(optimizer: torch.optim.Optimizer, forget: bool) -> str:
-    """Return what a mask on some entries means for an optimizer without an update rule.
+    """Return a remark on masks on some entries for an optimizer without an update rule.
 
     Args:
         optimizer: The optimizer.
@@ -187,7 +187,7 @@ def put_back_remark(optimizer: torch.optim.Optimizer, forget: bool) -> str:
 
 
 def warn_of_putting_back(optimizer: torch.optim.Optimizer, forget: bool) -> None:
-    """Warns, once for an optimizer, of what a mask on some entries means."""
+    """Warn, once per optimizer, of the effects of a mask on some entries."""
     if optimizer not in _WARNED:
         _WARNED.add(optimizer)
         warnings.warn(put_back_remark(optimizer, forget), stacklevel=6)
@@ -196,10 +196,10 @@ def warn_of_putting_back(optimizer: torch.optim.Optimizer, forget: bool) -> None
 def put_back_remarks(
     masks: Mapping[str, Mapping[str, bool]], parameters: Mapping[str, Tensor], optimizers: Any
 ) -> Iterator[str]:
-    """Yield a line for each policy on some entries of parameters whose optimizer has no update rule.
+    """Yield a remark for each policy on some entries of parameters whose optimizer has no update rule.
 
     Args:
-        masks: For each policy, the parameters that its masks freeze in part, and True if these lose state.
+        masks: For each policy, the parameters that its masks freeze in part, with True if they lose state.
         parameters: The parameters by name.
         optimizers: The optimizers.
 

@@ -1,11 +1,11 @@
-"""Settings of single parameters, such as a learning rate, for the time of a step.
+"""Settings of single parameters, such as a learning rate, during a step.
 
-The param groups stay as a person made them: learning-rate schedulers, checkpoints and logs see no others.
-While the optimizer steps, a group is split into one for each choice of settings among its parameters, so that
-it does what it does with param groups made by hand.
+The param groups stay as the user made them: learning-rate schedulers, checkpoints and logs see no others.
+During a step a group is split into one for each combination of settings among its parameters, so that the
+optimizer does what it does with param groups made by hand.
 
-Many groups would slow a fused optimizer of torch down. Where only rates and weight decay differ it steps by
-the groups as they are, and torch's fused function is called for each choice.
+Many groups would slow down a fused optimizer of torch. If only rates and weight decay differ, it steps with
+the groups as they are, and torch's fused function is called once for each combination.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from gradpolicy.optim.other_optimizers import is_torchs_own
 from gradpolicy.optim.update_rules import Group
 
 Settings = tuple[tuple[str, Any], ...]
-"""What a parameter has of its own: a factor on "lr", and other settings as they are."""
+"""The settings of a parameter: a factor on "lr", and values of the others."""
 INITIAL, RATE = "initial_lr", "rate"
-"""The rate that schedulers scale, in place of the group's, and a rate that none of them scales."""
+"""A rate that schedulers scale in place of the group's, and a rate that they do not scale."""
 _OF_FUSED = {"lr", RATE, "weight_decay"}
-"""The settings that a fused function takes by these names, and by which no state begins otherwise."""
+"""The settings that a fused function takes by these names, and that do not affect initial state."""
 
 
 def as_settings(own: Mapping[str, Any], group: Group) -> Settings:
-    """Return settings as a value that can be compared, with a factor on "lr" for an initial rate.
+    """Return settings in a comparable form, with a factor on "lr" instead of an initial rate.
 
-    The group notes its own initial rate, as schedulers do: a run that resumes finds it there.
+    The group's initial rate is stored in it, as schedulers do, for a run that resumes.
 
     Raises:
         PolicyError: If the group's initial rate is 0.
@@ -48,10 +48,10 @@ def as_settings(own: Mapping[str, Any], group: Group) -> Settings:
 
 
 def check_settings(names: Iterable[str], group: Iterable[str]) -> None:
-    """Make sure that a param group has all settings of these names.
+    """Check that a param group has all settings of these names.
 
     Raises:
-        PolicyError: If it has not.
+        PolicyError: If it lacks one.
     """
     known = set(group) - {"params", "param_names"}
     for name in sorted(set(names) - known - {INITIAL, RATE}):
@@ -59,7 +59,7 @@ def check_settings(names: Iterable[str], group: Iterable[str]) -> None:
 
 
 def with_settings(group: Group, settings: Settings) -> Group:
-    """Return a param group as it is for parameters with settings of their own."""
+    """Return the param group of parameters with these settings of their own."""
     if not settings:
         return group
     given = dict(settings)
@@ -73,7 +73,7 @@ def with_settings(group: Group, settings: Settings) -> Group:
 
 
 def places_of(parameters: Sequence[Tensor], of: Mapping[Tensor, Settings]) -> dict[Settings, list[int]]:
-    """Return the places of the parameters that have each choice of settings; those without have ()."""
+    """Return the indices of the parameters by their settings; those without settings have ()."""
     places: dict[Settings, list[int]] = {}
     for place, parameter in enumerate(parameters):
         places.setdefault(of.get(parameter, ()), []).append(place)
@@ -82,14 +82,14 @@ def places_of(parameters: Sequence[Tensor], of: Mapping[Tensor, Settings]) -> di
 
 @contextmanager
 def applied(optimizer: torch.optim.Optimizer, of: Mapping[Tensor, Settings]) -> Iterator[None]:
-    """Give parameters settings of their own within, where the optimizer steps.
+    """Give parameters settings of their own in the block, in which the optimizer steps.
 
     Args:
         optimizer: The optimizer.
-        of: The settings by parameter; those of other optimizers do no harm.
+        of: The settings by parameter; parameters of other optimizers are ignored.
 
     Raises:
-        PolicyError: After a step by which the optimizer writes to its param groups, as schedule-free ones do.
+        PolicyError: After a step in which the optimizer writes to its param groups, as schedule-free ones do.
     """
     groups = optimizer.param_groups
     before, stepped, parts, is_fused = list(groups), [], [], False
@@ -121,7 +121,7 @@ def applied(optimizer: torch.optim.Optimizer, of: Mapping[Tensor, Settings]) -> 
 
 
 class _FusedCalls(TorchDispatchMode):
-    """Calls a fused function of torch once for each choice of settings among its tensors."""
+    """Calls a fused function of torch once for each combination of settings among its tensors."""
 
     def __init__(self, of: Mapping[Tensor, Settings]) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""The step by which `torch.distributed.checkpoint` finds out which state an optimizer keeps.
+"""The step with which `torch.distributed.checkpoint` finds out what state an optimizer keeps.
 
 Before the first step it sets all gradients and learning rates to 0 and calls `step`. That must not count as
-an update, nor change the first one: some state begins at the learning rate or at the first gradient.
+an update or change the first one: some state is initialised from the learning rate or the first gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gradpolicy.tensors.sharding import local_shard
 
 
 def is_probe(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if the next step is an optimizer's first, and all rates and gradients are 0."""
+    """Return True if the next step is an optimizer's first and all rates and gradients are 0."""
     groups = optimizer.param_groups
     if optimizer.state or not all("lr" in group and float(group["lr"]) == 0 for group in groups):
         return False
@@ -39,29 +39,29 @@ def probe(wrapped: Wrapped, masked: Iterable[MaskedParameter]) -> None:
     values = [local_shard(parameter.detach()).clone() for parameter in parameters]
     optimizer.step()
     for parameter, value in zip(parameters, values, strict=True):
-        # A step by 0 may make 0 of -0, and NaN where eps is too small for half precision.
+        # A step of size 0 may turn -0 into 0, and into NaN if eps is too small for half precision.
         local_shard(parameter.detach()).copy_(value)
     for group, before in zip(optimizer.param_groups, settings, strict=True):
         _restart_count(group)
         group.update(before)
     for parameter in parameters:
         state = wrapped.state_of(parameter)
-        # Weight decay has gone into the momentum of SGD.
+        # The momentum of SGD now contains weight decay.
         reset_state(optimizer, wrapped.group_of(parameter), parameter, state)
         _restart_count(state)
-    # Ages stay where the optimizer keeps no state: they are not what the probe has made.
+    # If the optimizer keeps no state, ages stay: the probe has not created anything.
     for each in masked:
         if each.state.values:
             each.adopt_state(updates=0)
 
 
 def forget(wrapped: Wrapped, masked: dict[Tensor, MaskedParameter], closure: bool) -> None:
-    """Remove the state that a probe made of parameters whose first update comes now.
+    """Remove the state that a probe created, for parameters whose first update is the next.
 
     Args:
         wrapped: The wrapped optimizer.
         masked: Its masked parameters.
-        closure: True if the update makes the gradients; else parameters that have one are updated.
+        closure: True if the update computes the gradients; else only parameters that have one are updated.
     """
     for parameter in wrapped.parameters():
         if (closure or parameter.grad is not None) and not has_begun(
@@ -71,9 +71,9 @@ def forget(wrapped: Wrapped, masked: dict[Tensor, MaskedParameter], closure: boo
 
 
 def has_begun(wrapped: Wrapped, parameter: Tensor, masked: MaskedParameter | None = None) -> bool:
-    """Return True if a parameter has been updated, as far as this process can tell by itself."""
+    """Return True if a parameter has been updated, as far as this process knows."""
     if masked is not None and masked.rule is not None:
-        # The tensor's own count goes on where other processes update it; the age of an entry does not.
+        # Other processes may advance the tensor's count, but not the age of an entry.
         return (masked.updates if masked.options.bias_correction == "tensor" else masked.ages.oldest) > 0
     state = wrapped.state_of(parameter)
     moved = (

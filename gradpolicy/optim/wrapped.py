@@ -27,7 +27,7 @@ class Wrapped:
     Attributes:
         optimizer: As given.
         rule: How it moves one entry; None where no update rule describes it.
-        settings: What parameters have of their own; their param groups have the rest.
+        settings: Settings of single parameters, which replace those of their param groups.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -52,7 +52,7 @@ class Wrapped:
         return self.optimizer.state.get(parameter, {})
 
     def group_of(self, parameter: Tensor) -> Group:
-        """Return the param group of a parameter, with settings of its own.
+        """Return the param group of a parameter, with its own settings in it.
 
         Raises:
             PolicyError: If it is not the optimizer's.
@@ -121,7 +121,7 @@ class ParameterState:
         return self.wrapped.state_of(self.parameter)
 
     def of_entries(self, ages: Ages) -> dict[str, Tensor]:
-        """Return what the update rule keeps for each entry, as far as it exists.
+        """Return the state that the update rule keeps for each entry, as far as it exists.
 
         Raises:
             PolicyError: If it is not the parameter's; see :meth:`check`.
@@ -133,10 +133,10 @@ class ParameterState:
         return present
 
     def check(self, state: dict[str, Tensor], ages: Ages) -> None:
-        """Make sure that state has as many entries as it should, on the parameter's device.
+        """Check that state has the expected number of entries and is on the parameter's device.
 
         Raises:
-            PolicyError: If it has not, since somebody replaced it.
+            PolicyError: If it was replaced by another.
         """
         count = ages.entries if ages.index is None else ages.signed.numel() * ages.block
         device = self.parameter.device
@@ -150,7 +150,7 @@ class ParameterState:
             )
 
     def completed(self, group: Group, ages: Ages, updates: int) -> dict[str, Tensor]:
-        """Return the state of each entry, after making what is missing of it and of the tensor's counts."""
+        """Return the state of each entry, after creating what is missing of it and of the tensor's counts."""
         assert self.wrapped.rule is not None
         names = self.wrapped.rule.state(group)
         state = self.wrapped.optimizer.state[self.parameter]
@@ -159,12 +159,12 @@ class ParameterState:
         return {name: state[name] for name in names}
 
     def initial(self, group: Group, updates: int, packed: int | None = None) -> dict[str, Any]:
-        """Return what is missing of the state of a parameter that has had some updates.
+        """Return the missing part of the state of a parameter.
 
         Args:
             group: The parameter's param group.
-            updates: Number of updates that the tensor has had.
-            packed: Number of entries that have state; None: all of them, in the parameter's shape.
+            updates: Number of updates of the tensor.
+            packed: Number of entries with state; None: all of them, in the parameter's shape.
         """
         rule = self.wrapped.rule
         assert rule is not None
@@ -178,7 +178,7 @@ class ParameterState:
         return made
 
     def _number(self, group: Group, value: float) -> Tensor:
-        """Return a tensor of one number, as torch's optimizers count."""
+        """Return a count as torch's optimizers store it."""
         fused = bool(group.get("fused"))
         on_device = bool(group.get("capturable")) or fused
         double = torch.get_default_dtype() == torch.float64 and not fused
@@ -206,10 +206,10 @@ class ParameterState:
         return state
 
     def arrange(self, source: Tensor | None, block: int, ages: Ages, forget: bool) -> None:
-        """Arranges the state of each entry as the index of new ages says, one tensor after the other.
+        """Repack the state of each entry for new ages, one tensor after the other.
 
         Args:
-            source: The index that had state so far; None: every entry had.
+            source: The index of the present state; None: every entry has state.
             block: Entries in a block of both indices.
             ages: The new ages.
             forget: True if the state of frozen entries is emptied.
@@ -233,7 +233,7 @@ class ParameterState:
                 values[name] = flat if ages.index is not None else self.layout.shaped(flat, self.parameter)
 
     def set_count(self, updates: int) -> None:
-        """Continues the tensor's own count from here."""
+        """Set the tensor's own count of updates."""
         rule = self.wrapped.rule
         counts = {"step": float(updates)} if rule is None else rule.tensor_state(self.group, updates)
         for name, value in counts.items():
@@ -241,14 +241,14 @@ class ParameterState:
                 self.values[name].fill_(value)
 
     def count(self) -> int:
-        """Return how many updates the tensor has had, as its state tells."""
+        """Return the number of updates of the tensor, by its state."""
         rule = self.wrapped.rule
         return step_count(self.values) if rule is None else rule.updates(self.values, self.group)
 
     def remove(self) -> bool:
-        """Remove all state; return False where the optimizer's step would not make it again."""
+        """Remove all state; return False if the optimizer's step would not create it again."""
         if isinstance(self.wrapped.optimizer, torch.optim.Adagrad):
-            return False  # torch 2.11 makes it in the constructor alone
+            return False  # torch 2.11 creates it in the constructor only
         self.wrapped.optimizer.state.pop(self.parameter, None)
         return True
 
@@ -256,8 +256,8 @@ class ParameterState:
         """Empty the state of every entry.
 
         Args:
-            drop: True if no memory is held for it. Its names stay, with None, to tell it apart from state
-                that somebody removed.
+            drop: True if it is to take no memory. Its names stay, with None, which tells it apart from
+                state that a caller removed.
         """
         rule, values, group = self.wrapped.rule, self.values, self.group
         if rule is None:

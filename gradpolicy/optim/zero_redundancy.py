@@ -21,9 +21,9 @@ if TYPE_CHECKING:  # torch compiles TorchScript for half a second when this is i
 class MaskedZero(MaskedOptimizer):
     """A :class:`~gradpolicy.MaskedOptimizer` for a ZeroRedundancyOptimizer.
 
-    Masks and ages of all parameters are known on every rank, since every rank masks all gradients before
-    they are clipped. Moments lie in the local optimizer of the rank that owns a parameter; that optimizer is
-    wrapped too and does the update, exactly as on one process. Then ZeRO sends the weights round.
+    Every rank has the masks and ages of all parameters, since it masks all gradients before they are clipped.
+    Moments are in the local optimizer of the rank that owns a parameter; that optimizer is wrapped too and
+    makes the update, exactly as on one process. Then ZeRO broadcasts the weights.
 
     Args:
         inner: The optimizer, without ``overlap_with_ddp``.
@@ -31,7 +31,7 @@ class MaskedZero(MaskedOptimizer):
         bias_correction: As MaskedOptimizer's.
 
     Raises:
-        PolicyError: If it overlaps its step with the backward pass, where no mask can come in between.
+        PolicyError: If it overlaps its step with the backward pass, so that gradients cannot be masked first.
     """
 
     inner: ZeroRedundancyOptimizer
@@ -46,12 +46,12 @@ class MaskedZero(MaskedOptimizer):
             )
         super().__init__(inner, frozen_state, bias_correction)
         inner.optim = MaskedOptimizer(inner.optim, frozen_state, bias_correction)
-        # Ranks gather their states into one, beside records that know nothing of how the owner holds its own.
+        # Ranks gather their states into one; the records beside it do not say how the owner stores its own.
         self.saves_dense = inner.optim.saves_dense = True
-        # A parameter that was never masked has an age too, which no state here holds.
+        # A parameter that was never masked has an age too, which is in no state on this rank.
         for parameter in (known for group in inner.param_groups for known in group["params"]):
             self._masked[parameter] = self._known(parameter)
-        # Loading leaves a second copy of this rank's state there, which nothing reads.
+        # Loading leaves a second copy of this rank's state there, which is not used.
         inner.register_load_state_dict_post_hook(lambda optimizer: optimizer.state.clear())
 
     @classmethod
@@ -59,11 +59,11 @@ class MaskedZero(MaskedOptimizer):
         """Return True for a ZeroRedundancyOptimizer.
 
         Raises:
-            PolicyError: If it is DeepSpeed's, for which there is no freezing.
+            PolicyError: If it is DeepSpeed's, which does not support freezing.
         """
         if type(optimizer).__module__.startswith("deepspeed"):
             raise deepspeed_refused(type(optimizer).__name__)
-        # An optimizer of that class has had its module imported.
+        # If this is an optimizer of that class, its module has been imported.
         zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
         return zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer)
 
@@ -82,18 +82,18 @@ class MaskedZero(MaskedOptimizer):
         self.local.set_masks({key: mask for key, mask in masks.items() if self.owns(key)}, **options)
 
     def set_settings(self, settings: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Set what parameters have of their own; every rank must set the same."""
+        """Set settings of single parameters; every rank must set the same."""
         self.local.set_settings(settings)
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Brings all state to one rank, as must be done on every rank before ``state_dict`` there."""
+        """Gather all state on one rank. Every rank must call this before that rank calls ``state_dict``."""
         self.inner.consolidate_state_dict(to)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a whole state; each rank keeps what it owns."""
         own, _, saved = checkpoint.split(state_dict)
         parameters = self._wrapped.parameters()
-        # Torch's optimizer empties the state that it is given.
+        # Torch's optimizer empties the dict that it is given.
         super().load_state_dict({**state_dict, "state": dict(state_dict["state"])})
         records = {parameters[index]: record for index, record in saved.items()}
         # A parameter saved without a record was never masked there; here every parameter has a mask.
@@ -112,7 +112,7 @@ class MaskedZero(MaskedOptimizer):
         return super().state_bytes(parameter) + self.local.state_bytes(parameter)
 
     def _step_inner(self, frozen: Iterable[MaskedParameter], closure: Callable[[], Any] | None) -> Any:
-        """Step; the local optimizers leave frozen entries alone by themselves."""
+        """Step; the local optimizers do not change frozen entries."""
         return super()._step_inner((), closure)
 
 

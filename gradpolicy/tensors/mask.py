@@ -20,7 +20,7 @@ Mask = bool | Tensor | RandomMask
 
 
 def check_mask(mask: object, parameter: Tensor, name: str) -> Mask:
-    """Make sure that a mask fits a parameter.
+    """Check that a mask fits a parameter.
 
     Args:
         mask: The given mask.
@@ -31,7 +31,7 @@ def check_mask(mask: object, parameter: Tensor, name: str) -> Mask:
         The mask as it was given.
 
     Raises:
-        PolicyError: If it is no mask, not bool, not dense, has no values or does not broadcast to the shape.
+        PolicyError: If it is no mask, is not bool or dense, has no values, or does not broadcast.
     """
     if isinstance(mask, bool | RandomMask):
         return mask
@@ -68,7 +68,7 @@ def as_tensor(mask: Mask, shape: Sequence[int], device: torch.device | str = "cp
 
 
 def intersect(first: Mask, second: Mask, shape: Sequence[int], device: torch.device | str = "cpu") -> Mask:
-    """Return the mask that is active where both are, in the cheapest form."""
+    """Return the intersection of two masks, in the cheapest form."""
     if isinstance(first, bool):
         return second if first else False
     if isinstance(second, bool):
@@ -79,7 +79,7 @@ def intersect(first: Mask, second: Mask, shape: Sequence[int], device: torch.dev
 
 
 def active_entries(mask: Mask, shape: Sequence[int]) -> int:
-    """Return how many of a parameter's entries the mask lets train."""
+    """Return the number of entries of a parameter that train under a mask."""
     entries = math.prod(shape)
     if isinstance(mask, bool):
         return entries if mask else 0
@@ -95,14 +95,14 @@ def same_mask(first: Mask | None, second: Mask | None) -> bool:
 
 
 def mask_to_state(mask: Mask) -> bool | Tensor | dict[str, Any]:
-    """Return a mask as a checkpoint holds it under ``weights_only=True``: a seeded one as its numbers."""
+    """Return a mask in a form that loads under ``weights_only=True``: a seeded one as its numbers."""
     if isinstance(mask, RandomMask):
         return mask.state()
     return full_tensor(mask) if isinstance(mask, Tensor) else mask
 
 
 def mask_from_state(state: bool | Tensor | Mapping[str, Any], device: torch.device | str = "cpu") -> Mask:
-    """Return the mask of a state of :func:`mask_to_state`."""
+    """Return a mask from the result of :func:`mask_to_state`."""
     if isinstance(state, Mapping):
         return RandomMask.from_state(state)
     return state.to(device) if isinstance(state, Tensor) else state

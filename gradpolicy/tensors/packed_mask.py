@@ -1,4 +1,4 @@
-"""Small masks: a bit for each flag, or positions where these take less."""
+"""Packed masks: a bit per flag, or positions if these take less memory."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def pack(flags: Tensor, dense: Callable[[Tensor], Tensor] = pack_bits) -> Tensor
 
     Args:
         flags: Bool, of any shape.
-        dense: What makes the bits.
+        dense: The function that packs bits.
 
     Returns:
-        A vector on the device of the flags; :func:`unpack` takes it back.
+        A vector on the device of the flags, for :func:`unpack`.
 
     Example:
         >>> pack(torch.arange(100) == 7)
@@ -46,7 +46,7 @@ def pack(flags: Tensor, dense: Callable[[Tensor], Tensor] = pack_bits) -> Tensor
 
 
 def as_bits(packed: Tensor, count: int) -> Tensor:
-    """Return so many packed flags as bits, whichever form they have."""
+    """Return packed flags as bits, whichever form they have."""
     if packed.dtype == torch.uint8:
         return packed
     bits = packed.new_zeros(-(-count // 64) * 8, dtype=torch.uint8)
@@ -54,7 +54,7 @@ def as_bits(packed: Tensor, count: int) -> Tensor:
 
 
 def unpack(packed: Tensor, count: int) -> Tensor:
-    """Return so many flags that :func:`pack` has packed (bool, 1-D, on the device of `packed`).
+    """Return flags that :func:`pack` has packed (bool, 1-D, on the device of `packed`).
 
     Raises:
         IndexError: If a position is beyond the last flag.
@@ -72,14 +72,14 @@ def unpack(packed: Tensor, count: int) -> Tensor:
 
 
 def written_once(packed: Tensor) -> Tensor:
-    """Return packed flags on the CPU, as the same tensor for equal ones: `torch.save` writes it once.
+    """Return packed flags on the CPU, the same tensor for equal flags, so that `torch.save` writes it once.
 
     Returns:
-        A tensor that is not to be written to.
+        A tensor that must not be modified.
     """
     packed = packed.cpu()
     digest = hashlib.blake2b(packed.numpy().data, key=str(packed.dtype).encode()).digest()
-    # A plain weak reference may lead to a freed object, since a tensor can outlive its Python object.
+    # Not a plain weak reference, since a tensor can outlive its Python object.
     present = _SAME[digest]() if digest in _SAME else None
     if present is None:
         for dead in [key for key, reference in _SAME.items() if reference() is None]:
@@ -89,14 +89,14 @@ def written_once(packed: Tensor) -> Tensor:
 
 
 def pack_masks(state: Any) -> Any:
-    """Return a state in which every bool tensor is packed; sharded and small ones stay."""
+    """Return a state with its bool tensors packed, except for sharded and small ones."""
     if type(state) is Tensor and state.dtype == torch.bool and state.numel() >= _SMALLEST:
         return {_BITS: written_once(pack(state)), _SHAPE: list(state.shape)}
     return _in_each(pack_masks, state)
 
 
 def unpack_masks(state: Any) -> Any:
-    """Return what :func:`pack_masks` was given."""
+    """Return the state from the result of :func:`pack_masks`."""
     if isinstance(state, Mapping) and state.keys() == {_BITS, _SHAPE}:
         return unpack(state[_BITS], prod(state[_SHAPE])).view(state[_SHAPE])
     return _in_each(unpack_masks, state)

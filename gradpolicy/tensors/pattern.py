@@ -1,4 +1,4 @@
-"""Patterns of sparsity that hardware computes with: N of every M entries, and blocks."""
+"""Sparsity patterns for which hardware has kernels: N of every M entries, and blocks."""
 
 import re
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from gradpolicy.errors import PolicyError, shown
 
 @dataclass(frozen=True)
 class Pattern:
-    """``"2:4"``: 2 of every 4 entries of a row in turn; ``"16x32"``: blocks of 16 rows and 32 columns.
+    """``"2:4"``: 2 of every 4 consecutive entries of a row; ``"16x32"``: blocks of 16 rows and 32 columns.
 
-    A tensor counts as the matrix ``(n, -1)``, as :func:`torch.sparse.to_sparse_semi_structured` takes it.
+    A tensor is treated as the matrix ``(n, -1)``, as by :func:`torch.sparse.to_sparse_semi_structured`.
 
     Attributes:
-        kept: Of every ``columns`` entries of a row, how many are active; None for blocks.
+        kept: The number of active entries of every ``columns`` of a row; None for blocks.
         rows: The height of a block; 1 for N of M.
         columns: The width of a block, or M.
     """
@@ -27,11 +27,11 @@ class Pattern:
 
     @property
     def share(self) -> float | None:
-        """The density, where the pattern says it."""
+        """The density if the pattern determines it, else None."""
         return None if self.kept is None else self.kept / self.columns
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Check that a tensor divides into the pattern.
+        """Check that the pattern divides a tensor's shape.
 
         Raises:
             PolicyError: If it does not.
@@ -44,24 +44,24 @@ class Pattern:
             )
 
     def pooled(self, scores: Tensor) -> Tensor:
-        """Return the mean of each block, ``(n / rows, width / columns)``; of N of M the matrix itself."""
+        """Return the mean of each block, ``(n / rows, width / columns)``; for N of M the matrix itself."""
         matrix = scores.flatten(1)
         if self.kept is not None:
             return matrix
         return matrix.unflatten(1, (-1, self.columns)).unflatten(0, (-1, self.rows)).mean((1, 3))
 
     def blocks(self, mask: Tensor) -> Tensor:
-        """Return which blocks a mask of whole blocks has; of N of M the matrix itself."""
+        """Return one flag per block of a mask of whole blocks; for N of M the matrix itself."""
         return mask.flatten(1)[:: self.rows, :: 1 if self.kept is not None else self.columns]
 
     def spread(self, marks: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return marks of :meth:`pooled` as a mask of the tensor."""
+        """Return flags of the shape of :meth:`pooled` as a mask of the tensor."""
         if self.kept is None:
             marks = marks.repeat_interleave(self.rows, 0).repeat_interleave(self.columns, 1)
         return marks.reshape(shape)
 
     def best(self, scores: Tensor) -> Tensor:
-        """Mark the N highest of every M scores; of equal ones the first, NaN last.
+        """Return True at the N highest of every M scores; of equal ones the first, NaN last.
 
         Args:
             scores: Floating-point, with a last dimension that M divides.
@@ -84,7 +84,7 @@ class Pattern:
 
 
 def pattern_of(level: object) -> Pattern | None:
-    """Return the pattern that ``"2:4"`` or ``"16x16"`` stands for; None for anything else."""
+    """Return the pattern of a level such as ``"2:4"`` or ``"16x16"``; None for other levels."""
     found = re.fullmatch(r"([1-9]\d{0,5})([:x])([1-9]\d{0,5})", level) if isinstance(level, str) else None
     if found is None:
         return None

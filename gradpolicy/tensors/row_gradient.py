@@ -1,4 +1,4 @@
-"""A gradient that holds some rows, columns or entries of a parameter alone."""
+"""A gradient that holds only some rows, columns or entries of a parameter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 _aten = torch.ops.aten
-# They map 0 to 0 entry by entry, if their other arguments are one number each.
+# Entrywise functions that map 0 to 0, if each other argument is one number.
 _ENTRYWISE = {
     _aten.mul.Tensor,
     _aten.mul.Scalar,
@@ -30,12 +30,12 @@ _ENTRYWISE = {
 
 
 class ActiveRows(NamedTuple):
-    """Which rows of a tensor are meant.
+    """Some rows, columns or entries of a tensor.
 
     Attributes:
-        positions: Those of the rows (int64, 1-D, ascending).
-        dim: The dimension that they are rows of: 0, or 1 for columns; None: they are entries, at these
-            positions in the flat tensor (int32 will do).
+        positions: Their indices (int64, 1-D, ascending).
+        dim: The dimension that they index: 0 for rows, 1 for columns; None for entries of the flat tensor
+            (int32 is allowed).
     """
 
     positions: Tensor
@@ -43,7 +43,7 @@ class ActiveRows(NamedTuple):
 
     @classmethod
     def of_mask(cls, mask: Tensor) -> ActiveRows | None:
-        """Return the rows, or columns, that a mask leaves active; None for a mask of another form."""
+        """Return the active rows or columns of a mask; None for a mask of another form."""
         dims = [dim for dim, size in enumerate(mask.shape) if size > 1]
         if len(dims) != 1 or dims[0] > 1 or mask.dim() < 2:
             return None
@@ -56,26 +56,26 @@ class ActiveRows(NamedTuple):
         return torch.equal(self.positions, other.positions)
 
     def select(self, whole: Tensor) -> Tensor:
-        """Return these rows of a tensor, or its entries, 1-D."""
+        """Return these rows or columns of a tensor, or these entries (1-D)."""
         rows, dim = (whole.reshape(-1), 0) if self.dim is None else (whole, self.dim)
         return rows.index_select(dim, self.positions)
 
     def shape(self, whole: torch.Size) -> list[int]:
-        """Return the shape of what `select` gives."""
+        """Return the shape of the result of `select`."""
         size = len(self.positions)
         return [size] if self.dim is None else [*whole[: self.dim], size, *whole[self.dim + 1 :]]
 
 
 class RowGradient(Tensor):
-    """A parameter's gradient of which only some rows, or entries, are held; the others are 0.
+    """A parameter's gradient that stores only some rows or entries; the others are 0.
 
-    It stands in ``p.grad`` and has the parameter's shape, so that clipping, unscaling, norms and logging of
-    torch and of others meet it there. What scales it or takes its norm works on the held rows alone. Any
-    other function gets a dense copy; what that writes to frozen rows is lost.
+    It is used as ``p.grad`` and has the parameter's shape, so that clipping, unscaling, norms and logging
+    work with it. Scaling and norms are computed on the stored rows only. Other functions get a dense copy;
+    values that they write to frozen rows are lost.
 
     Args:
         held: The gradient of the rows, in their order.
-        positions, dim: Which rows they are, see :class:`ActiveRows`.
+        positions, dim: The rows, see :class:`ActiveRows`.
         shape: The parameter's shape.
 
     Example:
@@ -94,7 +94,7 @@ class RowGradient(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor, positions: Tensor, dim: int | None, shape: torch.Size) -> RowGradient:
-        """Make a tensor of the parameter's shape that has no memory of its own."""
+        """Create a tensor of the parameter's shape that has no memory of its own."""
         strides = torch.empty(shape, device="meta").stride()
         made = torch.Tensor._make_wrapper_subclass(
             cls, shape, strides=strides, dtype=held.dtype, device=held.device
@@ -109,7 +109,7 @@ class RowGradient(Tensor):
         return whole
 
     def holds(self, rows: ActiveRows | None) -> bool:
-        """Return True if exactly these rows are held."""
+        """Return True if the gradient holds exactly these rows."""
         return rows is not None and rows.is_same(self.rows)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -121,7 +121,7 @@ class RowGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run a function on the held rows where that is the same, else on a dense copy."""
+        """Run a function on the held rows if that gives the same result, else on a dense copy."""
         kwargs = kwargs or {}
         first, *others = args
         if function is _aten._amp_foreach_non_finite_check_and_unscale_.default:
@@ -132,7 +132,7 @@ class RowGradient(Tensor):
             if function is _aten.linalg_vector_norm.default and _is_plain_norm(others, kwargs):
                 return function(first.held, *others, **kwargs)
             if function is _aten.add_.Tensor:
-                # Also where autograd adds a whole gradient: that of frozen rows means nothing.
+                # Autograd may add a whole gradient, of which frozen rows are not needed.
                 first.held.add_(first._rows_of(others[0]), **kwargs)
                 return first
         return cls._run_dense(function, args, kwargs)
@@ -178,6 +178,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_plain_norm(arguments: list[Any], named: dict[str, Any]) -> bool:
-    """Return True if zeros do not count in the norm, and it is taken over all entries."""
+    """Return True if the norm is over all entries and zeros do not change it."""
     order = arguments[0] if arguments else named.get("ord", 2)
     return order > 0 and len(arguments) < 2 and named.get("dim") is None and not named.get("keepdim")

@@ -1,8 +1,8 @@
 """Random masks and keys from integer hashes of (seed, step, name, index).
 
-Every rank, every device and every resumed run gets the same bits, and any part of a tensor can be had
-without the rest. The 32-bit finalizer is Wellons' ``triple32`` (Hash Prospector, public domain), with the
-second half of the key added between its rounds, so that two keys never give shifted copies of one stream.
+Every rank, device and resumed run gets the same bits, and a part of a tensor can be drawn without the rest.
+The 32-bit finalizer is Wellons' ``triple32`` (Hash Prospector, public domain), with the second half of the
+key added between its rounds, so that two keys never give shifted copies of the same stream.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _DEVICE_CHUNK = 1 << 26
 
 
 def check_level(key: str, level: object) -> str:
-    """Return a level: ``"entry"``, ``"row"``, ``"tensor"``, N of M (``"2:4"``) or blocks (``"16x16"``).
+    """Check a level: ``"entry"``, ``"row"``, ``"tensor"``, N of M (``"2:4"``) or blocks (``"16x16"``).
 
     Raises:
-        PolicyError: For anything else.
+        PolicyError: For any other value.
     """
     if pattern_of(level) is not None:
         return str(level)
@@ -46,10 +46,10 @@ def check_level(key: str, level: object) -> str:
 
 
 def density_of_level(kind: str, density: Any, level: str) -> Any:
-    """Return the density, which N of M says itself; without either it is 0.1.
+    """Return the density, which N of M determines; the default is 0.1.
 
     Raises:
-        PolicyError: If the two contradict each other.
+        PolicyError: If density and level contradict each other.
     """
     pattern = pattern_of(level)
     share = None if pattern is None else pattern.share
@@ -60,18 +60,18 @@ def density_of_level(kind: str, density: Any, level: str) -> Any:
 
 @dataclass(frozen=True)
 class RandomMask:
-    """A random mask that is drawn when it is needed, so that no checkpoint has to hold it.
+    """A random mask that is drawn on demand, so that checkpoints need not store it.
 
-    Each entry, row or tensor is active with the chance ``density``, independently; the bits depend on
-    (seed, step, name, index) only and are the same on every device.
+    Each entry, row or tensor is active with probability ``density``, independently; the bits depend only on
+    (seed, step, name, index) and are the same on every device.
 
     Attributes:
         seed: The run's seed, or the mask source's own.
         step: The effective step (or epoch) at which the mask was drawn.
         name: The parameter's name.
-        density: The chance of being active, from 0 to 1.
-        level: What is drawn together: ``"entry"``, ``"row"`` (an index of the first dimension) or
-            ``"tensor"``.
+        density: The probability of being active, from 0 to 1.
+        level: The unit that is drawn: ``"entry"``, ``"row"`` (an index of the first dimension), ``"tensor"``,
+            N of M or blocks.
 
     Example:
         >>> mask = RandomMask(seed=0, step=40, name="fc.weight", density=0.5)
@@ -104,7 +104,7 @@ class RandomMask:
         Args:
             shape: The whole parameter's shape.
             device: The device of the mask.
-            start: First index of dimension 0 that is wanted.
+            start: First index of dimension 0 to return.
             stop: The index after the last; None means all.
 
         Returns:
@@ -141,15 +141,15 @@ class RandomMask:
         return torch.cat([torch.zeros(0, dtype=torch.bool), *marks]).reshape(end - begin, *shape[1:])
 
     def state(self) -> dict[str, Any]:
-        """Return the numbers as a plain dict, which a checkpoint holds under ``weights_only=True``."""
+        """Return the numbers as a plain dict, which loads under ``weights_only=True``."""
         return asdict(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RandomMask:
-        """Return the mask of a state of :meth:`state`.
+        """Return the mask from the result of :meth:`state`.
 
         Raises:
-            PolicyError: If an entry is missing or not known.
+            PolicyError: If an entry is missing or unknown.
         """
         try:
             return cls(**state)
@@ -166,7 +166,7 @@ def mix(value: int) -> int:
 
 
 def derive(*parts: int | str) -> int:
-    """Return one 64-bit key of whole numbers and names; the order of the parts counts.
+    """Return a 64-bit key derived from integers and names; the order of the parts matters.
 
     Example:
         >>> derive(0, "fc.weight") == derive(0, "fc.weight"), derive(0, "a") == derive(1, "a")
@@ -188,8 +188,8 @@ def bernoulli(key: int, density: float, start: int, stop: int, device: torch.dev
     """Draw a bool for each index from start to stop, independently.
 
     Args:
-        key: 64 bits, as :func:`derive` gives them.
-        density: The chance of True, to 2⁻³² exact.
+        key: 64 bits, from :func:`derive`.
+        density: The probability of True, exact to 2⁻³².
         start: First index.
         stop: The index after the last.
         device: The device of the result. The bits are the same on every device.
@@ -215,14 +215,14 @@ def bernoulli(key: int, density: float, start: int, stop: int, device: torch.dev
 
 
 def words_at(key: int, indices: Tensor) -> Tensor:
-    """Return the words that :func:`bernoulli` compares with its threshold, at some indices.
+    """Return the hashes that :func:`bernoulli` compares with its threshold, at some indices.
 
     Args:
-        key: 64 bits, as :func:`derive` gives them.
+        key: 64 bits, from :func:`derive`.
         indices: Indices (int64), ascending.
 
     Returns:
-        Whole numbers in [0, 2³²) as float64, on the device of the indices.
+        Integers in [0, 2³²) as float64, on the device of the indices.
     """
     indices = indices.contiguous()
     words = indices.to(torch.int32)
@@ -233,7 +233,7 @@ def words_at(key: int, indices: Tensor) -> Tensor:
 
 
 def _segments(key: int, start: int, stop: int) -> list[tuple[int, int, tuple[int, int]]]:
-    """Cut a range of indices where their upper 32 bits change; each piece gets a key of its own."""
+    """Split a range of indices where their upper 32 bits change; each piece gets its own key."""
     pieces = []
     while start < stop:
         upper = start >> 32
@@ -246,7 +246,7 @@ def _segments(key: int, start: int, stop: int) -> list[tuple[int, int, tuple[int
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """Return seeded.c, compiled; None if that cannot be done."""
+    """Return seeded.c, compiled; None if it cannot be compiled."""
     library = compiled(Path(__file__).with_name("seeded.c"))
     if library is not None:
         word = ctypes.c_uint32
@@ -268,7 +268,7 @@ def _draw(out: Tensor, first: int, key: tuple[int, int], threshold: int) -> None
 
 
 def _scramble(words: Tensor, key: tuple[int, int]) -> None:
-    """Replace indices by their hashes in place, in wrapping signed words, which every device has."""
+    """Replace indices by their hashes in place, in signed words that wrap around, as on every device."""
     words.bitwise_xor_(_signed(key[0]))
     for turn, (shift, multiplier) in enumerate(zip(_SHIFTS[:3], _MULTIPLIERS, strict=True)):
         _fold(words, shift).mul_(_signed(multiplier))
@@ -283,6 +283,6 @@ def _fold(words: Tensor, shift: int) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """Return the signed 32-bit number of the same bits."""
+    """Return the signed 32-bit integer with the same bits."""
     word &= _WORD
     return word - (1 << 32) if word >> 31 else word

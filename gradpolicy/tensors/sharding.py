@@ -1,6 +1,6 @@
 """Operations that differ for tensors that are sharded over processes (DTensor).
 
-A decision about masks is made on whole tensors, the same on every process; what it needs is gathered then.
+Decisions about masks are made on whole tensors, gathered for it, so that every process decides the same.
 """
 
 from collections.abc import Iterable
@@ -35,21 +35,21 @@ def shard_like(tensor: Tensor, other: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     sharded: Any = other
-    # Every process has the whole tensor already: nothing is sent.
+    # Every process has the whole tensor already, so there is no communication.
     return distribute_tensor(tensor, sharded.device_mesh, sharded.placements, src_data_rank=None)
 
 
 def finite_everywhere(tensors: Iterable[Tensor]) -> bool:
-    """Return True if every entry of every tensor is finite, on all processes alike."""
+    """Return True if every entry of every tensor is finite; all processes return the same."""
     tensors = list(tensors)
     plain = [tensor for tensor in tensors if not is_sharded(tensor)]
-    # A sum over all shards is known to all processes, so that they agree; in float64 it cannot overflow.
+    # Every process gets the sum over all shards, so that they agree; float64 does not overflow.
     sums = [full_tensor(tensor.double().abs().sum()) for tensor in tensors if is_sharded(tensor)]
     return all_finite([*plain, *sums])
 
 
 def mean_of_ranks(value: float) -> float:
-    """Return the mean of what each process gives, the same on all; of one process, the value."""
+    """Return the mean of a value over all processes; with one process, the value."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return value
@@ -60,12 +60,12 @@ def mean_of_ranks(value: float) -> float:
 
 
 def write_entries(tensor: Tensor, indices: Tensor, values: Tensor) -> None:
-    """Write values at flat indices of the whole tensor, each process those of its part.
+    """Write values at flat indices of the whole tensor; each process writes those in its shard.
 
     Args:
         tensor: The tensor to write to.
         indices: Flat indices into the whole tensor, ascending.
-        values: One an index.
+        values: One value per index.
     """
     values = values.to(tensor.dtype)
     if not is_sharded(tensor):
@@ -81,13 +81,13 @@ def write_entries(tensor: Tensor, indices: Tensor, values: Tensor) -> None:
 
 
 def zero_outside(tensor: Tensor, mask: Tensor) -> None:
-    """Set what a mask leaves out to zero, each process in its part."""
+    """Set entries outside a mask to zero; each process does so in its shard."""
     own = local_shard(tensor)
     torch.where(local_shard(shard_like(mask, tensor)), own, own.new_zeros(()), out=own)
 
 
 def sum_over_processes(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor over all processes; the tensor itself where there is one."""
+    """Return the sum of a tensor over all processes; with one process, the tensor itself."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return tensor

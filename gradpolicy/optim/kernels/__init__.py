@@ -11,12 +11,12 @@ __all__ = ["EntryUpdate", "Kernels", "select"]
 
 
 def select(device: torch.device, *dtypes: torch.dtype, rule_kernel: str | None = None) -> Kernels:
-    """Return the C kernels on a CPU where they can be had and know the types, else those of torch.
+    """Return the C kernels on a CPU if they compile and support the dtypes, else those of torch.
 
     Args:
         device: The device of the entries.
         dtypes: Their types.
-        rule_kernel: Name of the C body of an update; None: the operation is no update.
+        rule_kernel: Name of the C body of an update; None if the operation is not an update.
     """
     on_cpu = device.type == "cpu"
     return native.NATIVE if on_cpu and native.supports(dtypes, rule_kernel) else REFERENCE

@@ -1,9 +1,9 @@
 """Kernels in torch: updates in stretches that fit a CPU's cache, compiled on other devices.
 
-All tensors are contiguous and lie in memory order. A *block* is so many consecutive entries that share an
-age: one entry, a row, or the whole tensor. Ages are signed, see `ages.py`. Where only active blocks have
-state, an *index* says which: a bit for each block or, where few are active, positions (`packed_mask.py`).
-State and ages are *packed* then: those of active blocks alone, one after the other.
+All tensors are contiguous and in memory order. A *block* is a number of consecutive entries that share an
+age: one entry, a row, or the whole tensor. Ages are signed, see `ages.py`. If only active blocks have state,
+an *index* lists them: a bit for each block or, if few are active, positions (`packed_mask.py`). State and
+ages are *packed* then: those of active blocks only, one after the other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gradpolicy.optim.update_rules import State, UpdateRule
 from gradpolicy.tensors.packed_mask import pack_bits, unpack
 
 STRETCH = 1 << 15
-"""Entries that a CPU takes at once."""
+"""Entries that a CPU updates at a time."""
 BACKEND: Any = "inductor"
 JOINED = 1 << 22
 """Entries of small tensors that are joined for one call of compiled code."""
@@ -34,14 +34,14 @@ class EntryUpdate:
     Attributes:
         parameter: All entries; written to.
         gradient: All entries, or those of active blocks where `gradient_packed`.
-        state: What the rule keeps, of all entries or packed; written to.
+        state: The rule's state, of all entries or packed; written to.
         ages: Of all blocks or packed.
         block: Consecutive entries that share an age.
         index: The blocks that are packed; None: state and ages are of all.
         uncounted: Updates of active entries that are not in `ages` yet.
-        age: The age before this update for all entries alike; None: each entry's own.
-        unwritten: Those of the above that are copies, with the tensors that they are written back to.
-        gradient_packed: True if the gradient is of active blocks alone.
+        age: The age of all entries before this update; None: each has its own.
+        unwritten: The copies among these tensors, with the tensors to which they are written back.
+        gradient_packed: True if the gradient is of active blocks only.
     """
 
     parameter: Tensor
@@ -72,8 +72,8 @@ class Kernels:
         """
         function, constants = _update, settings
         if compiles(numbers.device):
-            # As tensors: a number would be compiled in, and a scheduler's next rate compiled anew. They stay
-            # on the CPU: a copy to the device would wait for it.
+            # As tensors: numbers would be compiled in, so that a scheduler's next rate would recompile. They
+            # stay on the CPU, since a copy to the device would synchronise with it.
             constants = torch.tensor(settings, dtype=numbers.dtype, device="cpu").unbind()  # type: ignore[assignment]
             function = compiled_update(type(rule), updates[0].parameter.dtype)
         for batch in _batches(updates, numbers.device):
@@ -94,13 +94,13 @@ class Kernels:
                     _write_back(update, active, own)
 
     def turn(self, ages: Tensor, uncounted: int, flags: Tensor, forget: bool) -> None:
-        """Make the blocks active whose flag is set, the others frozen, in place.
+        """Make blocks whose flag is set active and all others frozen, in place.
 
         Args:
             ages: Of all blocks.
-            uncounted: Updates of active blocks that are not in `ages` yet; they are counted in.
+            uncounted: Updates of active blocks that are not in `ages` yet; they are added.
             flags: One a block.
-            forget: True if frozen blocks are of age 0 from now on.
+            forget: True if frozen blocks get age 0.
         """
         own = torch.where(ages > 0, ages + uncounted, -ages)
         ages.copy_(torch.where(flags, own, -1 if forget else -own))
@@ -112,11 +112,11 @@ class Kernels:
     def fill_frozen(
         self, values: Tensor, ages: Tensor | None, index: Tensor | None, block: int, fill: float | Tensor
     ) -> None:
-        """Give frozen blocks a number, or the values that another tensor has there, in place.
+        """Fill frozen blocks with a number, or with the values of another tensor there, in place.
 
         Args:
             values: All entries.
-            ages: Of all blocks; None: `index` says which are active.
+            ages: Of all blocks; None: `index` lists the active ones.
             index: The active blocks, where `ages` is None.
             block: Entries in a block.
             fill: The number, or the other tensor.
@@ -139,15 +139,15 @@ class Kernels:
         blocks: int,
         fill: float,
     ) -> Tensor:
-        """Return the values of the blocks of one index, as another index has them.
+        """Return the values of one index's blocks, repacked for another index.
 
         Args:
             values: Of the blocks in `source`, one after the other.
-            source: The index that the values follow; None: they are of all blocks.
-            target: The index that the result follows; None: it is of all blocks.
+            source: The index of the values; None: they are of all blocks.
+            target: The index of the result; None: it is of all blocks.
             block: Entries in a block.
             blocks: Number of blocks.
-            fill: The number for blocks that are in `target` alone.
+            fill: The number for blocks that are only in `target`.
         """
         rows = values.view(-1, block)
         if source is not None:
@@ -161,7 +161,7 @@ REFERENCE = Kernels()
 
 
 def compiles(device: torch.device) -> bool:
-    """Return True if updates on a device go through `torch.compile`."""
+    """Return True if updates on a device use `torch.compile`."""
     return device.type != "cpu"
 
 
@@ -169,7 +169,7 @@ def compiles(device: torch.device) -> bool:
 
 
 def _batches(updates: Sequence[EntryUpdate], device: torch.device) -> Iterator[list[EntryUpdate]]:
-    """Yield updates that one call can make: on a CPU each alone, on other devices small tensors together."""
+    """Yield the updates of each call: single ones on a CPU, small tensors together on other devices."""
     most = JOINED if compiles(device) else 0
     alike: dict[Any, list[EntryUpdate]] = {}
     for update in updates:
@@ -187,7 +187,7 @@ def _batches(updates: Sequence[EntryUpdate], device: torch.device) -> Iterator[l
 
 
 def _active_blocks(update: EntryUpdate) -> Tensor | None:
-    """Return the places of active rows or packed blocks; None where all entries are updated in place."""
+    """Return the positions of active rows or packed blocks; None if all entries are updated in place."""
     if update.index is not None:
         if update.index.dtype != torch.uint8:
             return update.index.long()
@@ -196,7 +196,7 @@ def _active_blocks(update: EntryUpdate) -> Tensor | None:
 
 
 def _columns(update: EntryUpdate, places: Tensor | None) -> list[Tensor]:
-    """Return the blocks of parameter, gradient, ages and state: copies where there are places."""
+    """Return the blocks of parameter, gradient, ages and state: copies if there are positions."""
     own = None if update.index is not None else places
     return [
         _rows(update.parameter, update.block, places),
@@ -212,7 +212,7 @@ def _rows(tensor: Tensor, block: int, places: Tensor | None) -> Tensor:
 
 
 def _write_back(update: EntryUpdate, places: Tensor, columns: list[Tensor]) -> None:
-    """Write updated blocks back to where they were copied from; packed state was updated in place."""
+    """Write copies of updated blocks back; packed state was updated in place."""
     parameter, _, _, *state = columns
     update.parameter.view(-1, update.block)[places] = parameter
     if update.index is None:
@@ -238,15 +238,15 @@ def _update(
 ) -> None:
     """Update the active rows, in place."""
     dtype = numbers.dtype
-    if numbers.shape[0] == 1:  # one row of numbers is all entries'
+    if numbers.shape[0] == 1:  # all entries share one row
         own = numbers[0].unbind()
     else:
         rows = (ages.long() - 1).clamp(min=0)
         own = tuple(column[rows] for column in numbers.unbind(1))
-    # Inductor vectorises comparisons of floats, not of short integers.
+    # Inductor vectorises comparisons of floats, but not of short integers.
     active = ages.to(torch.float32) > 0
     values = {name: value.to(dtype) for name, value in state.items()}
-    # The result for a frozen entry, whose gradient may be anything, is thrown away.
+    # The result for frozen entries, whose gradients are arbitrary, is discarded.
     new, updated = rule.update(parameter.to(dtype), gradient.to(dtype), values, settings, own)
     parameter.copy_(torch.where(active, new.to(parameter.dtype), parameter))
     for name, value in updated.items():
@@ -255,7 +255,7 @@ def _update(
 
 @functools.lru_cache(maxsize=128)
 def compiled_update(rule_class: type[UpdateRule], dtype: torch.dtype) -> Callable[..., None]:
-    """Return `_update`, compiled for all optimizers of a rule, tensors of every length and every age."""
-    # Dynamo counts compilations by the code object and gives up at the eighth, so each has its own.
+    """Return `_update`, compiled for all optimizers of a rule, and tensors of any length and age."""
+    # Dynamo gives up after eight compilations of a code object, so each function has its own.
     own = FunctionType(_update.__code__.replace(), globals())
     return torch.compile(own, dynamic=True, backend=BACKEND)

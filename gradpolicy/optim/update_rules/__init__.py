@@ -31,7 +31,7 @@ RULES: dict[str, type[UpdateRule]] = {
     "torch.optim.Adamax": Adamax,
     "pytorch_optimizer.Lion": Lion,
 }
-"""By the package and name of the optimizer, so that none of these packages has to be imported."""
+"""By package and name of the optimizer, so that none of these packages must be imported."""
 _REGISTERED: dict[type[torch.optim.Optimizer], type[UpdateRule]] = {}
 
 

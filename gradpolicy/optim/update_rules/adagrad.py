@@ -17,7 +17,7 @@ class Adagrad(UpdateRule):
     kernel = "adagrad"
 
     def state(self, group: Group) -> dict[str, float]:
-        """Return the sum of squares, from the constructor's start: torch does not look at a param group's."""
+        """Return the sum of squares, with the constructor's initial value: torch ignores a param group's."""
         return {"sum": float(self.optimizer.defaults["initial_accumulator_value"])}
 
     def settings(self, group: Group) -> tuple[float, ...]:
@@ -29,7 +29,7 @@ class Adagrad(UpdateRule):
         return (float(group["lr_decay"]),)
 
     def numbers(self, ages: Tensor, *age_settings: float) -> Numbers:
-        """1 / (1 + (t - 1) decay)."""
+        """Return 1 / (1 + (t - 1) decay)."""
         return (1 / (1 + (ages - 1) * age_settings[0]),)
 
     def update(

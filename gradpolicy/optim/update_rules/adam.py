@@ -30,7 +30,7 @@ class Adam(UpdateRule):
     kernel = "adam"
 
     def state(self, group: Group) -> dict[str, float]:
-        """First and second moment, and with AMSGrad the second moment's largest value."""
+        """Return first and second moment, and with AMSGrad the second moment's largest value."""
         return dict.fromkeys(self.names if group.get("amsgrad") else self.names[:2], 0.0)
 
     def settings(self, group: Group) -> tuple[float, ...]:
@@ -45,7 +45,7 @@ class Adam(UpdateRule):
         return tuple(map(float, group["betas"]))
 
     def numbers(self, ages: Tensor, *age_settings: float) -> Numbers:
-        """1 / (1 - b1^t) and 1 / sqrt(1 - b2^t)."""
+        """Return 1 / (1 - b1^t) and 1 / sqrt(1 - b2^t)."""
         beta1, beta2 = age_settings
         return 1 / (1 - beta1**ages), (1 - beta2**ages).rsqrt()
 

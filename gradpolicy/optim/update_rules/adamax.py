@@ -20,7 +20,7 @@ class Adamax(Adam):
     kernel = "adamax"
 
     def numbers(self, ages: Tensor, *age_settings: float) -> Numbers:
-        """1 / (1 - b1^t)."""
+        """Return 1 / (1 - b1^t)."""
         return (1 / (1 - age_settings[0] ** ages),)
 
     def update(

@@ -21,16 +21,16 @@ Numbers = tuple[Tensor, ...]
 class UpdateRule(ABC):
     """How one entry moves under an optimizer: its state, its numbers by age, and one pure function.
 
-    The *age* of an entry is how many updates it has had since its state was last empty. At an update it is
-    the optimizer's ``t``, counted from 1.
+    The *age* of an entry is the number of its updates since its state was last empty. In an update it is the
+    optimizer's ``t``, counted from 1.
 
     Args:
         optimizer: The optimizer that the rule describes.
 
     Attributes:
         names: Every name that `state` may have.
-        kernel: Name of the C body of `update`, a file of this folder; empty where there is none. There the
-            state of these names is a, b and c, in that order.
+        kernel: Name of the C body of `update`, a file of this folder; empty if there is none. In it the state
+            of these names is a, b and c, in that order.
     """
 
     names: tuple[str, ...] = ()
@@ -45,22 +45,22 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def state(self, group: Group) -> dict[str, float]:
-        """Return the number with which each state of an entry begins, by name."""
+        """Return the initial value of each state of an entry, by name."""
 
     def tensor_state(self, group: Group, updates: int) -> dict[str, float]:
-        """Return the state that the optimizer keeps once for a tensor that has had so many updates."""
+        """Return the state that the optimizer keeps once per tensor, after a number of updates."""
         return {"step": float(updates)}
 
     def updates(self, state: dict[str, Any], group: Group) -> int:
-        """Return how many updates a tensor has had, as the optimizer's state of it counts them."""
+        """Return the number of updates of a tensor, by the optimizer's state."""
         step = state.get("step", 0)
         return int(step.item()) if isinstance(step, Tensor) else int(step)
 
     @abstractmethod
     def settings(self, group: Group) -> tuple[float, ...]:
-        """Return the numbers of `update` that are the same for every entry.
+        """Return the numbers of `update` that are the same for every entry, at most 16.
 
-        At most 16. The first is the factor of a gradient: 1, or -1 for `maximize`.
+        The first is the factor of the gradient: 1, or -1 for `maximize`.
         """
 
     def age_settings(self, group: Group) -> tuple[float, ...]:
@@ -72,7 +72,7 @@ class UpdateRule(ABC):
 
         Args:
             ages: 1, 2, 3, ..., without a gap, float64.
-            age_settings: As `age_settings` gives them.
+            age_settings: The result of `age_settings`.
 
         Returns:
             Tensors of the shape of `ages`, float64.
@@ -88,9 +88,9 @@ class UpdateRule(ABC):
         Args:
             parameter: Values.
             gradient: Gradients.
-            state: The state that `state` names.
-            settings: As `settings` gives them, as numbers or tensors of one number.
-            numbers: As `numbers` gives them for the age of each entry; they broadcast to `parameter`.
+            state: The state by the names of `state`.
+            settings: The result of `settings`, as numbers or tensors of one number.
+            numbers: The result of `numbers` for the age of each entry; they broadcast to `parameter`.
         """
 
 

@@ -19,7 +19,7 @@ class Lion(UpdateRule):
     kernel = "lion"
 
     def supports(self, group: Group) -> bool:
-        """Return False with options that go by a whole tensor."""
+        """Return False with options that depend on a whole tensor."""
         return not any(group.get(option) for option in ("use_gc", "adanorm", "cautious"))
 
     def state(self, group: Group) -> dict[str, float]:
@@ -27,11 +27,11 @@ class Lion(UpdateRule):
         return {"exp_avg": 0.0}
 
     def tensor_state(self, group: Group, updates: int) -> dict[str, float]:
-        """Return nothing: Lion counts once for a param group."""
+        """Return nothing: Lion has one count per param group."""
         return {}
 
     def updates(self, state: dict[str, Any], group: Group) -> int:
-        """Return the group's count, where the tensor has been updated."""
+        """Return the group's count if the tensor has been updated, else 0."""
         return int(group.get("step", 0)) if state else 0
 
     def settings(self, group: Group) -> tuple[float, ...]:

@@ -28,7 +28,7 @@ class NAdam(Adam):
         return {"step": float(updates), "mu_product": self._product(updates, beta1, decay)}
 
     def _product(self, updates: int, *settings: float) -> float:
-        """mu_1 ... mu_t, from the products up to the next power of two."""
+        """Return mu_1 ... mu_t, from the products up to the next power of two."""
         length = 1 << max(updates, 1).bit_length()
         return float(_products(length, *settings, torch.get_default_dtype())[updates - 1]) if updates else 1.0
 
@@ -37,7 +37,7 @@ class NAdam(Adam):
         return (*map(float, group["betas"]), float(group["momentum_decay"]))
 
     def numbers(self, ages: Tensor, *age_settings: float) -> Numbers:
-        """c_g, c_m and 1 / sqrt(1 - b2^t)."""
+        """Return c_g, c_m and 1 / sqrt(1 - b2^t)."""
         beta1, beta2, decay = age_settings
         now, following = _mu(ages, beta1, decay), _mu(ages + 1, beta1, decay)
         product = _products(len(ages), beta1, decay, torch.get_default_dtype())
@@ -60,7 +60,7 @@ class NAdam(Adam):
 
 @functools.lru_cache(maxsize=16)
 def _products(length: int, beta1: float, decay: float, default_dtype: torch.dtype) -> Tensor:
-    """mu_1, mu_1 mu_2, ... (float64), rounded at each step as torch's count of them is."""
+    """Return mu_1, mu_1 mu_2, ... (float64), rounded at each step as torch rounds its own product."""
     factors = _mu(torch.arange(1, length + 1, dtype=torch.float64, device="cpu"), beta1, decay).numpy()
     exact = default_dtype == torch.float64
     return torch.from_numpy(np.multiply.accumulate(factors if exact else factors.astype(np.float32))).double()

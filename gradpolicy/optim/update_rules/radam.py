@@ -21,13 +21,13 @@ class RAdam(Adam):
     kernel = "radam"
 
     def numbers(self, ages: Tensor, *age_settings: float) -> Numbers:
-        """1 / (1 - b1^t), l_t (0 before updates adapt), and 1 before updates adapt, else 0."""
+        """Return 1 / (1 - b1^t), l_t (0 before updates adapt), and 1 before updates adapt, else 0."""
         beta1, beta2 = age_settings
         correction2 = 1 - beta2**ages
         limit = 2 / (1 - beta2) - 1
         length = limit - 2 * ages * beta2**ages / correction2
         adapts = length > 5
-        # The value under the root may be negative before updates adapt; the result is thrown away then.
+        # The value under the root may be negative before updates adapt; the result is discarded then.
         ratio = (length - 4) * (length - 2) * limit / ((limit - 4) * (limit - 2) * length)
         adapted = torch.where(adapts, (correction2 * ratio).clamp(min=0).sqrt(), 0.0)
         return 1 / (1 - beta1**ages), adapted, (~adapts).double()

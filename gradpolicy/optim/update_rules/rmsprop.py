@@ -18,7 +18,7 @@ class RMSprop(UpdateRule):
     kernel = "rmsprop"
 
     def state(self, group: Group) -> dict[str, float]:
-        """Return the mean square, and where asked for the momentum and the mean."""
+        """Return the mean square, and if they are used the momentum and the mean."""
         names = ["square_avg"]
         names += ["momentum_buffer"] if group["momentum"] > 0 else []
         names += ["grad_avg"] if group["centered"] else []

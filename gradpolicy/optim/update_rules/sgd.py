@@ -21,7 +21,7 @@ class SGD(UpdateRule):
     kernel = "sgd"
 
     def state(self, group: Group) -> dict[str, float]:
-        """Return the momentum, where there is any."""
+        """Return the momentum, if it is used."""
         return {"momentum_buffer": 0.0} if group["momentum"] else {}
 
     def tensor_state(self, group: Group, updates: int) -> dict[str, float]:
@@ -29,7 +29,7 @@ class SGD(UpdateRule):
         return {}
 
     def updates(self, state: dict[str, Any], group: Group) -> int:
-        """1 where there is a momentum: more makes no difference."""
+        """Return 1 if there is a momentum: a higher count makes no difference."""
         return int(state.get("momentum_buffer") is not None)
 
     def settings(self, group: Group) -> tuple[float, ...]:
@@ -43,7 +43,7 @@ class SGD(UpdateRule):
         return (float(group["dampening"]),)
 
     def numbers(self, ages: Tensor, *age_settings: float) -> Numbers:
-        """Return the share of the gradient that goes into the momentum: 1 at first, then 1 - tau."""
+        """Return the factor of the gradient in the momentum: 1 at first, then 1 - tau."""
         return (1 - age_settings[0] * (ages > 1).double(),)
 
     def update(
@@ -60,10 +60,10 @@ class SGD(UpdateRule):
 
 
 def begin_momenta(optimizer: torch.optim.SGD, scale: float) -> None:
-    """Give parameters that join torch's fused SGD later than others the momentum to begin with.
+    """Create momentum buffers of parameters whose first gradient comes later than that of others.
 
-    The fused step needs the momentum buffers of a group to exist all or not at all. The buffer made here has
-    ``mu b + (1 - tau) g = g``, as after a first update.
+    Torch's fused step needs the momentum buffers of a group to exist all or not at all. The buffer created
+    here has ``mu b + (1 - tau) g = g``, as after a first update.
 
     Args:
         optimizer: The optimizer, before its step.

@@ -25,11 +25,11 @@ _BLOCK_JOB = struct.Struct("6P3q4i")  # block_job of blocks.c
 _WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FOLDER = Path(__file__).parent
 _forked = False
-"""True in a forked process: OpenMP's threads are not inherited, and would be waited for in vain."""
+"""True in a forked process, which does not inherit OpenMP's threads and would wait for them forever."""
 
 
 class Native(Kernels):
-    """The same operations, carried out in C."""
+    """The same operations in C."""
 
     def update(
         self, rule: UpdateRule, settings: tuple[float, ...], numbers: Tensor, updates: Sequence[EntryUpdate]
@@ -38,7 +38,7 @@ class Native(Kernels):
         constants = (ctypes.c_double * MAX_SETTINGS)(*settings)
         shared = (numbers.data_ptr(), ctypes.addressof(constants))
         names = (*rule.names, *("",) * STATES)[:STATES]
-        # What C reads must live until it has returned.
+        # C reads these, so they must live until it returns.
         bits = [
             None if each.index is None else as_bits(each.index, each.parameter.numel() // each.block)
             for each in updates
@@ -99,7 +99,7 @@ class Native(Kernels):
         source, target = (None if index is None else as_bits(index, blocks) for index in (source, target))
         read = blocks if source is None else count(source.data_ptr(), source.numel() * 8)
         written = blocks if target is None else count(target.data_ptr(), target.numel() * 8)
-        # C would read and write beyond the tensors.
+        # Otherwise C would read and write out of bounds.
         assert values.numel() == read * block, "values must be those of the index that they follow"
         repacked = values.new_empty(written * block)
         _function("ask_for_large_pages")(repacked.data_ptr(), repacked.nbytes)
@@ -112,7 +112,7 @@ NATIVE = Native()
 
 
 def supports(dtypes: Sequence[torch.dtype], rule_kernel: str | None) -> bool:
-    """Return True if the C can be compiled and knows the types and the rule; an update is of one type."""
+    """Return True if the C code compiles and supports the dtypes and the rule; an update has one dtype."""
     if rule_kernel is None:
         return all(dtype.itemsize in _WHOLE for dtype in dtypes) and _library() is not None
     known = bool(rule_kernel) and dtypes[0] in TYPES and len(set(dtypes)) == 1
@@ -131,7 +131,7 @@ def _update_library(rule_kernel: str) -> ctypes.CDLL | None:
 
 @functools.cache
 def _function(name: str, rule_kernel: str = "") -> Callable[..., Any]:
-    """Return a function of the C: one that takes jobs, or one that takes an address and a number."""
+    """Return a C function: one that takes jobs, or one that takes an address and a number."""
     library = _update_library(rule_kernel) if rule_kernel else _library()
     function = getattr(library, name)
     takes_jobs = name not in ("count_blocks", "ask_for_large_pages")
