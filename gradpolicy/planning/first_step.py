@@ -1,0 +1,293 @@
+"""One step on a copy of a model: gradients, first masks, and remarks."""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from gradpolicy.errors import under
+from gradpolicy.factors import divided_factors
+from gradpolicy.flow import install
+from gradpolicy.flow.install import deactivate
+from gradpolicy.flow.policy_checks import remarks as flow_remarks
+from gradpolicy.flow.policy_report import ReportRow, check_operations
+from gradpolicy.freezing.diagnostics import copy_buffers, moving_parts, moving_warnings
+from gradpolicy.freezing.freezer import check_same_options
+from gradpolicy.freezing.requires_grad import is_turned_off
+from gradpolicy.masks.base import MaskSource
+from gradpolicy.masks.topk import TopK
+from gradpolicy.optim.optimizers import plain_optimizers
+from gradpolicy.optim.other_optimizers import put_back_remarks
+from gradpolicy.policies import FlowPolicy, ForwardMask, Freeze, Policy
+from gradpolicy.tensors.mask import active_entries
+from gradpolicy.when import When
+from gradpolicy.where import named_parameters, plain_name
+
+Step = Callable[[nn.Module], Tensor]
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+Matched = Mapping[str, Mapping[str, nn.Parameter]]
+"""The parameters that each policy matches."""
+Kind = TypeVar("Kind", bound=Policy)
+
+
+@dataclass(frozen=True)
+class FirstStep:
+    """The findings of one step on a copy of the model.
+
+    Attributes:
+        parameters: The trainable parameters of the copy.
+        gradients: Their gradients; None for a parameter without one.
+        report: The rows of the report of flow policies, by policy.
+        acting: The flow policies that matched an operation or module.
+        sources: The mask sources of freeze policies and forward masks, set up on the copy.
+        masks: Their first masks.
+        budgets: For sources that choose by scores: the shares of parameters in what this step would choose.
+        warnings: Remarks on operations that did not run, on optimizers, and on frozen parts that move.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    gradients: Mapping[str, Tensor | None]
+    report: Mapping[str, ReportRow]
+    acting: set[str]
+    sources: Mapping[str, MaskSource]
+    masks: Mapping[str, Mapping[str, Any]]
+    budgets: Mapping[str, Mapping[str, float]]
+    warnings: tuple[str, ...]
+
+
+def first_step(
+    model: nn.Module,
+    policies: Mapping[str, Policy],
+    matched: Matched,
+    step: Step,
+    *,
+    seed: int,
+    optimizers: Optimizers | None,
+) -> FirstStep:
+    """Do one step on a copy of the model; the model and the random states do not change.
+
+    Args:
+        model: The model.
+        policies: The policies by name.
+        matched: The parameters that each matches.
+        step: As of :func:`~gradpolicy.plan`.
+        seed: As of :func:`~gradpolicy.plan`.
+        optimizers: As of :func:`~gradpolicy.plan`.
+
+    Raises:
+        PolicyError: If an operation that a policy names is not called, a source cannot mask its parameters,
+            or the optimizer cannot freeze some entries of a tensor.
+    """
+    flow = of_kind(policies, FlowPolicy)
+    freeze = of_kind(policies, Freeze)
+    with torch.random.fork_rng(devices=_cuda_devices(model)):
+        duplicate = _duplicate(model, flow)
+        optimized = named_parameters(duplicate if optimizers is None else model)
+        trained_by = plain_optimizers(_optimizers(duplicate, optimizers))
+        divided = divided_factors(policies, optimized, trained_by)
+        buffers = copy_buffers(duplicate)
+        gradients, report, unmet, acting = _flow_report(duplicate, flow, step)
+        moving = moving_parts(buffers, duplicate)
+        parameters = _trainable(duplicate)
+        sources, masks = _first_masks(policies, matched, duplicate, gradients, seed)
+        budgets = {name: _budget(sources[name], gradients, lambda: step(duplicate)) for name in freeze}
+    still = moving_warnings(
+        _frozen_tensors(freeze, masks, sources),
+        moving,
+        parameters,
+        {name: policy.buffers for name, policy in freeze.items()},
+    )
+    put_back = put_back_remarks(_partly_frozen(freeze, masks), optimized, trained_by)
+    remarks = (*unmet, *flow_remarks(flow), *divided, *put_back, *still)
+    return FirstStep(parameters, gradients, report, acting, sources, masks, budgets, remarks)
+
+
+def of_kind(policies: Mapping[str, Policy], kind: type[Kind]) -> dict[str, Kind]:
+    """Return the policies of a class."""
+    return {name: policy for name, policy in policies.items() if isinstance(policy, kind)}
+
+
+def mask_share(mask: Any) -> float:
+    """Return the active share of a mask; the expected share of a random mask."""
+    if isinstance(mask, bool):
+        return float(mask)
+    if isinstance(mask, Tensor):
+        return 1.0 if mask.is_meta else mask.float().mean().item()
+    return float(mask.density)
+
+
+# ---- the copy, and its optimizers
+
+
+def _duplicate(model: nn.Module, flow: Mapping[str, FlowPolicy]) -> nn.Module:
+    """Return a copy of the model without these policies, and with ``requires_grad`` on again."""
+    duplicate = copy.deepcopy(model)
+    deactivate(duplicate, flow.values())
+    for original, copied in zip(model.parameters(), duplicate.parameters(), strict=True):
+        if is_turned_off(original):
+            copied.requires_grad_(True)
+    return duplicate
+
+
+def _optimizers(duplicate: nn.Module, given: Optimizers | None) -> list[torch.optim.Optimizer]:
+    """Return the given optimizers, or those of a LightningModule."""
+    if given is not None:
+        return [given] if isinstance(given, torch.optim.Optimizer) else list(given)
+    configure: Any = getattr(duplicate, "configure_optimizers", tuple)
+    try:
+        made = configure()
+    except Exception:
+        # Some modules need a Trainer, which does not exist yet; the plan works without optimizers.
+        return []
+    return [each for each in tree_leaves(made) if isinstance(each, torch.optim.Optimizer)]
+
+
+# ---- flow policies: one step for training, one for the policies of other phases
+
+
+def _flow_report(
+    model: nn.Module, policies: Mapping[str, FlowPolicy], step: Step
+) -> tuple[dict[str, Tensor | None], dict[str, ReportRow], list[str], set[str]]:
+    """Return the gradients, the report, remarks on operations that did not run, and the acting policies."""
+    training = {name for name, policy in policies.items() if "fit" in policy.when.phases}
+    gradients, report, unmet, acting = _observe(model, policies, training, step)
+    others = set(policies) - training
+    if others:
+        _, report_of_others, unmet_by_others, acting_others = _observe(model, policies, others, step)
+        report.update({name: report_of_others[name] for name in others})
+        unmet += unmet_by_others
+        acting |= acting_others
+    return gradients, report, unmet, acting
+
+
+def _observe(
+    model: nn.Module, policies: Mapping[str, FlowPolicy], active: set[str], step: Step
+) -> tuple[dict[str, Tensor | None], dict[str, ReportRow], list[str], set[str]]:
+    """Do one step with some of the policies active."""
+    parameters = _trainable(model)
+    entry_point = "training_step" if hasattr(model, "training_step") else "forward"
+    installed = install(model, policies, entry_points={"": [entry_point]})
+    try:
+        for name in policies:
+            installed.set_active(name, name in active)
+        loss = step(model)
+        found = _gradients(loss, parameters)
+        report = {row.name: row for row in installed.report().rows}
+    finally:
+        installed.remove(quiet=True)
+    # An operation without a gradient may get one when layers before it thaw.
+    thaws = any(not parameter.requires_grad for parameter in model.parameters())
+    lines = []
+    for name in [name for name in policies if name in active]:
+        lines += [f"{name}: cannot see into {call}: {why}" for call, why in report[name].opaque_calls.items()]
+        message = check_operations(report[name], may_get_gradient=thaws)
+        lines += [f"{name}: {message}"] if message else []
+    return found, report, lines, {name for name in active if report[name].matched}
+
+
+def _gradients(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
+    if not (loss.requires_grad and parameters):
+        return dict.fromkeys(parameters)
+    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return dict(zip(parameters, found, strict=True))
+
+
+# ---- freeze policies and forward masks: the masks of their first step
+
+
+def _first_masks(
+    policies: Mapping[str, Policy],
+    matched: Matched,
+    duplicate: nn.Module,
+    gradients: Mapping[str, Tensor | None],
+    seed: int,
+) -> tuple[dict[str, MaskSource], dict[str, dict[str, Any]]]:
+    """Return each policy's mask source, set up, and its masks at its first step.
+
+    Raises:
+        PolicyError: If a source cannot mask the parameters of its policy, or policies disagree on the state.
+    """
+    sources: dict[str, MaskSource] = {}
+    masks: dict[str, dict[str, Any]] = {}
+    policies_of: dict[str, dict[str, Freeze]] = {}
+    copies = named_parameters(duplicate)
+    for name, policy in policies.items():
+        if not isinstance(policy, Freeze | ForwardMask):
+            continue
+        if isinstance(policy, Freeze):
+            for key in matched[name]:
+                policies_of.setdefault(key, {})[name] = policy
+        with under(f"policy.{name}"):
+            source = sources[name] = copy.deepcopy(policy.mask)
+            source.model = duplicate
+            source.setup({key: copies[key] for key in matched[name]}, seed=seed)
+            masks[name] = _masks_of(source, policy.when, gradients)
+    for key, holders in policies_of.items():
+        check_same_options(key, holders)
+    return sources, masks
+
+
+def _masks_of(source: MaskSource, when: When, gradients: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    if source.needs_gradients:
+        known = {name: gradients.get(name) for name in source.parameters}
+        source.observe({name: gradient for name, gradient in known.items() if gradient is not None})
+    step, epoch = (when.start, 0) if when.unit == "step" else (0, when.start)
+    return dict(source.masks(step, epoch))
+
+
+def _budget(
+    source: MaskSource, gradients: Mapping[str, Tensor | None], step: Callable[[], object]
+) -> dict[str, float]:
+    """Return the parameters' shares of what a source would choose by one step, the largest first."""
+    if not isinstance(source, TopK) or any(p.is_meta for p in source.parameters.values()):
+        return {}
+    if "activation_norm" in source.score.asks and source.needs_gradients:
+        step()
+    known = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+    chosen = source.preview({name: known[name] for name in source.parameters if name in known})
+    source.release()
+    counts = {
+        name: active_entries(mask, source.parameters[name].shape) for name, mask in (chosen or {}).items()
+    }
+    total = max(sum(counts.values()), 1)
+    shares = {name: count / total for name, count in counts.items()}
+    return dict(sorted(shares.items(), key=lambda each: -each[1]))
+
+
+def _partly_frozen(
+    policies: Mapping[str, Freeze], masks: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, bool]]:
+    """Return the parameters that each policy freezes in part, and True if frozen entries lose their state."""
+    return {
+        name: {
+            key: policy.frozen_state != "keep"
+            for key, mask in masks[name].items()
+            if 0.0 < mask_share(mask) < 1.0 and getattr(mask, "level", None) != "tensor"
+        }
+        for name, policy in policies.items()
+    }
+
+
+def _frozen_tensors(
+    policies: Iterable[str], masks: Mapping[str, Mapping[str, Any]], sources: Mapping[str, MaskSource]
+) -> dict[str, set[str]]:
+    """Return the parameters that each policy freezes as a whole, at its first step or later."""
+    return {
+        name: {key for key, mask in masks[name].items() if mask_share(mask) == 0.0}
+        | sources[name].may_freeze()
+        for name in policies
+    }
+
+
+def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    named = model.named_parameters()
+    return {plain_name(name): parameter for name, parameter in named if parameter.requires_grad}
+
+
+def _cuda_devices(model: nn.Module) -> list[int]:
+    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+    return sorted(device.index for device in devices if device.index is not None)
