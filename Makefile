@@ -7,12 +7,13 @@ ARGS   ?=
 # Tests run beside each other, one thread each: small models gain nothing from more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help train test test-slow lint docs links bench clean
+.PHONY: help train test test-slow support lint docs links bench clean
 
 help:
 	@echo 'make train [ARGS="optimizer.lr=0.01 seed=3"]   install once, then run train.py with these overrides'
 	@echo 'make test                                      install once, then lint, type check and tests'
 	@echo 'make test-slow                                 the tests that take longer'
+	@echo 'make support                                   write what works where, docs/support.md, from the tests'
 	@echo 'make docs                                      build the documentation, to open at build/docs/index.html'
 	@echo 'make links                                     follow the links of the documentation to other sites'
 	@echo 'make bench ARGS=import                         one benchmark of scripts/bench.py'
@@ -25,6 +26,10 @@ test: $(VENV)/.test-installed lint
 
 test-slow: $(VENV)/.test-installed
 	$(PYTEST) --numprocesses=2 --dist=loadgroup -m slow $(ARGS)
+
+# Tests that fail leave the table, tests that pass enter it.
+support: $(VENV)/.test-installed
+	$(PYTEST) --numprocesses=2 --dist=loadgroup -m supports --support-matrix docs/support.md $(ARGS)
 
 lint: $(VENV)/.test-installed
 	$(BIN)/ruff check .

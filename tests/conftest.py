@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+pytest_plugins = ["tests.support_matrix"]
 torch.set_num_threads(1)
 
 

@@ -54,6 +54,7 @@ def equal(first: nn.Module, second: nn.Module) -> bool:
     return all(torch.equal(one, other) for one, other in both)
 
 
+@pytest.mark.supports("rates", loop="plain")
 @pytest.mark.parametrize("kind", MAKES)
 def test_rates_give_the_bits_of_param_groups_made_by_hand(stack, tokens, kind: str) -> None:
     peer = copy.deepcopy(stack)
@@ -189,6 +190,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(stack, tokens, k
     assert equal(other, whole)
 
 
+@pytest.mark.supports("rates", loop="lightning")
 def test_the_callback_sets_rates_and_lifts_them(
     two_layers, loader, make_trainer: Callable[..., Trainer]
 ) -> None:

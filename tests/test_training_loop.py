@@ -142,6 +142,7 @@ def bits(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.supports("entries", "frozen_state", "flow", loop="plain")
 @pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
 @pytest.mark.parametrize("listed", [True, False])
 def test_both_kinds_of_policies_train_what_the_loop_by_hand_does(frozen_state, listed):
@@ -157,6 +158,7 @@ def test_both_kinds_of_policies_train_what_the_loop_by_hand_does(frozen_state, l
     assert_close(model, by_hand(9, frozen_state))
 
 
+@pytest.mark.supports("accumulation", "clipping", loop="plain")
 def test_gradients_of_several_batches_add_up_under_one_mask_and_frozen_ones_count_in_no_norm():
     model = Net()
     with gp.training(model, adamw(model), both()) as optimizer:
@@ -236,6 +238,7 @@ def sgd(layer, prefix, rate, step):
         p -= rate * p.grad * mask_at(f"{prefix}.{name}", p, step)
 
 
+@pytest.mark.supports("several optimizers", loop="plain")
 @pytest.mark.parametrize(
     ("steps_at", "mask_step"),
     [
@@ -270,6 +273,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.supports("resume", "gradient sources", loop="plain")
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
@@ -387,6 +391,7 @@ def test_flow_policies_alone_go_on_by_the_clock_when_resumed():
     assert_same(run(8), run(3))
 
 
+@pytest.mark.supports("mixed precision", loop="plain")
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("source", ["function", "topk"])
 def test_a_step_that_mixed_precision_skips_is_none(fused, source):
@@ -532,6 +537,7 @@ def test_the_model_is_left_as_found():
     train(model, plain, 1)
 
 
+@pytest.mark.supports("tensors", loop="plain")
 def test_what_is_frozen_as_a_whole_is_left_out_of_the_backward_pass_and_comes_back_exactly():
     def whole(name, parameter, step):
         return name.startswith(("head", "trunk")[step // 2 % 2])
@@ -598,6 +604,7 @@ def test_however_the_model_is_entered(way, clips):
     assert_close(model, by_hand(6, mask=entries, clip=0.05 if clips else None))
 
 
+@pytest.mark.supports("entries", loop="plain", compiled=True)
 @pytest.mark.slow
 def test_the_whole_training_step_may_be_compiled():
     model = Net()
@@ -734,6 +741,7 @@ def test_wrong_arguments_are_refused_and_leave_nothing_behind(given, message):
     train(model, plain, 1)
 
 
+@pytest.mark.supports("tensors", "entries", "flow", loop=("plain", "lightning"))
 def test_it_trains_what_lightnings_callback_does(make_trainer, loader, two_layers):
     policies = {
         "rounding": gp.StraightThrough(ops=["round"]),

@@ -99,6 +99,7 @@ def test_buffers_of_other_dtypes_are_part_of_it(network: nn.Module, path: Path) 
     assert same_bits(state(network), base)
 
 
+@pytest.mark.supports("delta", loop="plain")
 def test_entries_rows_and_whole_tensors_are_stored_as_such(path: Path) -> None:
     base = {name: torch.zeros(50, 20) for name in ("entries", "rows", "whole", "untouched")}
     after = {name: tensor.clone() for name, tensor in base.items()}

@@ -56,6 +56,8 @@ FAST_CHECKPOINTS = [
 ]
 Facts = dict[str, list[Tensor]]
 
+IN_THE_TABLE = {"tensor": "tensors", "row": "rows", "entry": "entries", "seeded": "entries"}
+
 
 def network() -> nn.Sequential:
     # Five rows on two or four ranks do not divide evenly.
@@ -120,6 +122,7 @@ def trained(level: str, frozen_state: str, optimizer: str, sharded: bool = True)
     return facts(model, wrapped)
 
 
+@pytest.mark.supports("{level}", "frozen_state", loop="plain", processes="fsdp2", names=IN_THE_TABLE)
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     ("level", "frozen_state", "optimizer"), combinations(FAST_RUNS, LEVELS, FROZEN_STATES, tuple(OPTIMIZERS))
@@ -207,6 +210,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_two_and_on_one(
         assert agree(found, wanted)
 
 
+@pytest.mark.supports("resume elsewhere", loop="plain", processes="fsdp2")
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("frozen_state", FROZEN_STATES)
@@ -341,6 +345,7 @@ def resumed_at_each_step(kind: str, frozen_state: str, bias_correction: str, ful
 FAST_STEPS = (("adamw", "keep", "entry", "whole"), ("sgd", "zero", "tensor", "shards"))
 
 
+@pytest.mark.supports("resume", loop="plain", processes="fsdp2")
 @pytest.mark.parametrize(
     ("kind", "frozen_state", "bias_correction", "form"),
     combinations(

@@ -1,7 +1,6 @@
 """Strategy × policy × precision × frozen_state: two ranks equal one process with the joined batch."""
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +12,8 @@ from runs import UPDATES, fit
 TOLERANCES = {"32-true": {"rtol": 2e-4, "atol": 2e-5}, "bf16-mixed": {"rtol": 0.05, "atol": 0.01}}
 FREEZING = ["layers", "tensors", "rows", "entries", "from the start", "all kinds"]
 FLOWING = ["none", "stop", "cut off", "straight through"]
+IN_THE_TABLE = {"layers": "tensors", "from the start": "tensors", "all kinds": "entries"}
+"""What docs/support.md calls them."""
 STRATEGIES = ["ddp", "zero1", "fsdp2"]
 FROZEN_STATES, PRECISIONS = ["keep", "zero", "drop"], list(TOLERANCES)
 FAST_FLOWING = [
@@ -21,7 +22,6 @@ FAST_FLOWING = [
     ("fsdp2", "cut off", "32-true"),
     ("fsdp2", "straight through", "32-true"),
 ]
-PAGE = Path(__file__).parents[2] / "docs/many-processes.md"
 
 
 @functools.cache
@@ -40,6 +40,7 @@ def check(pair: ProcessPool, strategy: str, kind: str, frozen_state: str, precis
         torch.testing.assert_close(first["weights"][name], weight, **TOLERANCES[precision])
 
 
+@pytest.mark.supports("{kind}", "clipping", loop="lightning", processes="{strategy}", names=IN_THE_TABLE)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     ("kind", "frozen_state"), [("layers", "keep"), ("entries", "zero"), ("all kinds", "drop")]
@@ -48,17 +49,30 @@ def test_two_ranks_equal_one_process(pair: ProcessPool, strategy: str, kind: str
     check(pair, strategy, kind, frozen_state, "32-true")
 
 
+@pytest.mark.supports(
+    "{kind}", "frozen_state", "clipping", loop="lightning", processes="{strategy}", names=IN_THE_TABLE
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", FREEZING)
 @pytest.mark.parametrize("frozen_state", FROZEN_STATES)
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "precision",
+    [
+        "32-true",
+        pytest.param(
+            "bf16-mixed",
+            marks=pytest.mark.supports("mixed precision", loop="lightning", processes="{strategy}"),
+        ),
+    ],
+)
 def test_the_whole_matrix_of_freezing(
     pair: ProcessPool, strategy: str, kind: str, frozen_state: str, precision: str
 ) -> None:
     check(pair, strategy, kind, frozen_state, precision)
 
 
+@pytest.mark.supports("flow", loop="lightning", processes="{strategy}")
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize(
     ("strategy", "kind", "precision"), combinations(FAST_FLOWING, STRATEGIES, FLOWING, PRECISIONS)
@@ -68,17 +82,3 @@ def test_flow_policies_hold_on_every_strategy(
 ) -> None:
     check(pair, strategy, kind, "keep", precision)
     assert len(alone(kind, "keep", precision)["losses"]) == UPDATES
-
-
-def test_the_table_in_the_docs_is_this_matrix() -> None:
-    lines = PAGE.read_text().splitlines()
-    start = next(
-        number for number, line in enumerate(lines) if line.startswith("| compared with one process")
-    )
-    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines[start:]]
-    heading, body = rows[0], {row[0]: row[1:] for row in rows[2 : rows.index([""])]}
-    assert heading[1:] == [f"`{strategy}`" for strategy in STRATEGIES]
-    freezing = f"{', '.join(PRECISIONS)}; {', '.join(FROZEN_STATES)}"
-    told = {kind: [freezing] * len(STRATEGIES) for kind in FREEZING}
-    told |= {kind: [", ".join(PRECISIONS)] * len(STRATEGIES) for kind in FLOWING}
-    assert body == told

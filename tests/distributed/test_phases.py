@@ -47,6 +47,7 @@ def train(kind: str, resumed_at: int | None = None) -> tuple[list[int], dict[str
     return seen, weights
 
 
+@pytest.mark.supports("phases", loop="plain", processes="{kind}")
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_ranks_agree_when_a_phase_ends_and_on_its_best_weights(pair: ProcessPool, kind: str) -> None:
     (seen, first), (others, second) = pair(train, kind)

@@ -58,6 +58,7 @@ def with_fault(kind: str, every: int | None, strategy: str = "ddp") -> str:
     return ""
 
 
+@pytest.mark.supports("agreement", loop="lightning", processes="{strategy}")
 @pytest.mark.parametrize(
     ("strategy", "kind", "named"),
     [
@@ -103,6 +104,7 @@ def hybrid_with_fault(kind: str) -> str:
     return ""
 
 
+@pytest.mark.supports("agreement", loop="plain", processes="fsdp2")
 @pytest.mark.parametrize(
     ("kind", "named"),
     [
@@ -222,6 +224,7 @@ def with_communication(kind: str, dtype: str | None) -> tuple[dict[str, Any], fl
     return known, communication.traffic.share
 
 
+@pytest.mark.supports("active only", loop="lightning", processes="ddp")
 @pytest.mark.parametrize("kind", ["entries", "rows", "layers"])
 def test_sending_active_entries_only_changes_nothing_but_the_bytes(pair: ProcessPool, kind: str) -> None:
     known, share = pair(with_communication, kind, None)[0]
@@ -244,6 +247,9 @@ def with_communication_under_fsdp() -> str:
     return str(refused.value)
 
 
+@pytest.mark.supports(
+    "active only", loop="lightning", processes="fsdp2", no="FSDP2 has no communication hook"
+)
 def test_the_hook_is_refused_where_there_is_no_reducer(pair: ProcessPool) -> None:
     assert all("needs DistributedDataParallel" in text for text in pair(with_communication_under_fsdp))
 

@@ -75,6 +75,7 @@ def trained(kind: str, optimizer: str) -> dict[str, Tensor]:
     return weights(model)
 
 
+@pytest.mark.supports("rates", "entries", loop="plain", processes="{kind}")
 @pytest.mark.parametrize(
     ("kind", "optimizer"),
     [(kind, optimizer) for kind in ("ddp", "fsdp2") for optimizer in ("adamw", "fused", "several")]
@@ -108,6 +109,7 @@ def resumed(optimizer: str, folder: str) -> dict[str, Tensor]:
     return weights(model)
 
 
+@pytest.mark.supports("rates", "entries", "resume", loop="plain", processes="fsdp2")
 @pytest.mark.parametrize("optimizer", ["fused", "several"])
 def test_a_sharded_run_resumes_bit_for_bit(pair: ProcessPool, tmp_path: Path, optimizer: str) -> None:
     whole = pair(saved, optimizer, str(tmp_path / "saved"))

@@ -63,9 +63,19 @@ def train_on_this_rank(
     return train(dist.get_rank(), dist.get_world_size(), reentrant, params, flow)
 
 
+@pytest.mark.supports("rows", "row gradients", "accumulation", "clipping", loop="plain", processes="ddp")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("params", ["*.weight", "*"])
-@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize(
+    "reentrant",
+    [
+        None,
+        *(
+            pytest.param(way, marks=pytest.mark.supports("checkpointing", loop="plain", processes="ddp"))
+            for way in (False, True)
+        ),
+    ],
+)
 def test_ranks_move_as_one_process(pair: ProcessPool, reentrant: bool | None, params: str) -> None:
     (first, held), (second, _) = pair(train_on_this_rank, reentrant, params)
     alone, _ = train(0, 1, reentrant, params)

@@ -70,6 +70,7 @@ def train_on_this_rank(source: str) -> tuple[dict[str, Tensor], int]:
     return train(dist.get_rank(), dist.get_world_size(), source)
 
 
+@pytest.mark.supports("row gradients", "accumulation", "clipping", loop="plain", processes="fsdp2")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("source", SOURCES)
 def test_shards_move_as_one_process(pair: ProcessPool, source: str) -> None:

@@ -291,6 +291,7 @@ CASES = [
 ]
 
 
+@pytest.mark.supports("resume elsewhere", loop="lightning", processes="{second}", names={SINGLE: "one"})
 @pytest.mark.parametrize(("first", "second", "kind", "frozen_state"), CASES)
 def test_a_run_goes_on_under_another_strategy(
     pair: ProcessPool, tmp_path: Path, first: str, second: str, kind: str, frozen_state: str

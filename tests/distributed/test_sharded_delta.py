@@ -3,6 +3,7 @@
 import copy
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from process_pool import ProcessPool, here
@@ -56,6 +57,7 @@ def there_and_back(folder: Path) -> tuple[bool, bool]:
     return applied, reverted
 
 
+@pytest.mark.supports("delta", loop="plain", processes="fsdp2")
 def test_it_is_the_file_of_the_whole_model(pair: ProcessPool, tmp_path: Path) -> None:
     model = network()
     base = copy.deepcopy(model.state_dict())

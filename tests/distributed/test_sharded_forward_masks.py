@@ -50,6 +50,7 @@ def run(level: str, sharded: bool, resumed_at: int | None = None) -> dict[str, T
     return found
 
 
+@pytest.mark.supports("forward masks", loop="plain", processes="fsdp2")
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("level", ["2:4", "entry"])
 def test_two_ranks_train_as_one(pair: ProcessPool, level: str) -> None:

@@ -60,6 +60,7 @@ def run(kind: str, sharded: bool, resumed_at: int | None = None) -> dict[str, Te
     return {name: full_tensor(parameter.detach()).clone() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.supports("gradient sources", loop="plain", processes="fsdp2")
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("kind", SOURCES)
 def test_two_ranks_train_as_one(pair: ProcessPool, kind: str) -> None:

@@ -22,6 +22,13 @@ MASKS: dict[str, Any] = {
     "topk": lambda: gp.masks.TopK(0.5, every=2),
 }
 
+IN_THE_TABLE = {
+    "layers": "tensors",
+    "topk": "gradient sources",
+    "ddp before": "ddp",
+    "ddp within": "ddp",
+}
+
 
 def train(kind: str, masks: str) -> dict[str, Tensor]:
     """The weights after eight updates; each rank takes its half of the data."""
@@ -57,6 +64,7 @@ def train(kind: str, masks: str) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.supports("{masks}", "flow", loop="plain", processes="{kind}", names=IN_THE_TABLE)
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("masks", MASKS)
 @pytest.mark.parametrize("kind", ["ddp before", "ddp within", "fsdp2", "zero1"])

@@ -102,6 +102,9 @@ def trained_alone(frozen_state: str, saved_at: int = 0) -> dict[str, Any]:
     return {"facts": known, "bytes": held, "saved": saved, "weights": weights}
 
 
+@pytest.mark.supports(
+    "tensors", "rows", "entries", "frozen_state", "clipping", "resume", loop="plain", processes="zero1"
+)
 @pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
 @pytest.mark.parametrize("resume_at", [None, 4])
 def test_it_equals_one_process_bit_for_bit(
@@ -131,6 +134,7 @@ def saved_on_one_loads_on_two(state: dict[str, Any], weights: dict[str, Tensor])
     return facts(model, optimizer)
 
 
+@pytest.mark.supports("resume elsewhere", loop="plain", processes="zero1")
 def test_a_checkpoint_of_one_process_goes_on_under_zero(pair: ProcessPool) -> None:
     alone = pair(trained_alone, "zero", 4)[0]
     for known in pair(saved_on_one_loads_on_two, alone["saved"], alone["weights"]):

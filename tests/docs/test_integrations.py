@@ -116,6 +116,7 @@ def test_a_loop_goes_on_exactly_from_what_its_page_has_one_save(
         assert torch.equal(names["model"].state_dict()[name], value), name
 
 
+@pytest.mark.supports("entries", "flow", "accumulation", "clipping", loop="huggingface")
 def test_accelerate_follows_accumulation() -> None:
     names = run_page("accelerate")
     assert names["optimizer"].effective_steps == 6
@@ -133,6 +134,7 @@ def run_on_two_processes(program: str, folder: Path) -> list[dict[str, torch.Ten
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
 
+@pytest.mark.supports("entries", "flow", "clipping", loop="plain", processes="ddp")
 @pytest.mark.slow
 def test_fabric_on_two_processes(tmp_path: Path) -> None:
     program = block("fabric", "python").replace("devices=1", 'strategy="ddp", devices=2')
@@ -145,6 +147,7 @@ def test_fabric_on_two_processes(tmp_path: Path) -> None:
     torch.testing.assert_close(first, by_hand(20, lambda step: halves, every=5).state_dict())
 
 
+@pytest.mark.supports("entries", "flow", "accumulation", "clipping", loop="huggingface", processes="ddp")
 @pytest.mark.slow
 def test_accelerate_on_two_processes(tmp_path: Path) -> None:
     first, second = run_on_two_processes(block("accelerate", "python"), tmp_path)

@@ -48,6 +48,7 @@ def forgotten():
     torch._dynamo.reset()
 
 
+@pytest.mark.supports("flow", loop="plain", compiled=True)
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", SLOW_BACKENDS)
 @pytest.mark.parametrize("compiled_first", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -9,7 +9,10 @@ from torch.distributed.fsdp import fully_shard
 import gradpolicy as gp
 from tests.flow import distributed_steps
 
+IN_THE_TABLE = {"ddp before": "ddp", "ddp after": "ddp", "fsdp before": "fsdp2", "fsdp after": "fsdp2"}
 
+
+@pytest.mark.supports("flow", loop="plain", processes="{kind}", names=IN_THE_TABLE)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp before", "ddp after", "fsdp before", "fsdp after"])
 def test_the_gradients_are_the_mean_over_the_ranks(kind, tmp_path):

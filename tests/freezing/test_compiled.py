@@ -98,6 +98,7 @@ def policies_of(source):
     return {"quantiser": gp.StraightThrough(ops=["round"]), "trunk": freeze}
 
 
+@pytest.mark.supports("tensors", "flow", loop="lightning", compiled=True)
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_compiled_module_ends_as_the_plain_one(backend, source, recwarn):
@@ -183,6 +184,7 @@ class Alternates(nn.Module):
         return x
 
 
+@pytest.mark.supports("tensors", loop="plain", compiled=True)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_the_example_of_pytorch_139476_trains_as_it_does_uncompiled(backend):
     weights = []

@@ -71,6 +71,7 @@ def test_it_is_the_straight_through_estimator_of_masked_weights() -> None:
         assert torch.equal(model.get_parameter(name) != 0, mask)
 
 
+@pytest.mark.supports("forward masks", loop="plain")
 def test_two_of_four_holds_after_every_step_and_a_resumed_run_has_the_same_bits() -> None:
     policy = gp.ForwardMask(
         gp.masks.TopK(level="2:4", by="magnitude", every=3), params="*.weight", decay=1e-3

@@ -185,6 +185,7 @@ def test_a_gradient_of_a_gradient_goes_through_the_rows() -> None:
     check_equal(module, reference, 0)
 
 
+@pytest.mark.supports("checkpointing", loop="plain")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_rows_under_activation_checkpointing(reentrant: bool) -> None:
     reference = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6))

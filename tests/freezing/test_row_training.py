@@ -83,6 +83,7 @@ def with_installed_flow_policies(model: Classifier, policies: dict[str, gp.Freez
         in_a_plain_loop(model, policies)
 
 
+@pytest.mark.supports("rows", "row gradients", "accumulation", "clipping", loop=("plain", "lightning"))
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("train", [in_a_plain_loop, under_lightning, with_installed_flow_policies])
 @pytest.mark.parametrize("frozen_state", ["keep", "drop"])

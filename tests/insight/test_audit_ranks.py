@@ -48,6 +48,7 @@ def watched(entries: int | None, masks: str, planted: bool) -> tuple[int, list]:
     return frozen.compared, [(each.tensor, each.what, each.count, each.indices[:1]) for each in found]
 
 
+@pytest.mark.supports("audit", loop="plain", processes="fsdp2")
 @pytest.mark.parametrize("masks", ["entries", "rows", "whole"])
 @pytest.mark.parametrize("entries", [None, 4])
 def test_shards_of_frozen_entries_keep_their_bits(pair: ProcessPool, entries: int | None, masks: str) -> None:
@@ -71,6 +72,7 @@ class WriteOnRankOne(Callback):
             pl_module.trunk[0].weight.data[0, 0] += 1
 
 
+@pytest.mark.supports("audit", loop="lightning", processes="ddp")
 @pytest.mark.parametrize("planted", [False, True])
 def test_one_file_tells_of_both_ranks(two_layers, loader, make_trainer, tmp_path, planted) -> None:
     policies = {"trunk": gp.Freeze(gp.masks.Fixed(False), params="trunk.*"), "cut": gp.Stop(modules="head")}

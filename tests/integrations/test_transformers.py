@@ -30,6 +30,15 @@ RECIPES = {
     for text in re.findall(r"^```yaml\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
 }
 
+IN_THE_TABLE = {
+    "new_tokens": "rows",
+    "lisa": "tensors",
+    "child_tuning_d": "gradient sources",
+    "badam": "tensors",
+    "tenth": "entries",
+    "gradual": "tensors",
+}
+
 
 def recipe(name):
     """A recipe of the page, with shorter periods than a real training has."""
@@ -93,6 +102,7 @@ EACH = [
 ]
 
 
+@pytest.mark.supports("{name}", "accumulation", loop="huggingface", names=IN_THE_TABLE)
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", EACH)
 def test_a_recipe_gives_the_bits_that_it_gives_under_lightning(train, tmp_path, name, accumulate):
@@ -108,6 +118,7 @@ def test_a_recipe_gives_the_bits_that_it_gives_under_lightning(train, tmp_path, 
     assert callback.freezer.parameters.keys() == reference.freezer.parameters.keys()
 
 
+@pytest.mark.supports("resume", loop="huggingface")
 @pytest.mark.parametrize("name", EACH)
 def test_a_recipe_resumes_bit_for_bit(train, name):
     """With dropout and shuffling, from the middle of an epoch."""
@@ -180,6 +191,7 @@ def test_a_recipe_runs_on_the_pretrained_minilm(train, tmp_path, name):
 # ---- gradients
 
 
+@pytest.mark.supports("entries", loop="huggingface")
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor"])
 def test_frozen_entries_keep_their_bits_and_others_move(train, bert, optim):
     before = bert.classifier.weight.detach().clone()
@@ -192,6 +204,7 @@ def test_frozen_entries_keep_their_bits_and_others_move(train, bert, optim):
     assert torch.equal(bert.classifier.weight != before, half("", before, 0))
 
 
+@pytest.mark.supports("rows", "row gradients", loop="huggingface")
 @pytest.mark.parametrize("settings", [{"gradient_accumulation_steps": 2}, {"activation_checkpointing": True}])
 def test_gradients_of_rows_move_what_whole_ones_move(train, settings):
     ends, held = [], Counter()
@@ -213,6 +226,7 @@ def test_gradients_of_rows_move_what_whole_ones_move(train, settings):
         torch.testing.assert_close(value, ends[1][name], msg=name)
 
 
+@pytest.mark.supports("clipping", loop="huggingface")
 def test_masked_gradients_count_neither_in_clipping_nor_in_the_log(train, bert):
     watch = Watch()
     policies = {"rest": gp.Freeze(half), "trunk": gp.Freeze(gp.masks.Fixed(), params="bert.*")}
@@ -315,6 +329,7 @@ def test_a_step_that_fp16_skips_is_no_step(train, bert, optim):
         assert after == pytest.approx(before)
 
 
+@pytest.mark.supports("mixed precision", loop="huggingface")
 @pytest.mark.parametrize(
     ("settings", "prepare"), [({"bf16": True}, id), ({}, with_loss_scaler)], ids=["bf16", "fp16"]
 )
@@ -331,13 +346,26 @@ def test_mixed_precision_resumes_bit_for_bit(train, tmp_path, settings, prepare)
     assert not same(ends[0], bits(make_bert()))
 
 
+CHECKPOINTING = pytest.mark.supports("checkpointing", loop="huggingface")
+
+
+@pytest.mark.supports("tensors", "entries", "flow", loop="huggingface")
 @pytest.mark.parametrize(
     "settings",
     [
         {"bf16": True},
-        {"activation_checkpointing": True},
-        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
-        pytest.param({"torch_compile": True, "torch_compile_backend": "eager"}, marks=pytest.mark.slow),
+        pytest.param({"activation_checkpointing": True}, marks=CHECKPOINTING),
+        pytest.param(
+            {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
+            marks=CHECKPOINTING,
+        ),
+        pytest.param(
+            {"torch_compile": True, "torch_compile_backend": "eager"},
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.supports("tensors", "entries", "flow", loop="huggingface", compiled=True),
+            ],
+        ),
     ],
     ids=["bf16", "checkpointing", "reentrant", "compiled"],
 )
@@ -537,6 +565,7 @@ def test_the_python_of_the_page_runs():
 # ---- what is built on the Trainer
 
 
+@pytest.mark.supports("adapters", "flow", loop="huggingface")
 def test_policies_act_on_peft_adapters(train, bert):
     from peft import LoraConfig, get_peft_model
 
@@ -558,6 +587,9 @@ def test_policies_act_on_peft_adapters(train, bert):
             assert moved.all(), name
 
 
+@pytest.mark.supports(
+    "tensors", "entries", "flow", "clipping", "agreement", loop="huggingface", processes="ddp"
+)
 @pytest.mark.slow
 def test_ranks_under_ddp_agree_with_one_process(train, bert, tmp_path):
     """Each rank takes half of every batch; gradients differ by the order of a sum, masks not at all."""

@@ -106,6 +106,7 @@ def test_masks_change_between_effective_steps_only(two_layers, loader, make_trai
             assert not moved[1 - step % 2 :: 2].any()
 
 
+@pytest.mark.supports("clipping", loop="lightning")
 def test_masked_gradients_do_not_count_in_the_clipping_norm(two_layers, loader, make_trainer):
     norms = []
 

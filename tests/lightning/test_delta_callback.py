@@ -21,6 +21,7 @@ def same(one, other) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.supports("delta", loop="lightning")
 def test_the_file_leads_from_the_first_weights_to_the_last(
     two_layers, loader, make_trainer, tmp_path
 ) -> None:

@@ -45,6 +45,7 @@ def fit(two_layers, loader, make_trainer):
     return run
 
 
+@pytest.mark.supports("forward masks", loop="lightning")
 def test_a_resumed_run_ends_with_the_same_bits_and_checkpoints_hold_masked_weights(fit, tmp_path) -> None:
     model, seen = fit(tmp_path)
     assert seen == pytest.approx([0.5] * 4, abs=0.1)

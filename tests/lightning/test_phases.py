@@ -66,6 +66,7 @@ def phase_of_epochs(phases):
     return phases[::4]
 
 
+@pytest.mark.supports("phases", loop="lightning")
 @resumes
 @pytest.mark.parametrize(
     ("phases", "course"), [(EPOCHS, [0] * 2 + [1] + [2] * 5), (METRICS, [0] * 3 + [1] * 3 + [2] * 2)]
@@ -212,6 +213,7 @@ def test_a_metric_that_is_not_logged_is_an_error_with_the_nearest(fit):
         fit([{"params": "head.*", "until": {"metric": "val/scrip"}}])
 
 
+@pytest.mark.supports("phases", loop="plain")
 def test_a_loop_killed_at_any_step_ends_with_the_same_bits(two_layers, loader):
     batches = list(itertools.chain(*[loader] * 2))
 

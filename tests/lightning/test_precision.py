@@ -30,6 +30,7 @@ def run(folder: Path, resume: Path | None = None, **settings: str) -> dict:
     return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
 
 
+@pytest.mark.supports("mixed precision", "audit", "resume", loop="lightning")
 @pytest.mark.parametrize(("accelerator", "precision"), CASES)
 def test_frozen_entries_hold_and_a_resumed_run_ends_with_the_same_bits(tmp_path, accelerator, precision):
     settings = {"accelerator": accelerator, "precision": precision}

@@ -122,6 +122,7 @@ FREEZE: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.supports("several optimizers", loop="plain")
 @pytest.mark.parametrize("policies", FREEZE)
 def test_policies_on_it_are_those_on_each(stack, tokens, policies: str) -> None:
     peer = copy.deepcopy(stack)
@@ -172,6 +173,7 @@ def test_distributed_checkpoints_ask_for_its_state_before_the_first_step(stack, 
     assert equal(stack, whole)
 
 
+@pytest.mark.supports("several optimizers", loop="lightning")
 def test_lightning_trains_and_resumes_with_it(
     two_layers, loader, make_trainer: Callable[..., Trainer], tmp_path
 ):

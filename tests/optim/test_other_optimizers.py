@@ -135,6 +135,7 @@ ANCHORED = {
 }
 
 
+@pytest.mark.supports("no update rule", loop="plain")
 @pytest.mark.parametrize("kind", ANCHORED)
 @pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
 def test_entries_that_thaw_go_on_from_where_they_are(kind, frozen_state):
