@@ -11,18 +11,9 @@ import torch
 
 from gradpolicy.checkpoint_file import UnreadableError, check_file, load_file, read_file
 from gradpolicy.errors import PolicyError
+from tests.hostile import MakesFolder
 
 CONTENT = {"state_dict": {"weight": torch.arange(300.0), "bias": torch.zeros(3)}, "step": 3, "name": "run"}
-
-
-class Code:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple:
-        return os.mkdir, (str(self.folder),)
 
 
 @pytest.fixture
@@ -67,7 +58,7 @@ def test_surplus_and_missing_bytes_are_refused(path: Path, change: Callable[[byt
 
 
 def test_what_could_run_is_refused_by_name_without_advice_to_run_it(tmp_path: Path) -> None:
-    torch.save({"state_dict": {}, "callbacks": Code(tmp_path / "ran")}, tmp_path / "evil.ckpt")
+    torch.save({"state_dict": {}, "callbacks": MakesFolder(tmp_path / "ran")}, tmp_path / "evil.ckpt")
     with pytest.raises(UnreadableError, match=r"it holds \w+\.mkdir") as caught:
         read(tmp_path / "evil.ckpt")
     assert "weights_only" not in str(caught.value)

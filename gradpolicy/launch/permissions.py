@@ -151,13 +151,17 @@ def check_given_search_path(overrides: Sequence[str]) -> None:
         overrides: The overrides of the command line.
 
     Raises:
-        PolicyError: If it names a package that is not allowed, which Hydra would import.
+        PolicyError: If it names a package that is not allowed, which Hydra would import, or a directory that
+            does not exist, of which Hydra only warns.
     """
     for override in parsed(overrides):
         value: Any = override.value() if override.key_or_group == SEARCH_PATH else []
         for path in value if isinstance(value, list) else [value]:
             package = str(path).removeprefix("pkg://")
-            if not str(path).startswith("file://") and not lies_in(package, allowed_packages()):
+            if str(path).startswith("file://"):
+                if not Path(str(path).removeprefix("file://")).is_dir():
+                    raise PolicyError(f"{SEARCH_PATH}: {path} does not exist")
+            elif not lies_in(package, allowed_packages()):
                 _check_listed(SEARCH_PATH, path, SEARCH_PATHS, "a directory is given as file://…")
 
 

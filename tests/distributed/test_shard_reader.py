@@ -1,6 +1,5 @@
 """Shards are read whole, by name, or into a state that is there."""
 
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from gradpolicy.checkpoint_file import UnreadableError
 from gradpolicy.distributed.shard_reader import entries, load_all, load_into, read_metadata
+from tests.hostile import MakesFolder
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -21,16 +21,6 @@ WEIGHT, BIAS = torch.arange(15.0).view(5, 3), torch.full((2,), 0.5, dtype=torch.
 
 class Strange:
     """An object of a class that is not torch's."""
-
-
-class Runs:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = str(folder)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (self.folder,)
 
 
 @pytest.fixture
@@ -91,7 +81,7 @@ def test_metadata_is_what_torch_reads_and_not_just_unpickled(path: Path, tmp_pat
     own, torchs = read_metadata(path / ".metadata"), FileSystemReader(path).read_metadata()
     for part in ("state_dict_metadata", "storage_data", "planner_data"):
         assert getattr(own, part) == getattr(torchs, part)
-    (path / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
+    (path / ".metadata").write_bytes(pickle.dumps(MakesFolder(tmp_path / "ran")))
     for read in (load_all, lambda path: load_into({"loops": {"epoch": 0}}, path)):
         with pytest.raises(Exception, match=r"posix\.mkdir"):
             read(path)

@@ -32,6 +32,7 @@ from gradpolicy.distributed.sharded_checkpoint import (
 )
 from gradpolicy.errors import PolicyError
 from gradpolicy.lightning.runs import RunRecord, find_checkpoint
+from tests.hostile import MakesFolder
 
 
 def content(number: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -209,17 +210,7 @@ def test_whatever_fails_is_told_in_a_line_with_its_number(
     assert caught.value.errno == number
 
 
-class Code:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple:
-        return os.mkdir, (self.folder,)
-
-
-def spoil(path: Path, name: str, evil: Code) -> None:
+def spoil(path: Path, name: str, evil: MakesFolder) -> None:
     if path.is_dir():
         (path / "whole").unlink()
     if name == "metadata":
@@ -235,7 +226,7 @@ def resumed_from_a_strangers(folder: str) -> list[str]:
     ran, messages = f"{folder}/ran", []
     for name in ("value", "metadata", "meta", "file"):
         path = Path(folder, name)
-        evil = Code(ran)
+        evil = MakesFolder(ran)
         if name != "file":
             save_whole({"state_dict": {"evil": evil if name == "value" else 3}}, {}, path)
             dist.barrier()

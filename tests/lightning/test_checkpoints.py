@@ -27,20 +27,11 @@ from gradpolicy.lightning.checkpoints import (
     read_checkpoint_weights,
     write_checkpoint,
 )
+from tests.hostile import MakesFolder
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:.*TypedStorage", "ignore:.*cannot be told"
 )
-
-
-class Code:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple:
-        return os.mkdir, (str(self.folder),)
 
 
 @pytest.fixture
@@ -104,12 +95,12 @@ def change_metadata(path: Path, change: Any) -> None:
 
 
 def test_code_in_a_file_is_refused(tmp_path: Path, ran: Path) -> None:
-    torch.save({"state_dict": weights(), "callbacks": Code(ran)}, tmp_path / "evil.ckpt")
+    torch.save({"state_dict": weights(), "callbacks": MakesFolder(ran)}, tmp_path / "evil.ckpt")
     assert "holds posix.mkdir" in refused(tmp_path / "evil.ckpt", ran)
 
 
 def test_code_in_a_file_of_torchs_former_format_is_refused(tmp_path: Path, ran: Path) -> None:
-    content = {"state_dict": weights(), "callbacks": Code(ran)}
+    content = {"state_dict": weights(), "callbacks": MakesFolder(ran)}
     torch.save(content, tmp_path / "evil.ckpt", _use_new_zipfile_serialization=False)
     assert refused(tmp_path / "evil.ckpt", ran)
     assert not ran.exists()
@@ -117,18 +108,19 @@ def test_code_in_a_file_of_torchs_former_format_is_refused(tmp_path: Path, ran: 
 
 @pytest.mark.parametrize("protocol", range(6))
 def test_code_as_metadata_is_refused(of_torch: Path, ran: Path, protocol: int) -> None:
-    (of_torch / ".metadata").write_bytes(pickle.dumps(Code(ran), protocol))
+    (of_torch / ".metadata").write_bytes(pickle.dumps(MakesFolder(ran), protocol))
     assert "holds posix.mkdir" in refused(of_torch, ran)
 
 
 @pytest.mark.parametrize("field", ["state_dict_metadata", "planner_data", "storage_data", "storage_meta"])
 def test_code_anywhere_in_metadata_is_refused(of_torch: Path, ran: Path, field: str) -> None:
-    change_metadata(of_torch, lambda metadata: setattr(metadata, field, {"state_dict.weight": Code(ran)}))
+    evil = {"state_dict.weight": MakesFolder(ran)}
+    change_metadata(of_torch, lambda metadata: setattr(metadata, field, evil))
     assert "holds posix.mkdir" in refused(of_torch, ran)
 
 
 def test_names_of_torch_that_run_code_do_nothing(of_torch: Path, ran: Path) -> None:
-    class Load(Code):
+    class Load(MakesFolder):
         def __reduce__(self) -> tuple:
             return torch.load, (str(self.folder), None, None)
 
@@ -137,9 +129,9 @@ def test_names_of_torch_that_run_code_do_nothing(of_torch: Path, ran: Path) -> N
 
 
 def test_code_in_lightnings_own_file_is_refused(directory: Path, of_torch: Path, ran: Path) -> None:
-    torch.save(Code(ran), of_torch / "meta.pt")
+    torch.save(MakesFolder(ran), of_torch / "meta.pt")
     assert "holds posix.mkdir" in refused(of_torch, ran)
-    torch.save(Code(ran), directory / "meta.pt")
+    torch.save(MakesFolder(ran), directory / "meta.pt")
     assert "meta.pt differs from its checksum" in refused(directory, ran)
 
 
@@ -147,7 +139,7 @@ def test_code_in_lightnings_own_file_is_refused(directory: Path, of_torch: Path,
 def test_code_among_the_shards_is_refused(tmp_path: Path, ran: Path, key: str) -> None:
     path = tmp_path / "evil.ckpt"
     content = {"state_dict": weights(), "optimizer_0": {}, "other": {}}
-    content[key]["evil"] = Code(ran)  # type: ignore[assignment]
+    content[key]["evil"] = MakesFolder(ran)  # type: ignore[assignment]
     save_whole(content, {"global_step": 3}, path)
     assert refused(path, ran)
     assert not ran.exists()

@@ -1,7 +1,6 @@
 """What a run does with checkpoints that were made by hand, or by a stranger."""
 
 import csv
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -16,20 +15,11 @@ from gradpolicy.insight import record
 from gradpolicy.launch.app import main
 from gradpolicy.lightning.checkpoints import write_checkpoint
 from gradpolicy.lightning.runs import RunRecord
+from tests.hostile import MakesFolder
 
 from .conftest import CONF, QUICK
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:.*cannot be told")
-
-
-class Code:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple:
-        return os.mkdir, (str(self.folder),)
 
 
 @pytest.fixture(scope="module")
@@ -101,12 +91,12 @@ PLAN, RESUME, TEST, START = "plan_only=true", "train=true", "train=false", "call
 )
 def test_nothing_in_a_strangers_directory_is_run(train, trained, tmp_path: Path, evil: str, way: str) -> None:
     ran, path = tmp_path / "ran", tmp_path / "evil.ckpt"
-    content = {"state_dict": trained["state_dict"], "more": Code(ran) if evil == "value" else 3}
+    content = {"state_dict": trained["state_dict"], "more": MakesFolder(ran) if evil == "value" else 3}
     save_shards(content, storage_writer=FileSystemWriter(path), no_dist=True)
     if evil == "meta":
-        torch.save(Code(ran), path / "meta.pt")
+        torch.save(MakesFolder(ran), path / "meta.pt")
     elif evil == "metadata":
-        (path / ".metadata").write_bytes(pickle.dumps(Code(ran)))
+        (path / ".metadata").write_bytes(pickle.dumps(MakesFolder(ran)))
     key = "callbacks.initial_weights.path" if way == START else "ckpt_path"
     ended = train(way, f"{key}={path}", "extras.plan=false")
     assert ended.code == 2

@@ -1,4 +1,4 @@
-"""Composing: what a further directory adds, and what is refused before the slow packages are loaded."""
+"""Composition: config directories of the user, and input that is refused before slow packages load."""
 
 import json
 import subprocess
