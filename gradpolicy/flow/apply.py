@@ -18,7 +18,8 @@ from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
 from gradpolicy.flow.operation_rule import as_floating_point
 from gradpolicy.flow.operations import as_rule, is_operation, name_of
 from gradpolicy.flow.rule_state import RuleState
-from gradpolicy.flow.tracing import in_transform, runs_while_tracing
+from gradpolicy.flow.seen import Seen
+from gradpolicy.flow.tracing import in_transform, is_compiling, runs_while_tracing
 from gradpolicy.rules.registry import Call, Rule, RuleFunction
 
 # Attributes that are views of a tensor: its gradient would follow these.
@@ -67,7 +68,8 @@ def apply(
     check_forward("apply", forward)
     state = RuleState(forward_name(forward), replacing_rule("apply", rule), has_own_gradient=False)
     bound_rule = BoundRule(state, f"forward {state.name!r}")
-    state.note("matched", state.name)
+    if not is_compiling():
+        Seen.uses += 1
     inputs = tensors_in((args, kwargs))
     watches = torch.is_grad_enabled() and not in_transform()
     with torch.no_grad():

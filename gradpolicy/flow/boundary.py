@@ -82,7 +82,9 @@ class Boundary:
     def _due(self, arguments: Arguments) -> DueRules:
         """Return the rules that act in this call, each with its argument."""
         due = [
-            (rule, argument) for rule, argument in self.rules if rule.state.is_due(self.location, self.module)
+            (rule, argument)
+            for rule, argument in self.rules
+            if rule.state.acts_at(self.location, self.module)
         ]
         if arguments is None:
             return due
@@ -303,7 +305,7 @@ class Through:
             kwargs: Its keyword arguments.
             arguments: The same by name, for rules that ask for the call.
         """
-        active = [rule for rule in self.rules if rule.state.is_due(rule.location, rule.module)]
+        active = [rule for rule in self.rules if rule.state.acts_at(rule.location, rule.module)]
         if not active:
             return forward(args, kwargs)
         cuts = any(rule.keeps_own for rule in active)

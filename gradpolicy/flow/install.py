@@ -19,7 +19,8 @@ from gradpolicy.flow.operations import name_of
 from gradpolicy.flow.parameters import ParameterRules
 from gradpolicy.flow.policy_checks import check_cuts, check_policies, is_cut
 from gradpolicy.flow.policy_report import Report, ReportRow, report_unmet, warn_or_raise
-from gradpolicy.flow.rule_state import CallScope, FlowObserver, RuleState
+from gradpolicy.flow.rule_state import CallScope, RuleState
+from gradpolicy.flow.seen import FlowObserver, GradientNorms
 from gradpolicy.flow.wrapped_forward import InstallSession, WrappedForward
 from gradpolicy.where import BOUNDARIES, PLACES, STEP_OPERATIONS, plain_name
 
@@ -174,20 +175,18 @@ class Installed(Displayed):
             state.set_loss_scale(scale)
 
     def measure_norms(self, on: bool) -> None:
-        """Measure gradient norms before and after each policy, and zeros, from now on. It is off at first.
+        """Start or stop measuring the gradients before and after each policy, in eager mode.
 
-        Switching it on forgets what was measured. Nothing is measured in compiled code.
+        Each call discards earlier measurements.
         """
         for state in self._states:
-            if on:
-                state.norms.clear()
-            state.norms.on = on
+            state.seen.norms = GradientNorms() if on else None
 
     @property
     def gradient_norms(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """The gradient's norm before and after each measured policy, over all its locations."""
-        measured = {state.name: state.norms.read() for state in self._states}
-        return {name: norms for name, norms in measured.items() if norms is not None}
+        """The norms of the gradients before and after each measured policy, over all locations."""
+        read = {name: norms.read() for name, norms in self._norms.items()}
+        return {name: pair for name, pair in read.items() if pair is not None}
 
     def observe(self, name: str, observer: FlowObserver | None) -> None:
         """Call an observer for what a policy does from now on, but in compiled code; None ends that.
@@ -195,13 +194,21 @@ class Installed(Displayed):
         Raises:
             PolicyError: If there is no such policy.
         """
-        self._state(name).observer = observer
+        self._state(name).seen.observer = observer
 
     @property
     def zeros_passed(self) -> dict[str, tuple[Tensor, int]]:
-        """For each measured policy: how many entries of what it let through were 0, and of how many."""
-        norms = {state.name: state.norms for state in self._states}
-        return {name: (each.zeros, each.entries) for name, each in norms.items() if each.zeros is not None}
+        """For each measured policy, the numbers of zeros and of all entries in the gradients after it."""
+        return {
+            name: (norms.zeros, norms.entries)
+            for name, norms in self._norms.items()
+            if norms.zeros is not None
+        }
+
+    @property
+    def _norms(self) -> dict[str, GradientNorms]:
+        norms = {state.name: state.seen.norms for state in self._states}
+        return {name: measured for name, measured in norms.items() if measured is not None}
 
     @property
     def operation_counts(self) -> dict[str, int]:

@@ -62,7 +62,7 @@ class OperationRule:
         state = self.state
         if not state.active or (self.decides is not None and not self.decides(function, args, kwargs)):
             return False
-        return not state.calls or state.is_meant(f"operation {self.name!r}")
+        return not state.calls or state.count_call(f"operation {self.name!r}")
 
     def allows_plain_recomputation(self) -> bool:
         """Return True if a checkpoint may rerun the operation without the rule."""
@@ -370,31 +370,31 @@ def _has_gradient(result: Any) -> bool:
 
 # Rules that take logits where the operation takes probabilities.
 OF_LOGITS = ("gumbel", "reinmax")
-# The samplers as torch has them, once they are replaced.
-_ORIGINAL: dict[str, Any] = {}
+# The samplers of torch, which the functions below call and replace.
+_SAMPLE_BITS, _SAMPLE_CATEGORIES = Bernoulli.sample, Categorical.sample
 
 
 def replace_samplers() -> None:
-    """Replace the samplers whose draws a rule cannot see; without a rule on the draw they act as before.
+    """Replace samplers whose draws are invisible to rules. Where no rule is on the draw, they are unchanged.
 
-    ``Bernoulli.sample`` switches gradients off, and ``Categorical.sample`` transposes its draws by an
-    attribute (``.T``) that compiled code does not show.
+    ``Bernoulli.sample`` disables gradients, and ``Categorical.sample`` transposes its draws with an attribute
+    (``.T``) that the compiler does not pass to modes.
     """
-    if not _ORIGINAL:
-        _ORIGINAL.update(bernoulli=Bernoulli.sample, categorical=Categorical.sample)
-        Bernoulli.sample = functools.wraps(Bernoulli.sample)(_draw_bits)  # type: ignore[method-assign]
-        Categorical.sample = functools.wraps(Categorical.sample)(_draw_categories)  # type: ignore[method-assign]
+    Bernoulli.sample = _draw_bits  # type: ignore[method-assign]
+    Categorical.sample = _draw_categories  # type: ignore[method-assign]
 
 
+@functools.wraps(_SAMPLE_BITS)
 def _draw_bits(self: Bernoulli, sample_shape: Any = ()) -> Tensor:
     if not (torch.is_grad_enabled() and _has_rule(torch.bernoulli)):
-        return _ORIGINAL["bernoulli"](self, sample_shape)
+        return _SAMPLE_BITS(self, sample_shape)
     return torch.bernoulli(self.probs.expand(self._extended_shape(sample_shape)))
 
 
+@functools.wraps(_SAMPLE_CATEGORIES)
 def _draw_categories(self: Categorical, sample_shape: Any = ()) -> Tensor:
     if not (torch.is_grad_enabled() and _has_rule(torch.multinomial)):
-        return _ORIGINAL["categorical"](self, sample_shape)
+        return _SAMPLE_CATEGORIES(self, sample_shape)
     probabilities = self.probs.reshape(-1, self._num_events)
     drawn = torch.multinomial(probabilities, torch.Size(sample_shape).numel(), True)
     return drawn.t().reshape(self._extended_shape(sample_shape))

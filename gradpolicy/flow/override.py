@@ -22,7 +22,8 @@ from gradpolicy.flow.operation_rule import TableRule, rules_for
 from gradpolicy.flow.operation_tables import Function
 from gradpolicy.flow.operations import Operation, as_rule, name_of, resolve_operation
 from gradpolicy.flow.policy_report import NEVER_FLOATING, ReportRow, report_unmet
-from gradpolicy.flow.rule_state import RuleState, Seen, warn_of_uncarried
+from gradpolicy.flow.rule_state import RuleState
+from gradpolicy.flow.seen import Seen
 from gradpolicy.flow.tracing import MADE, check_constant, make_once
 from gradpolicy.rules.registry import Rule, RuleFunction
 
@@ -172,7 +173,6 @@ class TracedBlock:
 
     def __init__(self, block: Block) -> None:
         self.block = block
-        self.keys = tuple(state.key for state in block.states.values())
 
     def __enter__(self) -> "TracedBlock":
         TorchFunctionMode.__enter__(self.block)
@@ -180,7 +180,7 @@ class TracedBlock:
 
     def __exit__(self, *exception: Any) -> None:
         TorchFunctionMode.__exit__(self.block, *exception)
-        warn_of_uncarried(Block.subject, NEVER_FLOATING, self.keys)
+        self.block.seen.warn_if_discrete(Block.subject, NEVER_FLOATING)
 
 
 def _block_of(overrides: tuple) -> Block:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from gradpolicy.display import Displayed
 from gradpolicy.errors import PolicyError, nearest, shortened, warn_user
 from gradpolicy.flow.operations import operation_names
-from gradpolicy.flow.rule_state import Seen
+from gradpolicy.flow.seen import Seen
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import itertools
 import sys
 import types
 from collections.abc import Callable, Collection
@@ -24,10 +23,9 @@ in_functorch = torch._C._are_functorch_transforms_active
 mode_count = torch._C._len_torch_function_stack
 mode_at = torch._C._get_function_stack_at
 
-# What a compiled gradient_override made while it was traced. The compiler guards all that it reaches from a
-# module's globals, so it finds these by name only.
+# The objects that were made while gradient_override was traced, by names that are constants of the compiled
+# code. Global, since the compiler can only reach an object from the code's globals or arguments.
 MADE = types.SimpleNamespace()
-_NUMBERS = itertools.count()
 _CONSTANTS = (
     str,
     types.FunctionType,
@@ -145,7 +143,7 @@ def make_once(maker: Callable[[Any], Any], constants: Any) -> str:
         made = maker(constants)
     except PolicyError as error:
         return str(error)
-    name = f"made_{next(_NUMBERS)}"
+    name = f"made_{len(vars(MADE))}"
     setattr(MADE, name, made)
     return name
 

@@ -77,7 +77,7 @@ def test_compiled_and_eager_agree_at_every_step(backend, compiled_first, batch, 
     assert agree()
 
 
-def test_a_schedule_does_not_recompile(batch, parameter_gradients):
+def test_schedules_and_measured_norms_do_not_recompile(batch, parameter_gradients):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with gp.install(model, [gp.Scale(lambda step: 1.0 + step, modules="1")]) as installed:
@@ -86,6 +86,7 @@ def test_a_schedule_does_not_recompile(batch, parameter_gradients):
         graphs = counter["unique_graphs"]
         for step in range(1, 5):
             installed.update(step=step)
+            installed.measure_norms(step % 2 == 0)
             parameter_gradients(model, batch, call=compiled)
         assert counter["unique_graphs"] == graphs
 

@@ -1,0 +1,133 @@
+"""Records of how the rules of policies were used."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from gradpolicy.errors import warn_user
+from gradpolicy.flow.tracing import runs_while_tracing
+
+
+class GradientNorms:
+    """Sums of squared gradient norms. The tensors stay on their device until they are read.
+
+    Attributes:
+        zeros: The number of zeros in the gradients after the rule; None if there was no gradient.
+        entries: The number of entries of these gradients.
+    """
+
+    def __init__(self) -> None:
+        self._before: Tensor | None = None
+        self._after: Tensor | None = None
+        self.zeros: Tensor | None = None
+        self.entries = 0
+
+    def measure(self, before: Any, after: Iterable[Tensor | None]) -> None:
+        """Add a gradient, or a tuple of gradients, before and after the rule."""
+        with torch.no_grad():
+            passed = [tensor for tensor in after if tensor is not None]
+            self._before = _add_squares(self._before, before if isinstance(before, tuple) else (before,))
+            self._after = _add_squares(self._after, passed)
+            for tensor in passed:
+                zeros = tensor.numel() - tensor.count_nonzero()
+                self.zeros = zeros if self.zeros is None else self.zeros + zeros
+                self.entries += tensor.numel()
+
+    def read(self) -> tuple[Tensor, Tensor] | None:
+        """Return the norms before and after the rule, over all measurements; None if there are none."""
+        if self._before is None or self._after is None:
+            return None
+        return self._before.sqrt(), self._after.sqrt()
+
+
+class FlowObserver(Protocol):
+    """An observer of policies; see :meth:`gradpolicy.flow.install.Installed.observe`."""
+
+    def cut(self, policy: str, location: str, results: Any) -> None:
+        """Handle results that the policy detached from the graph."""
+
+    def passed(self, policy: str, gradients: Iterable[Tensor | None]) -> None:
+        """Handle gradients after the policy's rule."""
+
+
+@dataclass(eq=False)
+class Seen:
+    """A record of how a rule was used. The report, the warnings and the plan read it.
+
+    A *place* is a side of a module, the path across a module, or a parameter.
+
+    Args:
+        matched: For each operation and place, how often the rule was applied.
+        ran: The operations that ran without the rule.
+        without_gradient: The operations and places at which no gradient was recorded.
+        off: The places that ran while the rule was inactive.
+        discrete: The operations with bool or integer results, which are not matched before a cast.
+        lost: Pairs of an operation with a discrete result and the function that lost its gradient.
+        opaque: Pairs of a call within which the rule cannot act and the reason.
+        taken: The operations on which an inner override or policy acted instead.
+        forward: ``"on"`` and ``"off"`` if a forward pass ran while the rule was active or inactive, and
+            ``"compiled"`` if one was compiled.
+        compiled: True if compiled code applied the rule, which is counted once per compilation.
+        calls: The number of calls of each operation or module in the current forward, for policies with
+            ``calls=``; None outside of the forward.
+        norms: Gradient norms before and after the rule; None if they are not measured.
+        observer: An observer; None if there is none.
+    """
+
+    matched: dict[str, int] = field(default_factory=dict)
+    ran: set[str] = field(default_factory=set)
+    without_gradient: set[str] = field(default_factory=set)
+    off: set[str] = field(default_factory=set)
+    discrete: set[str] = field(default_factory=set)
+    lost: set[tuple[str, str]] = field(default_factory=set)
+    opaque: set[tuple[str, str]] = field(default_factory=set)
+    taken: set[str] = field(default_factory=set)
+    forward: set[str] = field(default_factory=set)
+    compiled: bool = False
+    calls: dict[str, int | None] = field(default_factory=dict)
+    norms: GradientNorms | None = None
+    observer: FlowObserver | None = None
+
+    # How often eager code applied any rule. Global, since a caller with only a loss function, such as
+    # gradpolicy.curvature, has no reference to the policies that act in it.
+    uses: ClassVar[int] = 0
+
+    @runs_while_tracing
+    def add(self, kind: str, item: Any, warning: str = "", is_traced: bool = False) -> None:
+        """Add an item to one of the fields, and give a warning if it is new there.
+
+        In compiled code this runs once, while the code is traced.
+        """
+        if kind == "matched":
+            count = self.matched[item] = self.matched.get(item, 0) + 1
+            is_new = count == 1
+            self.compiled |= is_traced
+            Seen.uses += not is_traced
+        else:
+            items: set = getattr(self, kind)
+            is_new = item not in items
+            items.add(item)
+        if is_new and warning:
+            warn_user(warning)
+
+    @runs_while_tracing
+    def warn_if_discrete(self, subject: str, message: str) -> None:
+        """Warn of operations whose discrete results never became floating-point."""
+        for operation in sorted(self.discrete - self.matched.keys()):
+            warn_user(f"{subject}: the result of {operation!r} {message}")
+
+    def __getstate__(self) -> dict:
+        # The observer belongs to the original model.
+        return {**self.__dict__, "observer": None}
+
+
+def _add_squares(total: Tensor | None, tensors: Iterable[Tensor | None]) -> Tensor | None:
+    for tensor in tensors:
+        if tensor is not None:
+            precise = torch.promote_types(tensor.dtype, torch.float32)
+            square = torch.linalg.vector_norm(tensor, dtype=precise) ** 2
+            total = square if total is None else total + square
+    return total
