@@ -1,4 +1,4 @@
-"""Puts rules on a model and takes them off: operations, module boundaries, parameters."""
+"""Applies backward rules to operations, module boundaries and parameters."""
 
 from gradpolicy.flow.apply import apply
 from gradpolicy.flow.gradcheck_rule import gradcheck_rule

@@ -1,4 +1,4 @@
-"""A rule for any forward, such as NumPy code or a simulation."""
+"""``apply``: any function with a rule as its backward."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -39,24 +39,24 @@ def apply(
     Arrays and numbers that it returns become tensors. A single integer or boolean result is converted to the
     dtype of the first floating-point input, since otherwise it could have no gradient. In a tuple such
     results stay as they are. Tensors that the forward uses and is not given, such as the parameters of a
-    module, get no gradient; a warning says so, but in compiled code.
+    module, get no gradient; in eager mode a warning names them.
 
     Args:
-        rule: What replaces the gradient: a rule's name, a rule, a function ``(grad, inputs, output)``,
-            or an operation whose derivative is used. Its inputs are the tensors among the arguments, in
-            order, including those in lists, tuples and dicts. If the forward returns several floating-point
-            results, ``grad`` and ``output`` are tuples.
+        rule: A rule's name, a rule, a function ``(grad, inputs, output)``, or an operation whose derivative
+            is used. Its inputs are the tensors among the arguments, in order, including tensors in lists,
+            tuples and dicts. If the forward returns several floating-point results, ``grad`` and ``output``
+            are tuples.
         forward: The function.
         *args: Its arguments, tensors or not.
-        numpy: True if the forward is written for NumPy and gets arrays; those of bfloat16 become float32.
+        numpy: True if the forward takes NumPy arrays. Tensors in bfloat16 become arrays in float32.
         **kwargs: Its keyword arguments.
 
     Returns:
-        What the forward returned, as tensors.
+        The result of the forward, as tensors.
 
     Raises:
-        PolicyError: If the forward returns what cannot be a tensor; in the backward pass, if the rule returns
-            the wrong number, shape or kind of gradients.
+        PolicyError: If the result cannot be converted to tensors; in the backward pass, if the rule returns
+            the wrong number, shape or type of gradients.
 
     Example:
         >>> x = torch.tensor([0.2, 1.7], requires_grad=True)
@@ -82,10 +82,10 @@ def apply(
 
 
 class WatchForward(TorchFunctionMode):
-    """Warns of tensors that need a gradient and that a forward uses without being given them.
+    """Warns if a forward uses tensors that require a gradient but are not among its arguments.
 
     Args:
-        name: What messages call the forward.
+        name: The name of the forward, for messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -96,7 +96,7 @@ class WatchForward(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Make the call and check its arguments, unless the forward switched gradients on itself."""
+        """Call the function and check its arguments, unless the forward itself enabled gradients."""
         result = func(*args, **(kwargs or {}))
         if self._has_warned or torch.is_grad_enabled() or not isinstance(result, Tensor):
             return result
@@ -112,7 +112,7 @@ class WatchForward(TorchFunctionMode):
 
 
 def _drops_gradient(function: Callable) -> bool:
-    """Return True if a torch function uses a tensor in a way that no gradient is to follow."""
+    """Return True for torch functions that do not propagate gradients, such as ``detach``."""
     name = getattr(function, "__name__", "")
     if name == "__get__":
         return not any(function == attribute for attribute in _VIEWS)
@@ -122,10 +122,10 @@ def _drops_gradient(function: Callable) -> bool:
 
 
 def replacing_rule(caller: str, rule: str | Rule | RuleFunction) -> Rule:
-    """Return the rule that is meant, for a forward that has no gradient of its own.
+    """Return a rule for a forward that has no gradient of its own.
 
     Raises:
-        PolicyError: If there is no such rule, or it changes an operation's own gradients.
+        PolicyError: If there is no such rule, or it modifies an operation's own gradients.
     """
     found = as_rule(rule)
     if found.own:
@@ -137,10 +137,10 @@ def replacing_rule(caller: str, rule: str | Rule | RuleFunction) -> Rule:
 
 
 def check_forward(caller: str, forward: object) -> None:
-    """Refuse a forward that cannot be called.
+    """Check that a forward is callable.
 
     Raises:
-        PolicyError: Names who was given it.
+        PolicyError: If it is not.
     """
     if not callable(forward):
         raise PolicyError(f"{caller}: the forward must be a function, got {shown(forward)}")
@@ -150,8 +150,8 @@ def run_forward(forward: Callable[..., Any], args: tuple, kwargs: Mapping[str, A
     """Run a forward once, with tensors or with arrays; see :func:`apply`.
 
     Raises:
-        PolicyError: If it returns what cannot be a tensor, or is to get arrays under ``torch.func`` or
-            ``torch.compile``.
+        PolicyError: If the result cannot be converted to tensors, or ``numpy`` is True under ``torch.func``
+            or ``torch.compile``.
     """
     name = forward_name(forward)
     if torch.compiler.is_compiling() and not numpy:
@@ -175,7 +175,7 @@ def run_forward(forward: Callable[..., Any], args: tuple, kwargs: Mapping[str, A
 
 
 def call_of(forward: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Call:
-    """Return the call of a forward, for rules with a keyword ``call``."""
+    """Return the :class:`Call` of a forward, for rules with a keyword ``call``."""
     name = _operation_or_own_name(forward)
     return Call(name, arguments_of(forward, name, args, kwargs))
 
@@ -186,12 +186,12 @@ def _operation_or_own_name(forward: Callable[..., Any]) -> str:
 
 
 def forward_name(forward: Callable[..., Any]) -> str:
-    """Return what messages call a forward."""
+    """Return the name of a forward, for messages."""
     return getattr(forward, "__name__", type(forward).__name__)
 
 
 def _as_array(tensor: Tensor) -> np.ndarray:
-    """Return the values as an array; NumPy has no bfloat16, so these become float32."""
+    """Return a tensor as an array; bfloat16, which NumPy lacks, becomes float32."""
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy(force=True)
 
 

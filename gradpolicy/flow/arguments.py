@@ -1,4 +1,4 @@
-"""The arguments of calls of operations and of modules' forwards, by name."""
+"""Arguments of operations and of modules' forwards, by parameter name."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -13,22 +13,22 @@ from torch.fx.operator_schemas import get_signature_for_torch_op, type_matches
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.flow.tracing import runs_while_tracing
 
-# Where an argument comes from: its position, its keyword, or the default of its parameter.
+# A parameter, the position or keyword of its argument (None if not given), and its default.
 Source = tuple[str, int | str | None, Any]
 
-# Replaces a tensor while the names are found: the compiler passes constants only.
+# Stands for a tensor, since the compiler can only pass constants to _sources.
 _TENSOR = "a tensor"
-# The names that torch's documentation uses for parameters that schemas or NumPy call otherwise.
+# Names of parameters in torch's documentation, by their names in schemas or NumPy.
 _ALSO_CALLED = {"axis": "dim", "keepdims": "keepdim", "self": "input", "A": "input"}
 
 
 def arguments_of(function: Callable[..., Any], name: str, args: tuple, kwargs: Mapping) -> dict[str, Any]:
-    """Return the arguments of a call by name, with the defaults of those that it does not give.
+    """Return the arguments of a call by parameter name, including defaults.
 
     Args:
         function: The function called.
-        name: The operation's name. What the operation takes and this spelling of it does not
-            (``clamp_min`` has no ``max``) comes with its default.
+        name: The operation's name. Parameters of the operation that this function lacks (``clamp_min`` has no
+            ``max``) are included with their defaults.
         args: The positional arguments.
         kwargs: The keyword arguments.
     """
@@ -44,7 +44,7 @@ def arguments_of(function: Callable[..., Any], name: str, args: tuple, kwargs: M
 def in_order_of_parameters(
     function: Callable[..., Any], name: str, args: tuple, kwargs: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return the keyword arguments of a call with the tensors among them in the function's own order."""
+    """Return the keyword arguments of a call with tensors in the order of the function's parameters."""
     if len(kwargs) < 2 or sum([isinstance(value, Tensor) for value in kwargs.values()]) < 2:
         return kwargs
     sources = _sources_in_call(function, name, args, kwargs)
@@ -71,11 +71,11 @@ def _described(value: Any) -> Any:
 
 @runs_while_tracing
 def _sources(*call: Any) -> tuple[Source, ...]:
-    """Return where the argument for each parameter comes from; the same for all calls of one form."""
+    """Return the source of each parameter's argument, which is the same for all calls of one form."""
     try:
         return _sources_of_form(*call)
     except TypeError:
-        # An argument has no hash.
+        # An argument is not hashable.
         return _sources_of_form.__wrapped__(*call)
 
 
@@ -91,7 +91,7 @@ def _sources_of_form(
     if own_name.startswith("__r") and len(args) == 2:
         # 2 - x calls x.__rsub__(2).
         args, places = args[::-1], places[::-1]
-    # An operator in Python calls its operands self and other, whatever the operation calls them.
+    # Operators written in Python name their operands self and other, whatever their names in the operation.
     signature = None if is_operator else _signature_in_python(function)
     if signature is None:
         signature = _fitting_schema(name if is_operator else own_name.strip("_"), args, values)
@@ -112,13 +112,13 @@ def _sources_of_form(
 
 
 def setting_names(name: str, function: Callable[..., Any]) -> set[str]:
-    """Return the names of an operation's parameters, of all its forms."""
+    """Return the names of an operation's parameters, over all overloads."""
     signatures = [*_schemas(name), _signature_in_python(function)]
     return {key for signature in signatures if signature is not None for key in signature.parameters}
 
 
 def _signature_in_python(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the signature of a function written in Python; None for others, and for what passes its on."""
+    """Return the signature of a Python function; None for other functions and for ``*args`` wrappers."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -133,7 +133,7 @@ def _renamed(signature: inspect.Signature) -> inspect.Signature:
 
 
 def _fitting_schema(name: str, args: tuple, kwargs: dict) -> inspect.Signature | None:
-    """Return the signature of the first overload that takes these arguments."""
+    """Return the signature of the first overload that accepts these arguments."""
     for signature in _schemas(name):
         try:
             given = signature.bind(*args, **kwargs).arguments
@@ -147,7 +147,7 @@ def _fitting_schema(name: str, args: tuple, kwargs: dict) -> inspect.Signature |
 
 @cache
 def _schemas(name: str) -> list[inspect.Signature]:
-    """Return the signatures of an operation's overloads for tensors."""
+    """Return the signatures of an operation's overloads that take tensors."""
     packet: Any = getattr(torch.ops.aten, name, None)
     signatures = get_signature_for_torch_op(packet) if hasattr(packet, "overloads") else None
     renamed = [_renamed(signature) for signature in signatures or ()]
@@ -159,7 +159,7 @@ def _schemas(name: str) -> list[inspect.Signature]:
 
 
 def _type_of(value: Any) -> Any:
-    """Return the type of an argument as torch's schemas have it."""
+    """Return the type of an argument as torch's schemas denote it."""
     if isinstance(value, tuple):
         return tuple[tuple(map(_type_of, value))]  # type: ignore[misc]
     return Tensor if isinstance(value, str) and value == _TENSOR else type(value)
@@ -171,30 +171,30 @@ _SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 @dataclass(frozen=True)
 class Argument:
-    """The name and the position of one argument of a forward.
+    """The name and position of an argument of a forward.
 
     Args:
-        name: Its name; None for one of ``*args``.
-        position: Its position; None for one that is given by name only.
+        name: The name; None for an element of ``*args``.
+        position: The position; None for a keyword-only argument.
     """
 
     name: str | None
     position: int | None
 
     def is_at(self, slot: int | str) -> bool:
-        """Return True if it is the argument with this position or name."""
+        """Return True if this is the argument at a position or with a name."""
         return slot == (self.name if isinstance(slot, str) else self.position)
 
     def value(self, args: tuple, kwargs: dict) -> Any:
-        """Return its value in a call; None if it is not given."""
+        """Return the argument's value in a call; None if it is not given."""
         if self.position is not None and self.position < len(args):
             return args[self.position]
         return kwargs.get(self.name)
 
 
 def parameters_of(forward: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters of a bound forward; those of a ScriptModule are in its schema."""
-    # `inspect.signature` gives none of these, or only `*args` if another library has wrapped them.
+    """Return the parameters of a bound forward."""
+    # For a ScriptModule `inspect.signature` finds none, or only `*args` of a wrapper.
     schema: Any = getattr(forward, "schema", None) if isinstance(forward, torch.ScriptMethod) else None
     if schema is None:
         return list(inspect.signature(forward).parameters.values())
@@ -210,11 +210,11 @@ def parameters_of(forward: Callable[..., Any]) -> list[inspect.Parameter]:
 
 @dataclass(frozen=True)
 class Signature:
-    """The parameters of a forward, as plain values that compiled code can follow.
+    """The parameters of a forward, as plain values that the compiler can trace.
 
     Args:
-        names: Their names, but those of ``*args`` and ``**kwargs``.
-        positional: How many of them may be given by position.
+        names: The names of the parameters, without ``*args`` and ``**kwargs``.
+        positional: The number of parameters that may be passed by position.
         several: The name of ``*args``; None if there is none.
         others: The name of ``**kwargs``; None if there is none.
         defaults: The defaults by name.
@@ -244,21 +244,21 @@ class Signature:
         return {key: kwargs[key] for key in (*self.names, *kwargs) if key in kwargs}
 
     def by_name(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call by name, defaults included; ``*args`` as a tuple."""
+        """Return the arguments of a call by name, including defaults; ``*args`` as a tuple."""
         named: dict[str, Any] = dict(zip(self.names[: self.positional], args, strict=False))
         if self.several is not None:
             named[self.several] = args[self.positional :]
         return {**self.defaults, **named, **kwargs}
 
     def argument(self, wanted: int | str, owner: str) -> Argument:
-        """Return the argument that a name or position means.
+        """Return the argument with a name or at a position.
 
         Args:
             wanted: The name, or the position (0 is the first).
-            owner: Whose forward it is, for messages: ``"policy 'cut' at module 'criterion'"``.
+            owner: The policy and module, for messages: ``"policy 'cut' at module 'criterion'"``.
 
         Raises:
-            PolicyError: If the forward takes no such argument.
+            PolicyError: If the forward has no such argument.
         """
         positional = self.names[: self.positional]
         if isinstance(wanted, int):

@@ -1,8 +1,8 @@
-"""The autograd Functions that put a rule into the graph.
+"""Autograd Functions that put rules into the graph.
 
-They trace under ``torch.compile`` and work under ``torch.func``. Forward-mode derivatives
-(``torch.func.jvp``, ``jacfwd``) are refused: a rule says what becomes of a gradient that flows back. It need
-not be linear in that gradient, and then no derivative along a direction belongs to it.
+They work under ``torch.compile`` and ``torch.func``, but not under forward-mode differentiation
+(``torch.func.jvp``, ``jacfwd``): a rule maps the gradient of the output to the gradient of the input, and
+unless this map is linear, it has no transpose that forward mode could use.
 """
 
 from collections.abc import Sequence
@@ -20,25 +20,27 @@ from gradpolicy.flow.tracing import in_functorch, in_transform, is_compiling, sk
 
 
 class ReplaceGradient(Function):
-    """Give values that were computed without a graph the gradient of a rule."""
+    """Attaches the gradient of a rule to values that were computed without a graph."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(bound_rule: BoundRule, count: int, *tensors: Tensor) -> Any:
-        """Take the rule, the number of values, the values, then the inputs.
+        """Return the values.
 
-        Returns:
-            The values.
+        Args:
+            bound_rule: The rule.
+            count: The number of values.
+            *tensors: The values, then the inputs from which they were computed.
         """
-        # Detached, not as they are: autograd would make views of them, which forbid in-place operations.
+        # If an input were returned, autograd would make it a view, which forbids in-place operations.
         if count == 1:
             return tensors[0].detach()
         return tuple(tensor.detach() for tensor in tensors[:count])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        """Keep what the rule reads. Shapes come from the gradient if that is enough."""
+        """Save the tensors that the rule reads. The gradient stands in for inputs of its shape."""
         bound_rule, count, *tensors = inputs
         outputs = output if isinstance(output, tuple) else (output,)
         given = tensors[count:]
@@ -69,26 +71,29 @@ class ReplaceGradient(Function):
 
 
 class ChangeOwnGradients(Function):
-    """Change the gradients that an operation gives its inputs: a node between the inputs and the operation.
+    """A node between an operation and its inputs that modifies the operation's own gradients.
 
-    All gradients arrive together, so that a rule may use all of them.
+    There is one node for all inputs, so the rule gets all gradients at once.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(bound_rule: BoundRule, outputs: list, places: tuple, *tensors: Tensor) -> Any:
-        """Take the rule, where the outputs arrive, which inputs change, the inputs.
+        """Return the inputs that require a gradient: a tensor if there is one, otherwise a tuple.
 
-        Returns:
-            Those inputs that need a gradient; one by itself.
+        Args:
+            bound_rule: The rule.
+            outputs: A list to which the operation's output and its version are added later.
+            places: The indices of the inputs that require a gradient.
+            *tensors: The inputs.
         """
         changed = [tensors[place].detach() for place in places]
         return changed[0] if len(changed) == 1 else tuple(changed)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        """Keep the inputs if the rule reads them, otherwise their shapes."""
+        """Save the inputs if the rule reads them, otherwise their shapes."""
         ctx.bound_rule, ctx.outputs, ctx.places, *tensors = inputs
         ctx.reads_inputs = "inputs" in ctx.bound_rule.reads
         ctx.set_materialize_grads(False)
@@ -123,9 +128,9 @@ class ChangeOwnGradients(Function):
 
 
 class AddPath(Function):
-    """Give values that have a gradient of their own, or none, another path for it: ``slope · grad``.
+    """Adds a second gradient path to values: it gets ``slope · grad``, with 0 · infinity = 0.
 
-    There 0 · infinity is 0. The values pass their own gradient on as it is.
+    The values' own gradient, if they have one, is unchanged.
     """
 
     generate_vmap_rule = True
@@ -137,7 +142,7 @@ class AddPath(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        """Keep the slope."""
+        """Save the slope."""
         _, path, slope = inputs
         ctx.dtype, ctx.has_slope = path.dtype, slope is not None
         if slope is not None:
@@ -145,7 +150,7 @@ class AddPath(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        """Pass the gradient to both."""
+        """Pass the gradient to the values and to the path."""
         gradient = grad
         if ctx.has_slope:
             (slope,) = ctx.saved_tensors
@@ -154,15 +159,15 @@ class AddPath(Function):
 
 
 class AdoptHistory(Function):
-    """Give a tensor that was written to through an alias the history of the alias.
+    """Gives a tensor the autograd history of an alias through which it was modified in place.
 
-    A module that works in place on its input (``nn.ReLU(inplace=True)``) gets an alias of it. Code that
-    uses the input afterwards sees the new values. With this it gets their gradient too.
+    A module that modifies its input in place (``nn.ReLU(inplace=True)``) gets an alias of the input. Code
+    that uses the input afterwards sees the new values, and so needs their gradient.
     """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, alias: Tensor) -> Tensor:
-        """Return the tensor, whose values are the alias's already."""
+        """Return the tensor, which shares the alias's values."""
         ctx.mark_dirty(tensor)
         return tensor
 
@@ -173,25 +178,25 @@ class AdoptHistory(Function):
 
 
 def is_differentiable(value: Any) -> bool:
-    """Return True if a value is a tensor that can have a gradient."""
+    """Return True for a floating-point or complex tensor."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 @skip_alone
 def may_have_gradient(tensor: Tensor) -> bool:
-    """Return True if a gradient may reach a tensor; under transforms no tensor says so."""
+    """Return True if a gradient may reach a tensor; under transforms ``requires_grad`` does not say."""
     if not is_differentiable(tensor):
         return False
     return tensor.requires_grad or in_functorch() or (not is_compiling() and forward_ad._current_level >= 0)
 
 
 def run_function(function: type[Function], *args: Any) -> Any:
-    """Run an autograd Function, given all of its arguments.
+    """Call an autograd Function with all of its arguments.
 
-    ``Function.apply`` looks up the signature of ``forward`` for defaults, which takes most of its time.
+    ``Function.apply`` spends most of its time on the defaults in the signature of ``forward``.
     """
     if is_compiling():
-        # The compiler takes each tensor once. There a copy costs nothing.
+        # The compiler accepts each tensor only once. A copy is free in compiled code.
         given: list[Any] = []
         for arg in args:
             given.append(arg.clone() if isinstance(arg, Tensor) and any(arg is one for one in given) else arg)
@@ -202,20 +207,21 @@ def run_function(function: type[Function], *args: Any) -> Any:
 
 
 def replace_gradient(bound_rule: BoundRule, values: Any, inputs: Sequence[Tensor]) -> Any:
-    """Return one value, or the floating-point values of a tuple, the gradient of a rule.
+    """Attach the gradient of a rule to a value, or to the floating-point values of a tuple.
 
     Args:
         bound_rule: The rule.
-        values: A tensor, or a tuple of tensors and others; computed without a graph.
-        inputs: What they were computed from.
+        values: A tensor, or a tuple of tensors and other objects; computed without a graph.
+        inputs: The tensors from which the values were computed.
 
     Raises:
-        PolicyError: If the values are neither, or ``torch.compile`` traces a transform of ``torch.func``.
+        PolicyError: If the values are of another type, or ``torch.compile`` traces a transform of
+            ``torch.func``.
     """
     _check_transforms(bound_rule, inputs)
     bound_rule = bound_rule.with_current_numbers()
     if is_compiling() and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)):
-        # There is nothing to do, and the compiler would call a Function of several tensors wrongly.
+        # Without gradients there is nothing to do, and the compiler mishandles Functions of several tensors.
         return values
     if isinstance(values, Tensor):
         return run_function(ReplaceGradient, bound_rule, 1, values, *inputs)
@@ -233,18 +239,16 @@ def replace_gradient(bound_rule: BoundRule, values: Any, inputs: Sequence[Tensor
 
 
 def change_own_gradients(bound_rule: BoundRule, inputs: Sequence[Tensor], outputs: list) -> list[Tensor]:
-    """Let a rule change the gradients that an operation gives its inputs.
+    """Return the inputs for a call of an operation whose own gradients a rule modifies.
 
     Args:
         bound_rule: The rule.
-        inputs: The inputs.
-        outputs: Empty; what the operation gave and its version come there, if the rule reads that.
-
-    Returns:
-        The inputs that the operation is to be called with.
+        inputs: The original inputs.
+        outputs: An empty list. If the rule reads the output, the caller adds the output and its version.
 
     Raises:
-        PolicyError: In compiled or transformed code, where the backward pass cannot hand the output over.
+        PolicyError: If the rule reads the output in compiled or transformed code, where the output is not
+            available to the backward pass.
     """
     if "output" in bound_rule.reads and in_transform():
         raise PolicyError(
@@ -254,7 +258,7 @@ def change_own_gradients(bound_rule: BoundRule, inputs: Sequence[Tensor], output
             "or compile without fullgraph"
         )
     found = list(inputs)
-    # Under torch.func a tensor does not say whether it needs a gradient.
+    # Under torch.func `requires_grad` is False for tensors that get a gradient.
     unknown = in_transform() and not is_compiling()
     places = [
         place
@@ -266,7 +270,7 @@ def change_own_gradients(bound_rule: BoundRule, inputs: Sequence[Tensor], output
     _check_transforms(bound_rule, inputs)
     bound_rule = bound_rule.with_current_numbers()
     if is_compiling():
-        # Of a view of an input the compiler would return one without a gradient.
+        # For a view of an input the compiler would return a tensor without a gradient.
         inputs = [tensor.clone() if place in places else tensor for place, tensor in enumerate(inputs)]
     changed = run_function(ChangeOwnGradients, bound_rule, outputs, tuple(places), *inputs)
     for place, tensor in zip(places, changed if len(places) > 1 else (changed,), strict=True):
@@ -275,7 +279,7 @@ def change_own_gradients(bound_rule: BoundRule, inputs: Sequence[Tensor], output
 
 
 def insert_rule(bound_rule: BoundRule, values: Any) -> Any:
-    """Put a rule between a tensor, or each floating-point tensor of a tuple, and its node."""
+    """Insert a rule between a tensor, or each floating-point tensor of a tuple, and its autograd node."""
     if isinstance(values, Tensor):
         if not is_differentiable(values):
             return values
@@ -285,15 +289,15 @@ def insert_rule(bound_rule: BoundRule, values: Any) -> Any:
 
 @skip_alone
 def _check_transforms(bound_rule: BoundRule, inputs: Sequence[Tensor]) -> None:
-    """Refuse forward-mode derivatives, and transforms of ``torch.func`` in compiled code.
+    """Check that rules are supported under the active transforms.
 
     Raises:
-        PolicyError: Names the rule and where it acts.
+        PolicyError: Under forward-mode differentiation, or a transform of ``torch.func`` in compiled code.
     """
     where = f"rule {bound_rule.rule.name!r} at {bound_rule.location}"
     if is_compiling():
         if in_functorch():
-            # The compiler would drop the rule, or fail without a word about it.
+            # The compiler would ignore the rule, or fail with an unrelated error.
             raise PolicyError(
                 f"{where} cannot be compiled under a transform of torch.func: the compiler does not take "
                 "autograd Functions through them. Leave this part to eager mode (torch.compiler.disable), or "
@@ -307,7 +311,7 @@ def _check_transforms(bound_rule: BoundRule, inputs: Sequence[Tensor]) -> None:
     ):
         raise PolicyError(
             f"{where} has no forward-mode derivative: "
-            "it says what becomes of a gradient that flows back. Use reverse mode: torch.func.jacrev for "
+            "it only maps gradients backward. Use reverse mode: torch.func.jacrev for "
             "jacfwd, torch.autograd.grad for jvp. For hessian use gradpolicy.curvature, which differentiates "
             "the gradient under the policy; jacrev(jacrev(f)) would apply the rule in both passes. Or switch "
             "the policy off"

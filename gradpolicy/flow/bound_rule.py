@@ -1,4 +1,4 @@
-"""A rule at one location: gives autograd nodes its gradients, checked."""
+"""A rule at one location, which computes and checks gradients."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -8,22 +8,22 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.rule_state import RuleState
+from gradpolicy.flow.tracing import is_traced
 from gradpolicy.rules.registry import Call
 from gradpolicy.rules.routing import broadcasts, first_index
 
-# Local names: the attribute look-up takes time at every call.
+# A local name saves the attribute lookup at every call.
 _without_modes = torch._C.DisableTorchFunction
-_is_traced = torch.compiler.is_dynamo_compiling
 
 
 class BoundRule:
-    """A rule at one location. It checks what the rule returns.
+    """A rule at one location. Its results are checked.
 
     Args:
-        state: The rule, and whether it is active.
-        location: Where it acts, for messages: ``"operation 'relu'"``.
-        sums_broadcast: True if a gradient in the output's shape is summed for an input that was broadcast.
-        parameters: The rule's numbers; if None, those of the state.
+        state: The rule.
+        location: The location, for messages: ``"operation 'relu'"``.
+        sums_broadcast: True if gradients in the output's shape are summed to the shape of broadcast inputs.
+        parameters: The rule's parameters; by default those of the state.
     """
 
     def __init__(
@@ -46,21 +46,21 @@ class BoundRule:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The values that the rule reads: ``"inputs"`` and ``"output"``."""
+        """The arguments whose values the rule reads: ``"inputs"``, ``"output"``, both or neither."""
         return () if self.state.filters else self.rule.reads or ()
 
     def with_current_numbers(self) -> "BoundRule":
-        """Return the rule with its changing numbers as they are now, whatever they are in backward."""
+        """Return the rule with the current values of scheduled and learned parameters."""
         if not self.state.changing:
             return self
         return self._with({key: self.parameters[key].clone() for key in self.state.changing})
 
     def for_call(self, call: Call) -> "BoundRule":
-        """Return the rule with the call that its gradient is of, if it asks for that."""
+        """Return the rule with a call as its keyword argument ``call``, if it has one."""
         return self._with({"call": call}) if self.takes_call else self
 
     def in_module(self, module: str | None) -> "BoundRule":
-        """Return the rule with a location that names the module in whose forward it acts."""
+        """Return the rule with a location that includes the name of the module in whose forward it acts."""
         if module is None:
             return self
         return self._with({}, f"{self.location} in {f'module {module!r}' if module else 'the model'}")
@@ -76,14 +76,14 @@ class BoundRule:
         """Return the rule's gradients, one per input, checked and in each input's dtype.
 
         Args:
-            grad: The gradient of the output; a tuple if the output is one. For a rule that changes the
-                operation's own gradients: these, one per input.
+            grad: The gradient of the output; a tuple if the output is one. For rules with ``own``, the
+                operation's own gradients, one per input.
             inputs: The inputs.
             output: The output.
-            wanted: Which inputs need a gradient.
+            wanted: For each input, True if it requires a gradient.
 
         Raises:
-            PolicyError: If the rule fails, or returns the wrong number, shape or kind of gradients.
+            PolicyError: If the rule fails, or returns the wrong number, shape or type of gradients.
         """
         gradients: Sequence
         if self.state.filters:
@@ -103,10 +103,10 @@ class BoundRule:
         return checked
 
     def filtered(self, grad: Tensor, tensor: Tensor) -> Tensor | None:
-        """Return the gradient of one tensor as the rule's filter changes it, checked.
+        """Return the gradient of one tensor after the rule's filter, checked.
 
         Raises:
-            PolicyError: If the filter fails, or returns something else than a gradient of this shape.
+            PolicyError: If the filter fails, or does not return a gradient of this shape.
         """
         gradient = self._call(cast(Callable, self.filter), grad)
         if gradient is None:
@@ -116,13 +116,13 @@ class BoundRule:
         return checked
 
     def _call(self, function: Callable, *arguments: Any) -> Any:
-        """Call the user's function. No override may act on the operations that it computes with.
+        """Call the rule's function, without overrides of the operations in it.
 
         Raises:
-            PolicyError: In place of what the function raises, with the location and the shapes.
+            PolicyError: If the function raises an exception; the message has the location and the shapes.
         """
         with _without_modes():
-            if _is_traced():
+            if is_traced():
                 return function(*arguments, **self.parameters)
             try:
                 return function(*arguments, **self.parameters)
@@ -134,10 +134,11 @@ class BoundRule:
     def _returned(
         self, grad: Any, inputs: tuple[Tensor, ...], output: Any, wanted: Sequence[bool]
     ) -> Sequence:
-        """Return what the rule's function gives, one gradient per input.
+        """Return the result of the rule's function, one gradient per input.
 
         Raises:
-            PolicyError: If it returns the wrong number, or one gradient where several inputs need one.
+            PolicyError: If it returns the wrong number of gradients, or one gradient where several inputs
+                require one.
         """
         returned = self._call(self.rule.function, grad, inputs, output)
         if isinstance(returned, tuple | list):
@@ -153,7 +154,7 @@ class BoundRule:
         return [returned if number == first else None for number in range(len(inputs))]
 
     def _of_several_inputs(self, returned: Any, inputs: tuple[Tensor, ...]) -> str:
-        """Return a message for one gradient where several inputs need one."""
+        """Return the message for a single gradient where several inputs require one."""
         text = (
             f"returned one gradient ({_kind(returned)}) for {len(inputs)} inputs {_shapes(inputs)} of which "
             "others need one too; use a function that returns a tuple with one for each, None where there is "
@@ -214,7 +215,7 @@ def _kind(value: Any) -> str:
 
 
 def _shapes(value: Any) -> str:
-    """Return the shape of a tensor, or those of a tuple's tensors, for messages."""
+    """Return the shape of a tensor, or the shapes of a tuple of tensors, for messages."""
     if isinstance(value, Tensor):
         return str(tuple(value.shape))
     return f"({', '.join(_shapes(item) if isinstance(item, Tensor) else str(item) for item in value)})"

@@ -1,4 +1,4 @@
-"""Rules on the inputs and outputs of modules, and rules across a module."""
+"""Rules on the inputs and outputs of modules, and across modules."""
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -27,38 +27,38 @@ from gradpolicy.flow.rule_state import RuleState
 from gradpolicy.flow.tracing import in_transform
 from gradpolicy.rules.registry import Call
 
-# What a module got, by the names of its forward's parameters; None where no rule asks.
+# The arguments of a module's forward by parameter name; None if no rule has a keyword `call`.
 Arguments = Mapping[str, Any] | None
 DueRules = list[tuple[BoundRule, Argument | None]]
 
 
 class Boundary:
-    """The rules at one side of one module.
+    """The rules on the input or output of a module.
 
     Args:
         side: ``"input"`` or ``"output"``.
         module: The module's name.
-        rules: The rules, in the order in which the gradient reaches them, each with the one argument of the
-            forward on which it acts; None means all of them.
+        rules: The rules in the order in which the backward pass applies them, each with the argument of the
+            forward on which it acts; None means all arguments.
     """
 
     def __init__(self, side: str, module: str, rules: Sequence[tuple[RuleState, Argument | None]]) -> None:
         self.module = module
         self.location = location = place_at(side, module)
-        # The rule put on last is the first that the gradient reaches.
+        # The rule inserted last is the first in the backward pass.
         self.rules = tuple((BoundRule(state, location), argument) for state, argument in reversed(rules))
-        self._has_looked = False
+        self._has_searched = False
 
     def enter(
         self, args: tuple, kwargs: dict, crossed: list, arguments: Arguments = None
     ) -> tuple[tuple, dict]:
-        """Put the rules between the arguments of a call and their nodes.
+        """Return the arguments of a call with the rules between the tensors and their autograd nodes.
 
         Args:
-            args: The positional arguments: tensors in tuples, lists, dicts and dataclasses.
+            args: The positional arguments: tensors, also in tuples, lists, dicts and dataclasses.
             kwargs: The keyword arguments.
-            crossed: Collects the pairs of tensors before and after.
-            arguments: What the module got, by name, for rules that ask for the call.
+            crossed: A list to which pairs of each tensor and its replacement are added.
+            arguments: All arguments by parameter name, for rules with a keyword ``call``.
         """
         due = self._due(arguments)
         passed: set[str] = set()
@@ -72,7 +72,7 @@ class Boundary:
         return args, kwargs
 
     def leave(self, result: Any, arguments: Arguments = None) -> Any:
-        """Put the rules between what a module returns and its nodes; see :meth:`enter`."""
+        """Return a module's result with the rules between the tensors and their nodes; see :meth:`enter`."""
         due = self._due(arguments)
         passed: set[str] = set()
         result = self._cross(result, [rule for rule, _ in due], [], passed)
@@ -80,7 +80,7 @@ class Boundary:
         return result
 
     def _due(self, arguments: Arguments) -> DueRules:
-        """Return the rules that act in this call, each with its argument."""
+        """Return the rules that act on this call, each with its argument."""
         due = [
             (rule, argument)
             for rule, argument in self.rules
@@ -97,13 +97,13 @@ class Boundary:
                 rule.state.note("without_gradient", self.location)
 
     def _cross(self, values: Any, rules: Sequence[BoundRule], crossed: list, passed: set[str]) -> Any:
-        """Put rules on the tensors in some values, and collect the names of their policies."""
+        """Return values with rules on their tensors, and add the policies' names to ``passed``."""
         if not rules:
             return values
         put_on = functools.partial(self._put_on, rules, crossed, passed)
         result = map_tensors(put_on, values, may_have_gradient)
-        if not torch.compiler.is_compiling() and (result is values or not self._has_looked):
-            self._has_looked = True
+        if not torch.compiler.is_compiling() and (result is values or not self._has_searched):
+            self._has_searched = True
             self._note_hidden_tensors(values, rules)
         return result
 
@@ -113,7 +113,7 @@ class Boundary:
             state = bound_rule.state
             state.note("matched", self.location)
             passed.add(state.name)
-            # Under torch.compile a copy costs nothing, and an alias that is written to cannot be traced.
+            # The compiler cannot trace in-place changes of an alias. A copy is free in compiled code.
             value = result.clone() if torch.compiler.is_compiling() else result
             result = value.detach() if state.detaches else insert_rule(bound_rule, value)
             if state.detaches:
@@ -137,15 +137,15 @@ def _rules_at(slot: int | str, due: DueRules) -> list[BoundRule]:
 
 
 def adopt_writes(crossed: list[tuple[Tensor, Tensor]], versions: list[int]) -> None:
-    """Return tensors that a module wrote to through their aliases the history of the aliases.
+    """Give tensors that a module modified in place the autograd history of their aliases.
 
     Args:
-        crossed: The pairs of tensors and aliases.
+        crossed: Pairs of each tensor and its alias.
         versions: The versions of the tensors before the module ran.
     """
     for (tensor, alias), version in zip(crossed, versions, strict=True):
         if tensor._version != version:
-            # The values stay, so what was saved of them for the backward pass stays valid.
+            # The values do not change, so tensors saved for the backward pass remain valid.
             with _unsafe_preserve_version_counter(tensor):
                 AdoptHistory.apply(tensor, alias)
 
@@ -154,13 +154,13 @@ Forward = Callable[[tuple, dict], Any]
 
 
 class ThroughRule:
-    """The rule of one policy across one module.
+    """The rule of a policy across a module.
 
     Args:
-        state: The rule, and whether it is active.
+        state: The rule.
         module: The module's name.
-        argument: The argument that gets the gradient; None means all tensors that enter.
-        forward: The module's forward, for the names of its parameters.
+        argument: The argument that gets the gradient; None means all arguments.
+        forward: The module's forward.
     """
 
     def __init__(
@@ -183,19 +183,19 @@ class ThroughRule:
     def put_on(
         self, result: Any, args: tuple, kwargs: dict, arguments: Arguments = None
     ) -> tuple[Any, list[Tensor]]:
-        """Return the chosen outputs the rule's gradient to the inputs.
+        """Attach the rule's gradient, from the chosen outputs to the inputs.
 
         Args:
-            result: What the forward gave.
-            args: The arguments that the module got, not those that its forward was fed.
-            kwargs: The same by name.
-            arguments: The same by name, for a rule that asks for the call.
+            result: The result of the forward.
+            args: The positional arguments of the module, not the aliases that its forward got.
+            kwargs: The keyword arguments of the module.
+            arguments: All arguments by parameter name, for rules with a keyword ``call``.
 
         Returns:
-            The result with its chosen outputs replaced, and these.
+            The result with its chosen outputs replaced, and the replacements.
         """
         if len(kwargs) > 1:
-            # The first input is that of the forward's first parameter, in whichever order a call names them.
+            # Rules get the inputs in the order of the forward's parameters, not of the call.
             kwargs = self.signature.in_order(kwargs)
         given = (args, kwargs) if self.argument is None else self.argument.value(args, kwargs)
         inputs = tensors_in(given)
@@ -208,7 +208,7 @@ class ThroughRule:
         if not chosen:
             raise self._error("gives no floating-point output that could have a gradient")
         matching = [tensor for tensor in inputs if is_differentiable(tensor)]
-        # As many outputs as inputs, of the same shapes: each belongs to its own.
+        # If outputs and inputs correspond by number and shape, each output is for its own input.
         pairs = len(chosen) > 1 and [one.shape for one in chosen] == [one.shape for one in matching]
         replaced: list[Tensor] = []
 
@@ -220,7 +220,7 @@ class ThroughRule:
         return self._map_outputs(result, replace), replaced
 
     def _note(self, inputs: Iterable[Tensor]) -> None:
-        """Count the call. Where no input needs a gradient the rule is never asked, but the path is cut."""
+        """Record the call. If no input requires a gradient, the rule is not called, but the path is cut."""
         if self.state.detaches or any(may_have_gradient(tensor) for tensor in inputs):
             self.state.note("matched", self.location)
             return
@@ -229,10 +229,10 @@ class ThroughRule:
             self.state.note("matched", f"{self.location}, cut off")
 
     def _map_outputs(self, result: Any, change: Callable[[Tensor], Tensor]) -> Any:
-        """Return a result with the tensors in the outputs that the policy names replaced.
+        """Return a result with the tensors in the policy's outputs replaced.
 
         Raises:
-            PolicyError: If the module does not give one of them.
+            PolicyError: If the result has no such output.
         """
         mapped = functools.partial(map_tensors, change, where=is_differentiable)
         if not self.output:
@@ -254,7 +254,7 @@ class ThroughRule:
             result = tensor.detach()
             self.state.note_cut(self.location, result)
             return result
-        # Such a rule gives one input the gradient of the output as it is, or a multiple of it.
+        # Such a rule passes the gradient of the output, changed or not, to a single input.
         if self.state.rule.each:
             self._check_input(tensor, inputs)
         ruled = replace_gradient(bound_rule, tensor.detach(), inputs)
@@ -263,7 +263,7 @@ class ThroughRule:
         return ruled
 
     def _check_input(self, tensor: Tensor, inputs: list[Tensor]) -> None:
-        """Refuse to pass a gradient on where several inputs need one, or to an input of another shape."""
+        """Check that there is one input that requires a gradient, and that it has the output's shape."""
         count = sum(one.requires_grad for one in inputs)
         if count > 1:
             taken = ", ".join(self.signature.names)
@@ -287,10 +287,10 @@ class ThroughRule:
 
 
 class Through:
-    """The rules across one module.
+    """The rules across a module.
 
     Args:
-        rules: The rules, each for outputs of its own.
+        rules: The rules, for different outputs.
     """
 
     def __init__(self, rules: Sequence[ThroughRule]) -> None:
@@ -303,7 +303,7 @@ class Through:
             forward: The forward.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            arguments: The same by name, for rules that ask for the call.
+            arguments: All arguments by parameter name, for rules with a keyword ``call``.
         """
         active = [rule for rule in self.rules if rule.state.acts_at(rule.location, rule.module)]
         if not active:
@@ -331,10 +331,10 @@ class Through:
     def _with_own_gradients(
         self, result: Any, ruled: list[Tensor], fed: list[tuple[Tensor, Tensor]], versions: list[int]
     ) -> Any:
-        """Return the outputs without a rule their own gradients to inputs that were cut off.
+        """Return the result, with the own gradients of outputs without a rule passed to the detached inputs.
 
         Raises:
-            PolicyError: In compiled code, or if the module wrote to its inputs.
+            PolicyError: In compiled code, or if the module modified its inputs in place.
         """
         if not in_transform() and any(
             tensor._version != version for (tensor, _), version in zip(fed, versions, strict=True)
@@ -357,7 +357,7 @@ class Through:
 
 
 class FeedInput(Function):
-    """An alias of an input. Its gradient goes on to the input, or stops."""
+    """An alias of an input, whose gradient is passed to the input or stopped."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, cuts: bool) -> Tensor:
@@ -367,15 +367,15 @@ class FeedInput(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        """Pass the gradient on, unless it is to stop."""
+        """Pass the gradient to the input, unless the alias cuts the graph."""
         return None if ctx.cuts else grad, None
 
 
 class OwnGradient(Function):
-    """An output's own gradient to the inputs of a module that were cut off for its other outputs.
+    """Passes the own gradient of an output to a module's inputs, which are detached for its other outputs.
 
-    Autograd adds up what outputs pass back to one input. So the module is fed inputs that pass nothing back,
-    and the gradient of this output alone is taken by a backward pass of its own through the same graph.
+    Autograd sums the gradients of all outputs at an input. So the module gets inputs that stop the gradient,
+    and the gradient of this output alone is computed by a separate backward pass through the same graph.
     """
 
     @staticmethod
@@ -386,7 +386,7 @@ class OwnGradient(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        """Pass the gradient to the module's parameters, and the output's share to its inputs."""
+        """Pass the gradient to the module's parameters, and the gradient of this output to its inputs."""
         if torch.is_grad_enabled():
             raise PolicyError(
                 "with inside='own' an output that keeps its own gradient has no second derivatives "
@@ -397,10 +397,10 @@ class OwnGradient(Function):
 
 
 def _fed(tensor: Tensor, cuts: bool) -> Tensor:
-    """Return an alias of an input for the forward, which may write to it; its gradient may stop."""
+    """Return an alias of an input, which the forward may modify in place; optionally stop its gradient."""
     if not in_transform():
         return FeedInput.apply(tensor, cuts)
     if cuts:
         return tensor.detach()
-    # Under torch.compile a copy costs nothing, and an alias that is written to cannot be traced.
+    # The compiler cannot trace in-place changes of an alias. A copy is free in compiled code.
     return tensor.clone() if torch.compiler.is_compiling() else tensor

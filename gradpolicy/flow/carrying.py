@@ -1,10 +1,10 @@
-"""Gradient paths of bool and integer results, and the functions that carry them.
+"""Gradient paths of bool and integer tensors, and the functions that propagate them.
 
-A bool or integer tensor can have no gradient. If a rule is on the operation that made it, a *gradient path*
-is kept with the tensor: a floating-point tensor of the same shape that has the rule as its gradient, and
-whose values are not used. Casts, views, indexing, ``not``, ``1 - x``, ``x + 1``, products, ``where`` and
-``one_hot`` carry it: they compute the path of their result, and join path and values where these become
-floating-point. Any other function loses it, and a warning says so once the values are floating-point.
+A bool or integer tensor cannot have a gradient. If it is the result of an operation with a rule, it gets a
+*gradient path*: a floating-point tensor of the same shape whose gradient is the rule's, and whose values are
+not used. Casts, views, indexing, ``not``, ``1 - x``, ``x + 1``, products, ``where`` and ``one_hot`` carry it:
+they compute the path of their result, and attach the path's gradient where the result is floating-point. All
+other functions lose it, with a warning if their result is floating-point.
 """
 
 from collections import OrderedDict
@@ -23,24 +23,23 @@ from gradpolicy.flow.containers import tensors_in
 from gradpolicy.flow.operation_tables import Function
 from gradpolicy.flow.operations import name_of, resolve_operation, spelling_of
 from gradpolicy.flow.rule_state import RuleState
-from gradpolicy.flow.tracing import in_transform
+from gradpolicy.flow.tracing import in_transform, is_traced
 
-# The quicker of two questions, asked at every call.
-_is_traced = torch.compiler.is_dynamo_compiling
 _NAME = "_gradpolicy_path"
 
-# True if any result has a path yet. Until then no call needs to look for one.
+# True once any tensor has a path. Until then calls need not search their arguments. Global, since a path
+# belongs to a tensor, which any mode on any thread may get as an argument.
 _any_path = [False]
 
 
 @dataclass(eq=False)
 class Origin:
-    """One call of an operation whose discrete result has a path.
+    """A call of an operation whose discrete result has a path.
 
     Args:
         state: The rule on the operation.
-        operation: Its name.
-        is_counted: True if the call is counted: once its result has become floating-point.
+        operation: The operation's name.
+        is_counted: True if the call was counted, which happens when its result becomes floating-point.
     """
 
     state: RuleState
@@ -52,12 +51,12 @@ class GradientPath:
     """The gradient path of a discrete tensor.
 
     Args:
-        tensor: In the discrete tensor's shape and floating-point, with the gradient; its values mean nothing.
-            For an index into categories: one more dimension, as the index's one-hot code has. None if a
-            function on the way could not carry the gradient.
-        origins: The calls that it comes from.
+        tensor: A floating-point tensor in the discrete tensor's shape, which has the gradient; its values are
+            not used. If the discrete tensor is an index into categories, it has one more dimension, as the
+            one-hot code of the index. None if the gradient was lost.
+        origins: The calls whose results the tensor depends on.
         is_index: True if the discrete tensor is an index into categories or entries.
-        lost_in: The function that could not carry the gradient.
+        lost_in: The function that lost the gradient.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class GradientPath:
         is_index: bool = False,
         lost_in: str = "",
     ) -> None:
-        # Any: a carrier checks once for all paths of a call that none is lost.
+        # Any, since `carry` checks that the tensors are not None before it calls a carrier.
         self.tensor: Any = tensor
         self.origins = origins
         self.is_index = is_index
@@ -76,20 +75,20 @@ class GradientPath:
         self.version = 0
 
     def __reduce__(self) -> tuple:
-        # A copy or a file of the discrete tensor has no path; nothing must hinder either.
+        # Paths are neither copied nor saved with their tensor.
         return (OrderedDict, ())
 
     def lost(self, function: str) -> "GradientPath":
-        """Return the path after a function that cannot carry the gradient."""
+        """Return the path after a function that loses the gradient."""
         return GradientPath(None, self.origins, is_index=self.is_index, lost_in=self.lost_in or function)
 
     def note_lost(self, function: str) -> None:
-        """Warn once that the gradient is lost, and in which function."""
+        """Warn once that a function lost the gradient."""
         for origin in self.origins:
             origin.state.note_lost(origin.operation, self.lost_in or function, self.is_index)
 
     def note_carried(self) -> None:
-        """Count the operations whose result has become floating-point."""
+        """Count the operations whose results have become floating-point."""
         for origin in self.origins:
             if not origin.is_counted:
                 origin.is_counted = True
@@ -102,8 +101,8 @@ def is_discrete(value: Any) -> bool:
 
 
 def has_paths() -> bool:
-    """Return True if a call may have an argument with a path; always in compiled code, where that is free."""
-    return _is_traced() or _any_path[0]
+    """Return True if arguments may have paths; always in compiled code, where the search is free."""
+    return is_traced() or _any_path[0]
 
 
 def start_path(
@@ -114,17 +113,18 @@ def start_path(
     *,
     classes: int | None = None,
 ) -> Tensor:
-    """Give the discrete result of an operation a path whose gradient is the rule's.
+    """Attach a path with the gradient of a rule to the discrete result of an operation.
 
     Args:
         bound_rule: The rule.
         operation: The operation's name.
-        result: Its result.
-        inputs: Its inputs.
-        classes: If the result is an index into categories: how many there are. The rule gets one-hot codes.
+        result: The result.
+        inputs: The operation's inputs.
+        classes: The number of categories, if the result is an index into categories. The rule then gets its
+            one-hot code as the output.
 
     Returns:
-        The result itself.
+        The result.
     """
     dtype = next((tensor.dtype for tensor in inputs if tensor.is_floating_point()), torch.get_default_dtype())
     if "output" not in bound_rule.reads and not in_transform():
@@ -141,8 +141,8 @@ def start_path(
 
 
 def set_path(tensor: Tensor, path: GradientPath) -> Tensor:
-    """Keep a path with a discrete tensor, and return the tensor."""
-    if not _is_traced():
+    """Attach a path to a discrete tensor, and return the tensor."""
+    if not is_traced():
         _any_path[0] = True
         path.version = tensor._version
     setattr(tensor, _NAME, path)
@@ -150,11 +150,11 @@ def set_path(tensor: Tensor, path: GradientPath) -> Tensor:
 
 
 def path_of(value: Any) -> GradientPath | None:
-    """Return the path of a discrete tensor, lost if that was changed in place; None for anything else."""
+    """Return the path of a discrete tensor, lost after an in-place change; None for other values."""
     if not isinstance(value, Tensor):
         return None
-    if _is_traced():
-        # A guard on every tensor would cost time at each call of the compiled code.
+    if is_traced():
+        # Guards on floating-point tensors would slow down every call of the compiled code.
         return getattr(value, _NAME, None) or None if is_discrete(value) else None
     path: GradientPath | None = getattr(value, _NAME, None) or None
     if path is not None:
@@ -164,12 +164,12 @@ def path_of(value: Any) -> GradientPath | None:
     return path
 
 
-# Makes a call by the rules that are on it: (function, arguments, keyword arguments).
+# Calls a function, by a rule if there is one: (function, arguments, keyword arguments).
 Call = Callable[[Function, tuple, Mapping[str, Any]], Any]
-# Makes a call and carries the paths of its arguments to the result; NotImplemented if it cannot.
+# Calls a function and propagates the paths of its arguments; NotImplemented if it cannot.
 Carrier = Callable[[Call, Function, tuple, Mapping[str, Any]], Any]
 
-# Views and indexing: entries change their place.
+# Views and indexing.
 MOVES = (
     *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze"),
     *("permute", "transpose", "t", "swapaxes", "swapdims", "movedim", "moveaxis", "adjoint"),
@@ -177,18 +177,18 @@ MOVES = (
     *("gather", "take_along_dim", "masked_select", "clone", "contiguous"),
 )
 TRANSPOSITIONS = tuple(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH"))
-# Another dtype, or another device.
+# Conversions of dtype or device.
 CASTS = (
     *("float", "double", "half", "bfloat16", "to", "type", "type_as", "as_tensor", "asarray", "cpu", "cuda"),
     *("bool", "byte", "char", "short", "int", "long"),
 )
 NEGATIONS = ("logical_not", "bitwise_not", "invert")
-# These use an index to choose entries of another tensor.
+# Functions that select entries of another tensor by index.
 SELECTIONS = (
     *("getitem", "gather", "take", "take_along_dim", "index_select", "index_add", "index_copy", "index_fill"),
     *("index_put", "scatter", "scatter_add", "scatter_reduce", "embedding", "masked_select"),
 )
-# These use only the shape, dtype or device of a tensor, or cut the graph on purpose.
+# Functions that use only the shape, dtype or device of a tensor, or detach it.
 WITHOUT_VALUES = ("detach", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
 
 
@@ -206,10 +206,10 @@ def paths_in(args: Sequence, kwargs: Mapping[str, Any]) -> list[GradientPath]:
 def carry(
     call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any], paths: list[GradientPath]
 ) -> Any:
-    """Make a call with a discrete argument that has a path, and carry the path to the result.
+    """Call a function with discrete arguments that have paths, and propagate the paths to the result.
 
     Args:
-        call: Makes a call by the rules that are on it.
+        call: Calls a function, by a rule if there is one.
         function: The torch function.
         args: Its arguments.
         kwargs: Its keyword arguments.
@@ -231,13 +231,13 @@ def carry(
 
 
 def _lose(paths: list[GradientPath], function: Function, result: Any, changed: tuple = ()) -> None:
-    """Warn that what has become floating-point has no gradient from here, and mark what is discrete."""
-    # The compiler does not know the names of functions.
+    """Mark the paths of discrete results as lost, and warn of floating-point results without the gradient."""
+    # The name of a function is not available in compiled code.
     name = "a function" if torch.compiler.is_compiling() else repr(name_of(function))
-    # What an index points at has its own gradient. A value that is written is one of numbers.
+    # Entries selected by an index have a gradient of their own.
     selects = function in _SELECTIONS and all(path.is_index for path in paths)
     for tensor in tensors_in((result, changed)):
-        # The compiler cannot keep a path with one of several results.
+        # The compiler cannot attach a path to one of several results.
         if is_discrete(tensor) and (isinstance(result, Tensor) or not torch.compiler.is_compiling()):
             set_path(tensor, paths[0].lost(name))
         elif not selects:
@@ -246,7 +246,7 @@ def _lose(paths: list[GradientPath], function: Function, result: Any, changed: t
 
 
 def _follow(result: Any, tensor: Any, paths: Iterable[GradientPath], slope: Tensor | None = None) -> Any:
-    """Give a result its path, or the gradient of that where the result is floating-point."""
+    """Attach a path to a discrete result, or the path's gradient to a floating-point result."""
     if is_discrete(result):
         origins = tuple(dict.fromkeys(origin for path in paths for origin in path.origins))
         is_index = any(path.is_index for path in paths)
@@ -266,7 +266,7 @@ def _move(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]
     with torch._C.DisableTorchFunction():
         result = function(*args, **kwargs)
         if path.is_index:
-            # An index's path has one more dimension, so that it is gathered entry by entry.
+            # The path of an index has one more dimension, so the view does not apply to it directly.
             places = torch.arange(moved.numel(), device=moved.device).view(moved.shape)
             places = function(places, *others, **kwargs)
             rows = path.tensor.reshape(moved.numel(), -1).index_select(0, places.reshape(-1))
@@ -280,12 +280,13 @@ def _cast(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]
     path = path_of(args[0]) if args else None
     with torch._C.DisableTorchFunction():
         if path is not None and torch.compiler.is_compiling():
-            # Without its path: a backend may run the graph in eager mode, which must not carry it once more.
+            # Detached, since a backend that runs the graph in eager mode would propagate the path again.
             result = function(args[0].detach(), *args[1:], **kwargs)
         else:
             result = function(*args, **kwargs)
         if path is None or result is args[0] or not isinstance(result, Tensor):
-            # Another argument only gave the dtype, nothing was to do, or the result is a Python number.
+            # The path was of an argument that only gives the dtype, or there was nothing to convert, or the
+            # result is a Python number.
             return result
         loses_values = result.dtype == torch.bool and args[0].dtype != torch.bool
         if loses_values or (path.is_index and not is_discrete(result)):
@@ -295,7 +296,7 @@ def _cast(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]
 
 
 def _shift(signs: tuple[int, int]) -> Carrier:
-    """Return the carrier of ``x + 1``, ``x - 1`` or ``1 - x``, given the signs of the two operands."""
+    """Return the carrier of ``x + 1``, ``x - 1`` or ``1 - x`` for the signs of the two operands."""
 
     def shift(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         are_numbers = [isinstance(operand, Number) for operand in args]
@@ -320,7 +321,7 @@ def _negate(call: Call, function: Function, args: tuple, kwargs: Mapping[str, An
 
 
 def _multiply(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """Carry a product: of floats by the native one, of integers and bits by the product rule."""
+    """Propagate paths through a product: for floating-point by autograd, otherwise by the product rule."""
     paths = [path_of(operand) for operand in args]
     if len(args) != 2 or kwargs or any(path is not None and path.is_index for path in paths):
         return NotImplemented
@@ -349,13 +350,13 @@ def _multiply(call: Call, function: Function, args: tuple, kwargs: Mapping[str, 
 
 def _dtype_of(function: Function, first: Any, second: Any) -> torch.dtype:
     if torch.compiler.is_compiling():
-        # It cannot trace result_type; and what is not used, it leaves out.
+        # The compiler cannot trace result_type, and eliminates the unused result.
         return function(first, second).dtype
     return torch.result_type(first, second)
 
 
 def _in_floating_point(operand: Any, dtype: torch.dtype) -> Any:
-    """Return an operand's values with the gradient of its path, if it has one."""
+    """Return an operand in floating-point with the gradient of its path, if it has one."""
     path = path_of(operand)
     if path is None:
         return operand
@@ -364,7 +365,7 @@ def _in_floating_point(operand: Any, dtype: torch.dtype) -> Any:
 
 
 def _choose(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """Carry ``where``: ``y = condition · chosen + (1 − condition) · otherwise``."""
+    """Propagate the path through ``where``: ``y = condition · chosen + (1 − condition) · otherwise``."""
     if len(args) != 3 or kwargs:
         return NotImplemented
     order = (1, 0, 2) if function is Tensor.where else (0, 1, 2)
@@ -372,7 +373,7 @@ def _choose(call: Call, function: Function, args: tuple, kwargs: Mapping[str, An
     path = path_of(condition)
     if path is None or paths_in((chosen, otherwise), {}):
         return NotImplemented
-    # Detached, so that an outer block does not carry the gradient once more.
+    # Detached, so that an outer block does not propagate the path again.
     without_path = tuple(value.detach() if place == order[0] else value for place, value in enumerate(args))
     result = call(function, without_path, {})
     with torch._C.DisableTorchFunction():
@@ -399,7 +400,7 @@ def _one_hot(call: Call, function: Function, args: tuple, kwargs: Mapping[str, A
         if path.is_index:
             tensor = F.pad(path.tensor, (0, classes - path.tensor.shape[-1]))
         elif classes == 2:
-            # Of a bit: (1 − bit, bit).
+            # The one-hot code of a bit is (1 − bit, bit).
             tensor = torch.stack([-path.tensor, path.tensor], -1)
         else:
             _lose([path], function, result)
@@ -411,7 +412,7 @@ def _functions(names: Iterable[str]) -> list[Function]:
     return [function for name in names for function in resolve_operation(name).functions]
 
 
-# By function, since the compiler cannot read the name of one.
+# Sets of functions, since their names are not available in compiled code.
 _WITHOUT_VALUES = frozenset(_functions(WITHOUT_VALUES))
 _SELECTIONS = frozenset(_functions(SELECTIONS))
 _CARRIERS: dict[Function, Carrier] = {
@@ -420,7 +421,7 @@ _CARRIERS: dict[Function, Carrier] = {
     **dict.fromkeys(_functions(NEGATIONS), _negate),
     **dict.fromkeys(_functions(["add"]), _shift((1, 1))),
     **dict.fromkeys(_functions(["sub"]), _shift((1, -1))),
-    # After sub, of which a reflected call is a spelling too.
+    # After sub, whose spellings include the reflected operator.
     **dict.fromkeys(_functions(["rsub"]), _shift((-1, 1))),
     **dict.fromkeys(_functions(["mul"]), _multiply),
     **dict.fromkeys(_functions(["where"]), _choose),

@@ -16,10 +16,10 @@ def map_tensors(
     """Apply a function to the tensors in nested tuples, lists, dicts and dataclasses.
 
     Args:
-        function: Gives a tensor's replacement.
-        values: The tensors.
-        where: Which tensors to replace. A container with none of them is returned itself, not a copy: a list
-            that a module appends to stays the caller's.
+        function: Returns the replacement of a tensor.
+        values: A tensor, a container, or any other object.
+        where: Returns True for tensors to replace. A container without such tensors is returned unchanged,
+            not copied, so that a module can append to the caller's list.
     """
     if isinstance(values, Tensor):
         return function(values) if where(values) else values
@@ -37,9 +37,9 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 def classes_that_hide_tensors(values: Any) -> set[str]:
-    """Return the classes of other objects inside that have tensors with a gradient, and iterators.
+    """Return the classes of objects in nested containers whose tensors :func:`tensors_in` does not find.
 
-    The items of an iterator are unknown until it is used.
+    These are iterators, and all other objects whose attributes or items are tensors that require a gradient.
     """
     children = _items(values)
     if isinstance(values, Tensor) or children:
@@ -61,11 +61,11 @@ def replace_at(values: Any, place: int | str, function: Callable[[Any], Any]) ->
 
     Args:
         values: A tuple, list, dict, dataclass or any other object with attributes.
-        place: A key or attribute, or an index.
-        function: Gives the value's replacement.
+        place: A key, an attribute or an index.
+        function: Returns the replacement of the value.
 
     Raises:
-        LookupError: If there is no such place; its argument lists those there are.
+        LookupError: If there is no such place; its argument is the list of all places.
     """
     is_container = _is_dataclass(values) or isinstance(values, Mapping | tuple | list)
     if not is_container and not isinstance(values, Tensor) and isinstance(place, str):
@@ -84,12 +84,12 @@ def replace_at(values: Any, place: int | str, function: Callable[[Any], Any]) ->
 
 
 def rebuilt_sequence(like: Any, items: list) -> Any:
-    """Return a tuple or list of the class of another one, which may be a named tuple or torch's."""
+    """Return a tuple or list of the class of another one, which may be a named tuple or one of torch's."""
     return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
 
 
 def _items(values: Any) -> dict[Any, Any]:
-    """Return what a container holds by key, attribute or index; nothing for anything else."""
+    """Return the items of a container by key, attribute or index; an empty dict for other objects."""
     if _is_dataclass(values):
         names = [field.name for field in dataclasses.fields(values)]
         return {name: getattr(values, name) for name in names if hasattr(values, name)}
@@ -114,7 +114,7 @@ def _rebuilt_mapping(values: Mapping, items: dict) -> Any:
         for key, value in items.items():
             rebuilt[key] = value
     except TypeError:
-        # One that cannot be written to, such as a types.MappingProxyType.
+        # An immutable mapping, such as types.MappingProxyType.
         return cast(Any, type(values))(items)
     return rebuilt
 
@@ -122,8 +122,8 @@ def _rebuilt_mapping(values: Mapping, items: dict) -> Any:
 def _rebuilt_dataclass(original: Any, values: dict[str, Any]) -> Any:
     if torch.compiler.is_compiling():
         return dataclasses.replace(original, **values)
-    # Neither __init__ nor __post_init__ runs, and frozen ones are rebuilt too. Those that are dicts as well
-    # (transformers' outputs) keep both in step by their own __setattr__.
+    # Without __init__ and __post_init__, and also for frozen dataclasses. Dataclasses that are dicts too
+    # (outputs of transformers) update their items in __setattr__.
     rebuilt = copy.copy(original)
     write = setattr if isinstance(original, Mapping) else object.__setattr__
     for name, value in values.items():
@@ -132,5 +132,5 @@ def _rebuilt_dataclass(original: Any, values: dict[str, Any]) -> Any:
 
 
 def _is_dataclass(values: Any) -> bool:
-    # Not `dataclasses.is_dataclass`, which torch 2.11 cannot compile; nor does the compiler take a slice.
+    # torch 2.11 cannot compile `dataclasses.is_dataclass`, nor `hasattr` of a slice.
     return not isinstance(values, slice | type) and hasattr(values, "__dataclass_fields__")

@@ -1,8 +1,8 @@
-"""The departure of a rule from the true gradient.
+"""``gradcheck_rule``: comparison of a rule with the true gradient.
 
-The true gradient comes from central differences of its own: torch has no public numerical Jacobian
-(``torch.autograd.gradcheck`` answers yes or no, and ``get_numerical_jacobian`` is deprecated), and it has to
-find kinks.
+The true gradient is computed by central differences here, since torch has no public numerical Jacobian
+(``torch.autograd.gradcheck`` returns only a bool, and ``get_numerical_jacobian`` is deprecated), and since
+kinks must be detected.
 """
 
 import itertools
@@ -23,26 +23,28 @@ from gradpolicy.flow.rule_state import RuleState
 from gradpolicy.rules.gradcheck import Outcomes
 from gradpolicy.rules.registry import Call, Rule, RuleFunction
 
-# The largest deviation that counts as exact, by the precision in which the forward computes.
+# The largest deviation that counts as exact, by the precision of the forward.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2}
 COARSE = 1e-1
 
 
 @dataclass(frozen=True)
 class Departure:
-    """The difference of two gradients: the rule's and the true one.
+    """The difference between a rule's gradient and the true gradient.
 
     Args:
-        deviation: Largest difference of an entry.
-        relative_deviation: Length of the difference over the length of the true gradient.
-        cosine: Cosine of the angle between the two; NaN where one of them is 0.
-        sign_agreement: Share of the entries with a true gradient in which the signs agree; NaN without any.
-        length_ratio: Length of the rule's gradient over that of the true one; infinite where that is 0.
-        passes_where_zero: Share of all entries with a gradient by the rule and none in truth.
-        stops_where_not: Share of all entries with a gradient in truth and none by the rule.
-        where: Where the largest deviation is: number of the input, then the index within it.
-        rule_value: The rule's gradient there.
-        true_value: The true gradient there.
+        deviation: The largest difference of an entry.
+        relative_deviation: The norm of the difference divided by the norm of the true gradient.
+        cosine: The cosine of the angle between the two gradients; NaN if one of them is 0.
+        sign_agreement: The fraction of entries with the same sign, among those where the true gradient is not
+            0; NaN if there are none.
+        length_ratio: The norm of the rule's gradient divided by the norm of the true one; infinite if that
+            is 0.
+        passes_where_zero: The fraction of entries where only the true gradient is 0.
+        stops_where_not: The fraction of entries where only the rule's gradient is 0.
+        where: The entry with the largest deviation: the number of the input, then the index within it.
+        rule_value: The rule's gradient of this entry.
+        true_value: The true gradient of this entry.
     """
 
     deviation: float
@@ -57,7 +59,7 @@ class Departure:
     true_value: float
 
     def describe(self) -> str:
-        """Return the departure in words, the direction first."""
+        """Describe the departure in words: length, direction, then single entries."""
         words = [] if math.isinf(self.length_ratio) else [_length_in_words(self.length_ratio)]
         if not math.isnan(self.cosine):
             words.append(f"cosine {self.cosine:.2f}")
@@ -78,16 +80,15 @@ class Departure:
 
 @dataclass(frozen=True)
 class RuleCheck(Departure):
-    """The result of :func:`gradcheck_rule`, over all inputs together and for each.
+    """The result of :func:`gradcheck_rule`, over all inputs together and for each input.
 
     Args:
         rule: The rule's name.
         tolerance: The largest deviation that counts as exact, relative to the largest true gradient (at
             least 1).
-        dtype: The precision in which the forward computes: the lowest of its inputs and results.
-        exact: True if the rule is the true gradient within the tolerance.
-        left_out: Entries of the inputs at which the forward has a kink or a jump, so that there is no
-            true gradient to compare with.
+        dtype: The precision of the forward: the lowest of its inputs and results.
+        exact: True if the rule equals the true gradient within the tolerance.
+        left_out: The number of entries at which the forward has a kink or a jump, and so no gradient.
         by_input: The departure for each floating-point input.
     """
 
@@ -121,42 +122,41 @@ def gradcheck_rule(
     tolerance: float | None = None,
     seed: int = 0,
 ) -> RuleCheck:
-    """Compare a rule with central finite differences, in double precision where the forward takes it.
+    """Compare a rule with central finite differences, in double precision if the forward supports it.
 
-    Both gradients are taken for random incoming gradients, ``vᵀ ∂forward/∂input``. A rule that departs on
-    purpose does not fail: the result says how far, and in which direction.
+    Both gradients are computed for random incoming gradients, ``vᵀ ∂forward/∂input``. A rule need not equal
+    the true gradient: the result quantifies the difference.
 
-    For a *step function* (round, sign, floor …) the true gradient is 0 wherever it exists. Every
-    straight-through rule then "passes gradient where the true one is 0", which is what it is for. To check
-    its formula, give the smooth stand-in as the forward: ``gradcheck_rule("tanh", torch.tanh, x)`` is exact.
+    For a *step function* (round, sign, floor …) the true gradient is 0 wherever it exists, so every
+    straight-through rule "passes gradient where the true one is 0". To check its formula, use the smooth
+    approximation as the forward: ``gradcheck_rule("tanh", torch.tanh, x)`` is exact.
 
-    For a *random* forward give ``outcomes``. The rule's expected gradient, over all outcomes, is then
+    For a *random* forward pass ``outcomes``. The expectation of the rule's gradient over all outcomes is then
     compared with the gradient of the expected loss.
 
     Args:
-        rule: What :func:`gradpolicy.apply` takes: a registered name, a dotted path, a
-            :class:`~gradpolicy.Rule`, a function, or another operation.
-        forward: The operation: any function that :func:`gradpolicy.apply` takes; evaluated about four times
-            an input entry.
-        inputs: Its one argument, or a tuple of them. Floating-point tensors are taken to float64, unless the
-            forward fails with these; a single array is taken for a tensor.
-        numpy: True if the forward gets arrays, as for :func:`gradpolicy.apply`.
-        outcomes: ``outcomes(*inputs)`` gives every possible output with its probability, differentiable
-            in the mathematical sense: pairs ``(probability, output)``. ``enumerate_bits`` and
-            ``enumerate_categories`` of :mod:`gradpolicy.rules.gradcheck` are ready ones.
-        loss: With outcomes: a scalar function of the output. Unless given, random linear functions.
-        cotangents: How many random incoming gradients to try.
-        tolerance: The largest deviation that counts as exact, relative to the largest true gradient. Unless
-            given it follows the precision in which the forward computes: 1e-6 for float64, 1e-2 for float32,
-            1e-1 below. The result says it.
-        seed: Seed of the incoming gradients.
+        rule: A registered name, a dotted path, a :class:`~gradpolicy.Rule`, a function, or another operation,
+            as for :func:`gradpolicy.apply`.
+        forward: The operation: any function, as for :func:`gradpolicy.apply`; evaluated about four times per
+            input entry.
+        inputs: Its only argument, or a tuple of arguments. Floating-point tensors are converted to float64,
+            unless the forward fails with them; a single array is converted to a tensor.
+        numpy: True if the forward takes arrays, as for :func:`gradpolicy.apply`.
+        outcomes: For a random forward, ``outcomes(*inputs)`` returns all possible outputs with their
+            probabilities, as pairs ``(probability, output)``. See ``enumerate_bits`` and
+            ``enumerate_categories`` in :mod:`gradpolicy.rules.gradcheck`.
+        loss: With outcomes: a scalar function of the output; by default, random linear functions.
+        cotangents: The number of random incoming gradients.
+        tolerance: The largest deviation that counts as exact, relative to the largest true gradient. The
+            default depends on the precision of the forward: 1e-6 for float64, 1e-2 for float32, 1e-1 below.
+        seed: The seed of the incoming gradients.
 
     Returns:
-        The figures; ``print`` it for a sentence.
+        The differences, printed as a sentence.
 
     Raises:
-        PolicyError: If the forward gives something else each time and no outcomes are given, or the rule
-            returns gradients of the wrong number or shape.
+        PolicyError: If the forward is random and no outcomes are given, or the rule returns gradients of the
+            wrong number or shape.
 
     Example:
         >>> x = torch.tensor([-1.5, 0.5, 2.0])
@@ -191,7 +191,7 @@ def gradcheck_rule(
 
 
 class _Comparison:
-    """A rule and the true gradient at some inputs; all floating-point ones are one vector, end to end."""
+    """The gradients of a rule and of finite differences. All floating-point inputs are one flat vector."""
 
     def __init__(self, rule: Rule, inputs: tuple[Tensor, ...], call: Call) -> None:
         state = RuleState(call.operation, rule, has_own_gradient=False)
@@ -202,10 +202,10 @@ class _Comparison:
             raise PolicyError(f"rule {rule.name!r}: there is no floating-point input to check")
 
     def precision_of(self, forward: Callable[..., Any]) -> torch.dtype:
-        """Return the precision in which a forward computes: the lowest of its inputs and results.
+        """Return the precision of a forward: the lowest of its inputs and results.
 
         Raises:
-            PolicyError: If it gives something else each time.
+            PolicyError: If the forward is random.
         """
         outputs, again = (_outputs(forward(*self.inputs)) for _ in range(2))
         for one, other in zip(outputs, again, strict=True):
@@ -217,7 +217,7 @@ class _Comparison:
         return max(floating, key=lambda each: torch.finfo(each).eps)
 
     def only_outcome(self, forward: Callable[..., Any]) -> Callable[..., list]:
-        """Return what a forward gives as its one outcome, in the dtype of the inputs."""
+        """Return a deterministic forward in the form of ``outcomes``, in the dtype of the inputs."""
         dtype = self.inputs[self.numbers[0]].dtype
 
         def outcome(*inputs: Tensor) -> list:
@@ -227,7 +227,7 @@ class _Comparison:
         return outcome
 
     def compare(self, outcomes: Callable[..., Any], losses: list[Callable], eps: float) -> None:
-        """Compare the rule's gradient with that of the loss, both as expected over all outcomes."""
+        """Compute the expectations of the rule's gradient and of the loss's gradient over all outcomes."""
 
         def expected(*inputs: Tensor) -> Tensor:
             found = list(outcomes(*inputs))
@@ -245,7 +245,7 @@ class _Comparison:
         self.by_rule = torch.stack(by_rule)
 
     def summary(self, tolerance: float, dtype: torch.dtype) -> RuleCheck:
-        """Return the figures, over all inputs together and for each."""
+        """Return the differences over all inputs together and for each input."""
         smooth, name = ~self.kinks, self.rule.name
         if not smooth.any():
             raise PolicyError(
@@ -271,7 +271,7 @@ class _Comparison:
         )
 
     def _by_rule(self, grad: Any, output: Any) -> Tensor:
-        """Return the rule's gradients for the floating-point inputs, end to end; None counts as zeros."""
+        """Return the rule's gradients of the floating-point inputs as a flat vector, with zeros for None."""
         wanted = [number in self.numbers for number in range(len(self.inputs))]
         gradients = self.bound_rule.gradients(grad, self.inputs, output, wanted)
         given = [(gradients[number], self.inputs[number]) for number in self.numbers]
@@ -279,11 +279,11 @@ class _Comparison:
         return torch.cat([gradient.double().flatten() for gradient in flat])
 
     def _differences(self, forward: Callable[..., Tensor], eps: float) -> tuple[Tensor, Tensor]:
-        """Return the transposed Jacobian by central differences, and the entries that lie at a kink or jump.
+        """Return the transposed Jacobian by central differences, and the mask of entries at kinks or jumps.
 
-        The step is the cube root of eps, the relative size of rounding, which balances that against
-        truncation. Where the forward is smooth, what the differences to either side disagree by shrinks with
-        the step.
+        The step is the cube root of eps, the relative rounding error, which balances rounding and truncation
+        errors. Where the forward is smooth, the difference between forward and backward differences is
+        proportional to the step; at a kink or jump it is not.
         """
         centre, unit = forward(*self.inputs), eps ** (1 / 3)
         rows, kinks = [], []
@@ -308,7 +308,7 @@ class _Comparison:
 
 
 def _outputs(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the results that a rule sees: a single one, or the floating-point ones of several."""
+    """Return the outputs that have a gradient: a single one, or the floating-point ones of several."""
     if isinstance(result, Tensor):
         return (result,)
     return tuple(tensor for tensor in result if tensor.is_floating_point())
@@ -326,7 +326,7 @@ def _random_loss(output: Tensor | tuple[Tensor, ...], generator: torch.Generator
 
 
 def _gradient(loss: Callable, output: Tensor | tuple[Tensor, ...]) -> Any:
-    """Return the gradient of a loss for an output, or for each of several."""
+    """Return the gradient of a loss with respect to an output, or each of several outputs."""
     with torch.enable_grad():
         point = map_tensors(lambda tensor: tensor.detach().requires_grad_(), output)
         found = torch.autograd.grad(loss(point), tensors_in(point))
@@ -336,7 +336,7 @@ def _gradient(loss: Callable, output: Tensor | tuple[Tensor, ...]) -> Any:
 def _departure(
     by_rule: Tensor, true: Tensor, chosen: Tensor, index: list[tuple[int, ...]], bound: float
 ) -> Departure:
-    """Return the figures for the chosen entries. What lies below the bound counts as 0."""
+    """Return the differences of the chosen entries. Values below the bound count as 0."""
     difference = torch.where(chosen, (by_rule - true).abs(), -1.0)
     trial, entry = divmod(int(difference.argmax()), by_rule.shape[1])
     rule_part, true_part = (
@@ -361,7 +361,7 @@ def _departure(
 
 
 def _ratio(part: float, whole: float, neither: float) -> float:
-    """Return a ratio of lengths; infinite over nothing, ``neither`` for nothing over nothing."""
+    """Return a ratio of norms; infinity for a denominator of 0, ``neither`` if both are 0."""
     if whole:
         return part / whole
     return math.inf if part else neither
@@ -378,13 +378,13 @@ def _length_in_words(ratio: float) -> str:
 
 
 def _in_double(tensors: tuple[Tensor, ...], evaluate: Callable[..., Any] | None) -> tuple[Tensor, ...]:
-    """Return the tensors in float64; as they are where a forward fails with these."""
+    """Return the tensors in float64; unchanged if the forward fails with these."""
     exact = tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors)
     if evaluate is not None and any(one is not two for one, two in zip(exact, tensors, strict=True)):
         try:
             evaluate(*exact)
         except RuntimeError:
-            # It computes with tensors of its own in another precision.
+            # It uses other tensors of another precision.
             return tensors
     return exact
 

@@ -1,4 +1,4 @@
-"""Puts flow policies on a model, and takes them off again."""
+"""``install``: flow policies on a model."""
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -37,29 +37,30 @@ def install(
     strict: bool = False,
     entry_points: EntryPoints | None = None,
 ) -> "Installed":
-    """Put flow policies on a model.
+    """Install flow policies on a model.
 
-    Each policy is active from now on, whatever its ``when``, until :meth:`Installed.update` gives the time.
+    All policies are active, independent of their ``when``, until the first :meth:`Installed.update`.
 
-    The removal of the policies gives a warning for each that did not do what it says: an operation that it
-    names never ran, or only where no gradient is recorded (the warning names operations that did
-    run); a module never ran through its forward; no gradient crosses a place; a module has another name
-    under which the policy acts too. Warnings of calls that it cannot see into come as these run. There is no
-    warning while an exception propagates, nor of a model that never ran if its report was asked for.
+    When the policies are removed, there is a warning for each policy that did not act as specified: an
+    operation never ran, or only where no gradient is recorded (the warning names operations that did run); a
+    module's forward never ran; no gradient reached a place; a module has another name under which the policy
+    acts too. Calls within which a policy cannot act give a warning when they run. There is no warning while
+    an exception propagates, nor if the model never ran and :meth:`Installed.report` was called.
 
     Args:
         model: The model.
-        policies: The policies, by name or in a list. At one boundary the gradient reaches them in this order.
-        strict: Raise when the policies are removed where there is a warning otherwise.
-        entry_points: For modules that are not entered through ``forward``: their names (``""`` for the model)
-            and the methods that enter them.
+        policies: The policies, by name or in a list. At a boundary the backward pass applies them in this
+            order.
+        strict: Raise an error instead of giving warnings when the policies are removed.
+        entry_points: For modules that are called through other methods than ``forward``: their names (``""``
+            for the model) and the methods.
 
     Returns:
-        A handle: a context manager that removes the policies at its end.
+        A context manager that removes the policies at its end.
 
     Raises:
         PolicyError: If a pattern matches nothing, an operation does not exist, two policies contradict each
-            other, a policy is not a flow policy, a rule makes no sense where it acts, or the model is in
+            other, a policy is not a flow policy, a rule is meaningless at its location, or the model is in
             ``nn.DataParallel`` on several devices.
 
     Example:
@@ -71,13 +72,13 @@ def install(
         False
     """
     if torch.compiler.is_compiling():
-        # Without fullgraph the compiler then leaves this to eager mode, where it works.
+        # Without fullgraph, the compiler then runs this in eager mode, where it works.
         raise PolicyError("policies cannot be installed within compiled code: install them before the call")
     return Installed(model, _named(policies), entry_points or {}, strict=strict)
 
 
 class Installed(Displayed):
-    """Policies on a model, as :func:`install` put them there; shown as their report."""
+    """Policies that :func:`install` installed on a model. It is displayed as their report."""
 
     def __init__(
         self,
@@ -97,12 +98,12 @@ class Installed(Displayed):
         }
         check_policies(self.policies, {name: placed.locations for name, placed in self._placed.items()})
         self._session = InstallSession(self._states)
-        # The rules on each parameter, with its name, in the order in which its gradient is to reach them.
+        # The rules on each parameter, with its name, in the order in which the backward pass applies them.
         self._on_parameters: dict[int, list[tuple[str, RuleState]]] = {}
         for placed in self._placed.values():
             for name, parameter in placed.locations.parameters.items():
                 self._on_parameters.setdefault(id(parameter), []).append((name, placed.state))
-        # One table for all modules with the same policies inside, by the names of these.
+        # Modules with the same policies inside share a table; by the names of the policies.
         self._tables: dict[tuple[str, ...], DispatchTable] = {}
         self._wraps: list[WrappedForward] = []
         self._was_reported = False
@@ -126,13 +127,13 @@ class Installed(Displayed):
             check_cuts({name: self.policies[name] for name in acted})
 
     def remove(self, *, quiet: bool = False) -> None:
-        """Remove the policies; the model is then as it was found. A second call does nothing.
+        """Remove the policies and restore the model. A second call does nothing.
 
         Args:
-            quiet: Say nothing of what did not happen.
+            quiet: Give no warnings, and raise no errors.
 
         Raises:
-            PolicyError: For an operation that never ran, if the installation is strict.
+            PolicyError: If the installation is strict and a policy did not act as specified.
         """
         was_installed, self._session.is_installed = self._session.is_installed, False
         while self._parameter_rules:
@@ -143,18 +144,18 @@ class Installed(Displayed):
             self._report_unmet()
 
     def update(self, phase: str = "fit", step: int = 0, epoch: int = 0) -> None:
-        """Tell the time: switches each policy on or off, and sets scheduled numbers.
+        """Switch the policies on or off for a step, and set their scheduled parameters.
 
         Args:
-            phase: The phase that runs: ``fit``, ``validate``, ``test`` or ``predict``.
-            step: Effective optimizer steps taken so far.
-            epoch: Epochs completed so far.
+            phase: ``fit``, ``validate``, ``test`` or ``predict``.
+            step: The number of effective optimizer steps so far.
+            epoch: The number of completed epochs.
         """
         for state in self._states:
             state.update(phase, step, epoch)
 
     def is_active(self, name: str) -> bool:
-        """Return True if a policy is active now.
+        """Return True if a policy is active.
 
         Raises:
             PolicyError: If there is no such policy.
@@ -162,7 +163,7 @@ class Installed(Displayed):
         return self._state(name).active
 
     def set_active(self, name: str, active: bool) -> None:
-        """Switch a policy on or off, whatever its time.
+        """Switch a policy on or off, independent of its ``when``.
 
         Raises:
             PolicyError: If there is no such policy.
@@ -170,7 +171,7 @@ class Installed(Displayed):
         self._state(name).active = active
 
     def set_loss_scale(self, scale: float | Tensor) -> None:
-        """Tell the factor on the loss (fp16), so that absolute clip thresholds follow it."""
+        """Set the loss scale (fp16), by which absolute thresholds are multiplied."""
         for state in self._states:
             state.set_loss_scale(scale)
 
@@ -189,7 +190,7 @@ class Installed(Displayed):
         return {name: pair for name, pair in read.items() if pair is not None}
 
     def observe(self, name: str, observer: FlowObserver | None) -> None:
-        """Call an observer for what a policy does from now on, but in compiled code; None ends that.
+        """Set the observer of a policy, which is called in eager mode; None removes it.
 
         Raises:
             PolicyError: If there is no such policy.
@@ -212,7 +213,7 @@ class Installed(Displayed):
 
     @property
     def operation_counts(self) -> dict[str, int]:
-        """How often each policy's rule was put on a call so far."""
+        """The number of times that each policy's rule was applied."""
         return {state.name: sum(state.seen.matched.values()) for state in self._states}
 
     def __rich__(self) -> "RenderableType":
@@ -220,7 +221,7 @@ class Installed(Displayed):
         return self.report().__rich__()
 
     def report(self) -> Report:
-        """Return what each policy matched and did so far."""
+        """Return a table of the matches of each policy and the use of its rule."""
         self._was_reported = True
         return Report(tuple(self._row(name) for name in self.policies))
 
@@ -282,7 +283,7 @@ class Installed(Displayed):
     def _put_on(self, entry_points: EntryPoints) -> None:
         done: set[int] = set()
         for raw_name, module in self.model.named_modules(remove_duplicate=False):
-            # A compiled module only passes its calls on; the module that it compiles is wrapped.
+            # A compiled module only calls the original module, which is wrapped.
             if id(module) not in done and "_orig_mod" not in module._modules:
                 done.add(id(module))
                 self._put_on_module(plain_name(raw_name), module, entry_points)
@@ -291,7 +292,7 @@ class Installed(Displayed):
         self._session.acts_on_parameters = bool(self._parameter_rules)
         for rules in self._parameter_rules:
             rules.put_on()
-        # The model itself sees to all of them, since modules use one another's parameters.
+        # The model itself has all of them, since modules may use each other's parameters.
         for wrap in self._wraps:
             if wrap.module is self.model:
                 wrap.parameter_rules = tuple(self._parameter_rules)
@@ -301,7 +302,7 @@ class Installed(Displayed):
         table = self._table(module)
         at_module = [placed for placed in self._placed.values() if id(module) in placed.locations.boundaries]
         parameter_rules = self._rules_on_parameters(module)
-        # The model itself is always wrapped: it notes what happens to its parts.
+        # The model itself is always wrapped, to track its forward passes.
         if name and table is None and not at_module and not parameter_rules:
             return
         self._parameter_rules += parameter_rules
@@ -316,7 +317,7 @@ class Installed(Displayed):
                 Boundary(side, name, rules[side]) if rules[side] else None for side in BOUNDARIES
             )
             through = [ThroughRule(state, name, argument, forward) for state, argument in rules["through"]]
-            asks = any(placed.state.rule.takes_call for placed in at_module)
+            needs_call = any(placed.state.rule.takes_call for placed in at_module)
             wrap = WrappedForward(
                 module,
                 method,
@@ -328,14 +329,14 @@ class Installed(Displayed):
                 through=Through(through) if through else None,
                 scope=self._scope(name, module),
                 parameter_rules=parameter_rules,
-                signature=Signature.of(forward) if asks else None,
+                signature=Signature.of(forward) if needs_call else None,
                 is_counted=bool(counted),
             )
             wrap.put_on()
             self._wraps.append(wrap)
 
     def _table(self, module: nn.Module) -> DispatchTable | None:
-        """Return the rules on operations inside a module; None where there is no policy on operations."""
+        """Return the table of rules on operations inside a module; None without policies on operations."""
         if not any(placed.locations.operations for placed in self._placed.values()):
             return None
         inside = [placed for placed in self._placed.values() if id(module) in placed.locations.inside]
@@ -346,7 +347,7 @@ class Installed(Displayed):
         return self._tables[names]
 
     def _scope(self, name: str, module: nn.Module) -> CallScope | None:
-        """Return the counts of calls in a module's forward, if a policy names the module and some of them."""
+        """Return the scope in which calls are counted, if a policy with ``calls=`` matches the module."""
         counted = [
             (placed.state, f"operation {operation.name!r}")
             for placed in self._placed.values()
@@ -358,7 +359,7 @@ class Installed(Displayed):
         return CallScope(f"the forward of module {name!r}" if name else "the forward of the model", counted)
 
     def _rules_on_parameters(self, module: nn.Module) -> list[ParameterRules]:
-        """Return the rules on a module's own parameters; a shared one has them in its first module."""
+        """Return the rules on a module's own parameters, except shared ones of earlier modules."""
         found = []
         for attribute, parameter in module._parameters.items():
             rules = self._on_parameters.pop(id(parameter), ())
@@ -370,7 +371,7 @@ class Installed(Displayed):
     def _rules_at(
         self, side: str, name: str, at_module: Iterable["Placed"], forward: Callable[..., Any]
     ) -> list[tuple[RuleState, Argument | None]]:
-        """Return the rules at a side of a module, or through it, each with the argument that it is for."""
+        """Return the rules at a place of a module, each with the argument on which it acts."""
         found: list[tuple[RuleState, Argument | None]] = []
         for state in [placed.state for placed in at_module if placed.locations.side == side]:
             wanted = self.policies[state.name].argument
@@ -380,13 +381,13 @@ class Installed(Displayed):
 
 
 def deactivate(model: nn.Module, policies: Collection[RulePlacement]) -> None:
-    """Switch off those of the policies that are installed on a model already, by what was written.
+    """Deactivate policies that are already installed on a model.
 
-    A plan does so on a copy of a model before it installs the policies anew. Other policies stay active.
+    Used on the copy of a model on which a plan installs its policies. Other policies remain active.
 
     Args:
         model: The model.
-        policies: The policies.
+        policies: The policies, which are compared by their ``repr``.
     """
     written = {repr(policy) for policy in policies}
     for module in model.modules():
@@ -399,7 +400,7 @@ def deactivate(model: nn.Module, policies: Collection[RulePlacement]) -> None:
 
 
 def _refuse_replicas(model: nn.Module) -> None:
-    """Refuse DataParallel on several devices: its replicas of a module would run the original's forward."""
+    """Raise an error for DataParallel on several devices, whose replicas would run the original's forward."""
     for name, module in model.named_modules():
         if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
             raise PolicyError(
@@ -410,12 +411,12 @@ def _refuse_replicas(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """A place of a policy: a module, or a parameter.
+    """A place of a policy: a module or a parameter.
 
     Args:
         module: The module's name; None for a parameter.
-        is_named: Whether the policy names it, instead of matching it by a glob or class.
-        has_forward: Whether the module has a forward.
+        is_named: True if the policy names it, False if it matches a glob or class.
+        has_forward: True if the module has a forward.
     """
 
     module: str | None
@@ -424,11 +425,11 @@ class Place:
 
 
 class Placed:
-    """A policy on the model: its rule, where it acts, and the places at which it must be seen to act.
+    """A policy on a model: its rule, its locations, and the places where the rule should be applied.
 
     Args:
         state: The rule.
-        locations: Where it acts.
+        locations: The locations.
     """
 
     def __init__(self, state: RuleState, locations: Locations) -> None:
@@ -437,11 +438,11 @@ class Placed:
         self.places = {
             f"parameter {key!r}": Place(None, key in policy.params) for key in locations.parameters
         }
-        # The modules that the policy names, instead of matching them by a glob or class.
+        # The modules that the policy names, and does not only match by a glob or class.
         self.named = {id(module) for key, module in locations.modules.items() if key in policy.modules}
 
     def note_module(self, name: str, module: nn.Module) -> None:
-        """Keep a module as a place, if the policy acts at it, or in it and names it."""
+        """Add a module to the places, if the policy acts at it, or acts in it and names it."""
         is_named = id(module) in self.named
         has_forward = getattr(type(module), "forward", None) is not nn.Module.forward
         if id(module) in self.locations.boundaries:
@@ -450,7 +451,7 @@ class Placed:
             self.places[f"module {name!r}"] = Place(name, is_named)
 
     def idle(self, entered: Collection[str]) -> tuple[str, ...]:
-        """Return the modules of which the forward never ran, though it should have.
+        """Return the modules whose forward should have run and did not.
 
         Args:
             entered: The modules that ran with rules on operations inside.
@@ -462,13 +463,13 @@ class Placed:
         at_modules = [(place, at) for place, at in self.places.items() if at.module is not None]
         never = [at for place, at in at_modules if place not in passed]
         if len(never) < len(self.places):
-            # A list of modules has no forward; where a glob matches one, those in it are meant too.
+            # A glob that matches a ModuleList, which has no forward, matches its modules too.
             never = [at for at in never if at.is_named or at.has_forward]
         return tuple(at.module for at in never if at.module is not None)
 
 
 def _note_script_modules(model: nn.Module, locations: Locations, state: RuleState) -> None:
-    """Note the outermost ScriptModules in which a rule would act: what is in them runs outside Python."""
+    """Record the outermost ScriptModules in which a rule should act, since they run outside of Python."""
     scripted = [
         (name, module)
         for name, module in model.named_modules(remove_duplicate=False)
@@ -482,7 +483,7 @@ def _note_script_modules(model: nn.Module, locations: Locations, state: RuleStat
 
 
 def name_policies(policies: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]:
-    """Return policies that come in a list after their classes; numbered where a class occurs twice.
+    """Return policies by name. Policies in a list are named after their classes, numbered if necessary.
 
     Example:
         >>> import gradpolicy as gp

@@ -1,4 +1,4 @@
-"""Where a policy acts in a model: modules, operations and parameters."""
+"""The modules, operations and parameters on which a policy acts."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from gradpolicy.where import match_modules, match_names, match_parameters, named
 
 
 class RulePlacement:
-    """A rule and where it acts, as :class:`gradpolicy.policies.FlowPolicy` documents it."""
+    """A rule and its location; see :class:`gradpolicy.policies.FlowPolicy`."""
 
     rule: Rule
     # True if the graph is cut instead of calling the rule.
@@ -32,16 +32,16 @@ class RulePlacement:
 
 @dataclass(frozen=True)
 class Locations:
-    """Where a policy acts in a model.
+    """The locations of a policy in a model.
 
     Args:
-        modules: The modules that its patterns match, by name.
-        operations: The operations that it names.
-        inside: If it names operations: the modules in whose forward it acts, names by id.
-        side: ``"input"``, ``"output"`` or ``"through"`` if it acts at modules as a whole, otherwise empty.
-        boundaries: If it acts at modules as a whole: their ids.
-        parameters: The parameters whose gradients it changes, by name.
-        aliases: Other names of these modules or parameters, which the patterns do not match.
+        modules: The modules that match the policy's patterns, by name.
+        operations: The policy's operations.
+        inside: For a policy on operations, the names of the modules in whose forward it acts, by id.
+        side: For a policy on modules, ``"input"``, ``"output"`` or ``"through"``; otherwise empty.
+        boundaries: For a policy on modules, their ids.
+        parameters: For a policy on parameters, the parameters by name.
+        aliases: Other names of these modules or parameters, which do not match the patterns.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Locations:
 
 
 def find_locations(model: nn.Module, name: str, policy: RulePlacement) -> Locations:
-    """Find where a policy acts in a model.
+    """Return the locations of a policy in a model.
 
     Args:
         model: The model.
@@ -92,12 +92,12 @@ def find_locations(model: nn.Module, name: str, policy: RulePlacement) -> Locati
 
 
 def place_at(side: str, module: str) -> str:
-    """Return what messages and counts call a side of a module, or the way through it."""
+    """Return the name of a side of a module, or of the path across it, for messages and counts."""
     return f"module {module!r}, from output to input" if side == "through" else f"{side} of module {module!r}"
 
 
 def describe_location(policy: RulePlacement) -> str:
-    """Return where a policy acts, as a person writes it: ``ops round in modules encoder.*``."""
+    """Describe the location of a policy, such as ``ops round in modules encoder.*``."""
 
     def written(items: Iterable[Any]) -> str:
         return ", ".join(getattr(item, "__name__", str(item)) for item in items)
@@ -120,7 +120,7 @@ def _input_of(policy: RulePlacement) -> str:
 
 
 def _inside(model: nn.Module, matched: set[str], excluded: set[str]) -> dict[int, str]:
-    """Return the matched modules and those below, without the excluded ones and those below: names by id."""
+    """Return the names by id of matched modules and their submodules, without the excluded ones."""
     found: dict[int, str] = {}
     for raw_name, module in model.named_modules(remove_duplicate=False):
         name = plain_name(raw_name)
@@ -130,18 +130,18 @@ def _inside(model: nn.Module, matched: set[str], excluded: set[str]) -> dict[int
 
 
 def _is_below(name: str, names: Collection[str]) -> bool:
-    """Return True if a module, or one that it lies in, has one of these names."""
+    """Return True if a module, or one that contains it, has one of these names."""
     parts = name.split(".") if name else []
     return any(".".join(parts[:end]) in names for end in range(len(parts) + 1))
 
 
 def _aliases(kind: str, named: Mapping[str, Any], chosen: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Return of modules or parameters that were not chosen while another name of the same one was.
+    """Return the other names of chosen modules or parameters, without submodules of modules with aliases.
 
     Args:
         kind: ``"module"`` or ``"parameter"``, for the message.
-        named: The modules or parameters in question, under all of their names.
-        chosen: The names that were chosen. What lies below a module with aliases is left out.
+        named: The modules or parameters by all of their names.
+        chosen: The names that were chosen.
     """
     names: dict[int, list[str]] = {}
     for name, each in named.items():

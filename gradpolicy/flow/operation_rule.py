@@ -1,9 +1,9 @@
-"""One call of an operation with a rule: native forward, then the rule's gradient.
+"""Calls of operations with a rule: the native forward, with the gradient of the rule.
 
-A rule that *changes* the operation's own gradients is a node between the inputs and the operation. A rule
-that filters the incoming gradient is a hook on the native node, which costs a tenth of an autograd Function
-in Python. Every other rule *replaces* the gradient by an autograd Function, and so do filters under
-``torch.compile`` and ``torch.func``, where hooks on nodes do not run.
+There are three kinds of rules. One with ``own`` modifies the operation's own gradients: it becomes a node
+between the inputs and the operation. One with a gradient filter becomes a hook on the operation's native
+node, which costs less than an autograd Function in Python. All others replace the gradient by an autograd
+Function, and so do filters under ``torch.compile`` and ``torch.func``, where hooks on nodes do not run.
 """
 
 import functools
@@ -33,11 +33,11 @@ from gradpolicy.rules.registry import Call
 
 
 class OperationRule:
-    """A rule for the calls of one operation.
+    """A rule for the calls of an operation.
 
     Args:
         operation: The operation.
-        state: The rule, and whether it is active.
+        state: The rule.
     """
 
     def __init__(self, operation: Operation, state: RuleState) -> None:
@@ -48,34 +48,34 @@ class OperationRule:
         self.decides = operation.decides
         self.bound_rule = BoundRule(state, f"operation {operation.name!r}", sums_broadcast=True)
         self.filters = state.filters and not state.detaches
-        # Where one argument is named, a policy that cuts the graph leaves the others as they are.
+        # A policy that detaches one argument does not change the gradients of the others.
         self.changes_own = state.rule.own and (not state.detaches or state.argument is not None)
         self.keeps_nothing = self.filters or (self.changes_own and not self.bound_rule.reads)
         self.hook = _filter_before(self.bound_rule)
 
     def __reduce__(self) -> tuple:
-        # The rest follows from these two.
+        # The other attributes are computed from these two.
         return (OperationRule, (self.operation, self.state))
 
     def covers(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-        """Return True if the rule is active, and the call is one of those of its operation that it is for."""
+        """Return True if the rule is active and applies to the call."""
         state = self.state
         if not state.active or (self.decides is not None and not self.decides(function, args, kwargs)):
             return False
         return not state.calls or state.count_call(f"operation {self.name!r}")
 
     def allows_plain_recomputation(self) -> bool:
-        """Return True if a checkpoint may rerun the operation without the rule."""
+        """Return True if a checkpoint may recompute the operation without the rule."""
         return self.keeps_nothing and torch.is_grad_enabled()
 
     def call(self, function: Function, args: tuple, kwargs: Mapping[str, Any], module: str | None) -> Any:
-        """Make the call. Its gradient is the rule's.
+        """Call a function, with the gradient of the rule.
 
         Args:
             function: The torch function.
             args: Its arguments.
             kwargs: Its keyword arguments.
-            module: The module in whose forward it runs, for messages.
+            module: The name of the running module, for messages.
         """
         spelling = self.operation.spellings[function]
         if self.filters and not (in_transform() or spelling.is_in_place(kwargs)):
@@ -88,16 +88,16 @@ class OperationRule:
         if not _need_gradient(inputs):
             self.state.note("without_gradient", self.name)
             return function(*args, **kwargs)
-        # An outer override of the same operation must not act on it too.
+        # An outer override of the same operation must not act on this call too.
         with torch._C.DisableTorchFunction():
             native = NativeCall(function, args, kwargs, inputs, module)
             return self._in_place(native) if spelling.is_in_place(kwargs) else self._result(native)
 
     def _in_place(self, native: "NativeCall") -> Any:
-        """Make a call that writes to its first argument.
+        """Make a call that modifies its first argument in place.
 
-        The rule's gradient goes to the values before the call. Then ``copy_`` makes the new values the
-        tensor's own, and autograd takes care of views and leaves.
+        It is computed from a clone of the argument, and ``copy_`` writes the result into the argument, so
+        that autograd handles views and leaves.
         """
         if not native.args:
             native.args = (native.kwargs["input"],)
@@ -113,7 +113,7 @@ class OperationRule:
         return target if result is target else target.copy_(result)
 
     def _result(self, native: "NativeCall") -> Any:
-        """Return the result of a call, with the rule's gradient."""
+        """Return the result of a call with the rule's gradient."""
         if self.changes_own:
             return self._changed(native)
         if self.name in _SCORES:
@@ -133,16 +133,15 @@ class OperationRule:
         return self._replaced(values, native.inputs, self._bound_to(detached))
 
     def _filtered(self, result: Any, inputs: Sequence[Tensor] = ()) -> Any:
-        """Return the result of the native operation, with the rule's filter before its node."""
+        """Return the result of the native operation with the rule's filter before its node."""
         if not _has_gradient(result):
             self.state.note("without_gradient", self.name)
             return result
         self.state.note("matched", self.name)
         node = None if not isinstance(result, Tensor) or in_transform() else result.grad_fn
-        # An operation may return an input as it was, and the node is another operation's.
+        # If the operation returned its input, the node belongs to another operation.
         if node is None or result._is_view() or [one for one in inputs if one is result]:
             return insert_rule(self.bound_rule, result)
-        # With its numbers as they are now.
         hook = _filter_before(self.bound_rule.with_current_numbers()) if self.state.changing else self.hook
         node.register_prehook(hook)
         return result
@@ -150,10 +149,10 @@ class OperationRule:
     def _named_inputs(
         self, function: Function, args: tuple, kwargs: Mapping[str, Any], inputs: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Return the inputs within the one argument that the policy names.
+        """Return the inputs in the argument that the policy names.
 
         Raises:
-            PolicyError: If the operation has no such argument, or is given its tensor twice.
+            PolicyError: If the operation has no such argument, or its tensor is also another argument.
         """
         named, wanted = arguments_of(function, self.name, args, kwargs), self.state.argument
         names = list(named)
@@ -169,7 +168,7 @@ class OperationRule:
         return found
 
     def _changed(self, native: "NativeCall") -> Any:
-        """Make the native call with inputs that get its gradients as the rule changes them."""
+        """Make the native call, with its own gradients modified by the rule."""
         outputs: list = []
         bound_rule = self._bound_to(native.mapped(Tensor.detach) if self.bound_rule.takes_call else native)
         if self.state.detaches:
@@ -179,7 +178,7 @@ class OperationRule:
         left = list(zip(native.inputs, changed, strict=True))
 
         def replacement(tensor: Tensor) -> Tensor:
-            # In order, so that of a tensor that is given twice each place gets its own gradient.
+            # In order, since a tensor that is passed twice has a gradient for each argument.
             for place, (given, found) in enumerate(left):
                 if given is tensor:
                     del left[place]
@@ -200,21 +199,21 @@ class OperationRule:
         return result
 
     def _replaced(self, values: Any, inputs: Sequence[Tensor], bound_rule: BoundRule) -> Any:
-        """Return values with the rule's gradient; a discrete tensor gets a gradient path instead."""
+        """Return values with the rule's gradient, or a discrete tensor with a gradient path."""
         if is_discrete(values):
             return start_path(bound_rule, self.name, values, inputs)
         self.state.note("matched", self.name)
         result = replace_gradient(bound_rule, values, inputs)
         if isinstance(result, tuple):
-            # The indices of topk and sort: a warning says so where they become numbers.
+            # The indices of topk and sort give a warning where they become floating-point.
             lost = GradientPath(None, (Origin(self.state, self.name),), is_index=True)
-            # Of an alias the compiler keeps what is set, not of the members of a call's result.
+            # The compiler keeps attributes of an alias, but not of an item of a call's result.
             items = [set_path(item.detach(), lost) if is_discrete(item) else item for item in result]
             return rebuilt_sequence(result, items)
         return result
 
     def _bound_to(self, native: "NativeCall") -> BoundRule:
-        """Return the rule in the running module, with the detached call if it asks for that."""
+        """Return the rule with the module's name in its location, and with the call if it needs that."""
         bound_rule = self.bound_rule.in_module(native.module)
         if not bound_rule.takes_call:
             return bound_rule
@@ -222,7 +221,7 @@ class OperationRule:
         return bound_rule.for_call(Call(self.name, arguments))
 
     def _index(self, native: "NativeCall") -> Tensor:
-        """Return an index into categories; its rule compares one-hot codes with the scores chosen by."""
+        """Return an index into categories. Its rule gets the one-hot code, and the scores as the input."""
         index: Tensor = native.run()
         if self.state.detaches:
             self.state.note("matched", self.name)
@@ -243,9 +242,9 @@ class NativeCall:
         function: The function.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        inputs: The tensors among them that the rule is for.
-        module: The module in whose forward it runs, for messages.
-        target: The tensor that the call writes to, if the first argument is a copy of that.
+        inputs: The tensors among its arguments to which the rule applies.
+        module: The name of the running module, for messages.
+        target: The tensor that an in-place call modifies, if the first argument is a clone of it.
     """
 
     function: Function
@@ -256,7 +255,7 @@ class NativeCall:
     target: Tensor | None = None
 
     def run(self) -> Any:
-        """Call the function; on a copy of the first argument, if it writes to that."""
+        """Call the function; an in-place function on a clone of its first argument."""
         if self.target is None:
             return self.function(*self.args, **self.kwargs)
         return self.function(self.args[0].clone(), *self.args[1:], **self.kwargs)
@@ -268,11 +267,11 @@ class NativeCall:
 
 
 class OpaqueCall:
-    """Notes calls that run operations of a rule inside torch, where the rule cannot act.
+    """Records calls that run operations with a rule inside torch, where the rule cannot act.
 
     Args:
-        function: The function called.
-        hidden: Names of the rule's operations that it may run.
+        function: The function.
+        hidden: The names of the rule's operations that it may run.
         state: The rule.
     """
 
@@ -287,28 +286,28 @@ class OpaqueCall:
         return self.state.active
 
     def allows_plain_recomputation(self) -> bool:
-        """Return True: a checkpoint may rerun the call, since nothing is changed."""
+        """Return True, since the call is unchanged."""
         return True
 
     def call(self, function: Function, args: tuple, kwargs: Mapping[str, Any], module: str | None) -> Any:
-        """Make the call, and note it if a gradient is recorded."""
+        """Call the function, and record the call if gradients are enabled."""
         if torch.is_grad_enabled():
             self.state.note_opaque(self.name, self.reason)
         return function(*args, **kwargs)
 
 
-# An entry of a dispatch table: it makes some calls of torch functions in their place.
+# An entry of a dispatch table.
 TableRule = OperationRule | OpaqueCall
 
-# A draw or an argmax, and its one-hot code.
+# Operations that users may write as several calls: a draw or an argmax, then its one-hot code.
 _OF_SEVERAL_CALLS = frozenset({"argmax_one_hot", "categorical"})
 
 
 def rules_for(operations: Iterable[Operation], state: RuleState) -> list[TableRule]:
-    """Return the entries of a rule in a dispatch table: its operations, and the calls that may hide some.
+    """Return the entries of a rule in a dispatch table: for its operations, and for calls that may hide them.
 
     Raises:
-        PolicyError: If the rule is for some calls of an operation that is made of several.
+        PolicyError: If the policy has ``calls=`` and an operation that may be several calls.
     """
     operations = list(operations)
     names = {operation.name for operation in operations}
@@ -333,9 +332,9 @@ def rules_for(operations: Iterable[Operation], state: RuleState) -> list[TableRu
 
 
 def as_floating_point(values: Any, inputs: Sequence[Tensor]) -> Any:
-    """Return a single integer or boolean result in the dtype of the first floating-point input.
+    """Convert an integer or boolean tensor to the dtype of the first floating-point input.
 
-    Otherwise it could have no gradient. Everything else is returned as it is.
+    Otherwise it could not have a gradient. Other values are returned unchanged.
     """
     if not isinstance(values, Tensor) or values.is_floating_point() or values.is_complex():
         return values
@@ -401,12 +400,12 @@ def _draw_categories(self: Categorical, sample_shape: Any = ()) -> Tensor:
 
 
 def _has_rule(function: Any) -> bool:
-    """Return True if a block that runs has a rule on a function."""
+    """Return True if an active mode has a rule for a function."""
     return any(function in mode.table.by_function for mode in active_modes())
 
 
 def _scores_of_argmax(result: Tensor, input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """Return the scores that an argmax chose by, in the shape of its one-hot code: categories last."""
+    """Return the scores of an argmax in the shape of its one-hot code, with the categories last."""
     if dim is None:
         return input.reshape(*result.shape, -1)
     scores = input.movedim(dim, -1)
@@ -414,12 +413,12 @@ def _scores_of_argmax(result: Tensor, input: Tensor, dim: int | None = None, kee
 
 
 def _scores_of_draw(result: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return the probabilities that ``torch.multinomial`` drew by, in the shape of the one-hot code."""
+    """Return the probabilities of a ``torch.multinomial`` in the shape of its one-hot code."""
     probabilities = input / input.sum(-1, keepdim=True)
     return probabilities.unsqueeze(-2).expand(*result.shape, -1)
 
 
-# Operations whose result is an index into categories: the scores that it was chosen by.
+# The scores of operations whose result is an index into categories.
 _SCORES: dict[str, Callable[..., Tensor]] = {
     "argmax_one_hot": _scores_of_argmax,
     "categorical": _scores_of_draw,

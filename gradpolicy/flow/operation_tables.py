@@ -8,10 +8,10 @@ import torch.nn.functional as F
 
 Function = Callable[..., Any]
 
-# Where the spellings of an operation are looked up, besides torch.Tensor and torch.ops.aten.
+# The namespaces that are searched for an operation, besides torch.Tensor and torch.ops.aten.
 NAMESPACES = (torch, F, torch.special, torch.linalg, torch.fft, torch._C._nn)
 
-# Operations that torch knows under several names; the key is the name that reports use.
+# Operations with several names in torch. The keys are the names in reports.
 SYNONYMS: dict[str, tuple[str, ...]] = {
     "abs": ("abs", "absolute"),
     "acos": ("acos", "arccos"),
@@ -49,10 +49,10 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "trunc": ("trunc", "fix"),
 }
 
-# Operations that share a torch function with another operation, which gives that function its name.
+# Operations that share a torch function with another operation, after which the function is named.
 SHARING = ("bool", "byte", "char", "floor_divide", "int", "long", "relu6", "short")
 
-# Operations with one name of their own that the documentation lists. Any other torch function works too.
+# Other operations that the documentation lists. All other torch functions work too.
 LISTED = (
     *("bernoulli", "ceil", "floor", "gelu", "heaviside", "leaky_relu", "relu", "round", "sign", "silu"),
     *("softmax", "tanh", "to", "type", "type_as", "where"),
@@ -88,7 +88,7 @@ SYMBOLS = {
     ">=": "ge",
 }
 
-# What follows ``__i`` in the names of torch.Tensor's in-place operators.
+# The names of torch.Tensor's in-place operators, without the prefix ``__i``.
 IN_PLACE_OPERATORS = (
     *("add__", "and__", "div__", "floordiv__", "lshift__", "matmul__", "mod__", "mul__", "or__"),
     *("pow__", "rshift__", "sub__", "truediv__", "xor__"),
@@ -97,7 +97,7 @@ IN_PLACE_OPERATORS = (
 _ATTENTION = frozenset({"softmax", "dropout", "matmul", "linear"})
 _GATES = frozenset({"sigmoid", "tanh"})
 
-# One call of these runs the named operations inside torch, where Python sees no torch function.
+# Functions that run these operations inside torch, where modes do not get the calls.
 OPAQUE_CALLS: dict[Function, frozenset[str]] = {
     F.multi_head_attention_forward: _ATTENTION,
     F.scaled_dot_product_attention: _ATTENTION - {"linear"},

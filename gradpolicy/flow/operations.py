@@ -1,4 +1,4 @@
-"""Operations by name or function: aliases and every spelling."""
+"""Torch operations, each with all functions and names that call it."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -27,19 +27,19 @@ from gradpolicy.imports import import_by_name
 from gradpolicy.rules.derivative import OperationDerivative
 from gradpolicy.rules.registry import Rule, RuleFunction, get_rule, rule_names, unknown_rule
 
-# True if a call with these arguments is the operation.
+# Returns True if a call with these arguments is the operation.
 Decision = Callable[[Function, tuple, Mapping[str, Any]], bool]
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """The form of calls of one torch function.
+    """The calling convention of a torch function.
 
     Args:
-        writes: True if it always writes its result into its first argument.
+        writes: True if the function modifies its first argument in place.
         second_first: True if it is a method of the operation's second input (``a.where(condition, b)``).
-        draws_bits: True if it is ``bernoulli``. If a probability is given, the tensor that it is called on
-            is no input.
+        draws_bits: True if it is ``bernoulli``, for which the first argument is no input if a probability is
+            passed.
     """
 
     writes: bool
@@ -47,11 +47,11 @@ class Spelling:
     draws_bits: bool
 
     def is_in_place(self, kwargs: Mapping[str, Any]) -> bool:
-        """Return True if a call writes its result into its first argument."""
+        """Return True if a call modifies its first argument in place."""
         return self.writes or bool(kwargs.get("inplace"))
 
     def inputs(self, args: tuple, kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """Return the tensors of a call, including those in lists, in the operation's own order.
+        """Return the tensors of a call, including tensors in lists, in the order of the operation's inputs.
 
         Args:
             args: The positional arguments.
@@ -74,12 +74,12 @@ class Spelling:
 
 @dataclass(frozen=True)
 class Operation:
-    """A torch operation, whatever its spelling.
+    """A torch operation with all of its spellings.
 
     Args:
-        name: The name that reports and errors use.
+        name: The name in reports and errors.
         functional: The out-of-place function.
-        spellings: Every function under which a call of it arrives at a ``TorchFunctionMode``.
+        spellings: The functions that a ``TorchFunctionMode`` gets for calls of the operation.
     """
 
     name: str
@@ -92,39 +92,39 @@ class Operation:
 
     @property
     def functions(self) -> tuple[Function, ...]:
-        """Every function under which a call of it arrives at a ``TorchFunctionMode``."""
+        """The functions that a ``TorchFunctionMode`` gets for calls of the operation."""
         return tuple(self.spellings)
 
     @property
     def decides(self) -> Decision | None:
-        """True if a call of one of the functions is this operation; None if every call is."""
+        """Returns True if a call of one of the functions is this operation; None if all calls are."""
         return _DECIDED_BY_ARGUMENTS.get(self.name)
 
     def __reduce__(self) -> tuple:
-        # Some torch functions cannot be pickled; names can.
+        # Some torch functions cannot be pickled, but names can.
         return (resolve_operation, (self.name if is_operation(self.name) else self.functional,))
 
 
 def operation_names() -> list[str]:
-    """Return the operations with several spellings or a place in the documentation."""
+    """Return the names of operations that have synonyms or are listed in the documentation."""
     return sorted({*SYNONYMS, *LISTED})
 
 
 def is_operation(specification: object) -> bool:
-    """Return True if a name or object means a torch operation."""
+    """Return True if a name or function denotes a torch operation."""
     if isinstance(specification, str):
         return bool(_spellings(_canonical(specification)))
     return callable(specification) and _operation_name(specification) is not None
 
 
 def resolve_operation(specification: str | Function) -> Operation:
-    """Find the operation that a name or a torch function means.
+    """Return the operation for a name or a torch function.
 
     Args:
         specification: A name such as ``"relu"``, ``"floor_divide"`` or ``"argmax-to-one-hot"``, or any
-            spelling as an object: ``torch.relu``, ``torch.nn.functional.relu``, ``torch.Tensor.relu_``.
-            A function that is not torch's own, but calls ``torch.overrides.handle_torch_function``, is an
-            operation by itself; its dotted path names it too.
+            function: ``torch.relu``, ``torch.nn.functional.relu``, ``torch.Tensor.relu_``. A function outside
+            of torch that calls ``torch.overrides.handle_torch_function`` is also an operation; its name is
+            its dotted path.
 
     Raises:
         PolicyError: If there is no such operation.
@@ -138,7 +138,7 @@ def resolve_operation(specification: str | Function) -> Operation:
         if "." in specification and not (specification.startswith("torch.") or _spellings(canonical)):
             return resolve_operation(import_by_name(specification))
         return _operation_named(canonical, specification)
-    # A function of torch.library arrives at modes as its overload.
+    # Modes get the overload of a function of torch.library.
     specification = getattr(specification, "_opoverload", specification)
     name = _operation_name(specification) if callable(specification) else None
     if name is not None:
@@ -155,15 +155,15 @@ def resolve_operation(specification: str | Function) -> Operation:
 
 
 def name_of(function: Function) -> str:
-    """Return the name of the operation that a torch function is a spelling of, for messages."""
+    """Return the name of a torch function's operation, for messages."""
     return _operation_name(function) or str(getattr(function, "__name__", function))
 
 
 def as_rule(specification: str | Rule | RuleFunction | Function) -> Rule:
-    """Return the rule that a name, a rule, a function, or another operation means, with all its numbers.
+    """Return the rule for a name, a rule, a function, or another operation; see :func:`find_rule`.
 
     Raises:
-        PolicyError: If it is none of them, or a number is missing.
+        PolicyError: If there is no such rule, or one of its parameters has no value.
     """
     rule = find_rule(specification)
     missing = rule.missing_parameters()
@@ -176,12 +176,12 @@ def as_rule(specification: str | Rule | RuleFunction | Function) -> Rule:
 
 
 def find_rule(specification: str | Rule | RuleFunction | Function) -> Rule:
-    """Return the rule that a name, a rule, a function, or another operation (whose derivative is used) means.
+    """Return the rule for a name, a rule, a function, or another operation, whose derivative is used.
 
-    A bare name that is both a rule and an operation means the rule; ``"torch.tanh"`` means the operation.
+    A name that is both a rule and an operation denotes the rule; ``"torch.tanh"`` denotes the operation.
 
     Raises:
-        PolicyError: If it is none of them.
+        PolicyError: If there is no such rule.
     """
     if isinstance(specification, str) and specification not in rule_names():
         if specification.startswith("torch."):
@@ -196,15 +196,15 @@ def find_rule(specification: str | Rule | RuleFunction | Function) -> Rule:
 
 
 def _differentiable(path: str) -> Operation:
-    """Return the operation that a path such as ``"torch.nn.functional.relu"`` means.
+    """Return the operation with a path such as ``"torch.nn.functional.relu"``.
 
     Raises:
-        PolicyError: If it is no function of tensors: a config is not to call ``torch.load``.
+        PolicyError: If it is not a function of tensors, since a config must not call ``torch.load``.
     """
     name = _canonical(path)
     if is_operation(name):
         operation = resolve_operation(name)
-        # What torch.overrides ignores loads, saves or sets something.
+        # Functions that torch.overrides ignores may load or save files, or change settings.
         stem = SYNONYMS.get(name, (name,))[0]
         of_tensors = hasattr(torch.ops.aten, stem) or hasattr(Tensor, stem)
         if of_tensors and operation.functional not in get_ignored_functions():
@@ -214,7 +214,7 @@ def _differentiable(path: str) -> Operation:
 
 @cache
 def derivative_of(operation: Operation) -> Rule:
-    """Return the rule that is an operation's own gradient at the same inputs."""
+    """Return the rule that computes an operation's derivative at the same inputs."""
     function = OperationDerivative(
         operation, f"operation {operation.name!r}", setting_names(operation.name, operation.functional)
     )
@@ -222,7 +222,7 @@ def derivative_of(operation: Operation) -> Rule:
 
 
 def spelling_of(function: Function) -> Spelling:
-    """Describe a function by its name and signature."""
+    """Return the calling convention of a function."""
     name = getattr(function, "__name__", "").partition(".")[0]
     is_operator = name.startswith("__")
     in_place_operator = name.startswith("__i") and name.removeprefix("__i") in IN_PLACE_OPERATORS
@@ -234,7 +234,7 @@ def spelling_of(function: Function) -> Spelling:
 
 
 def _arrives_at_modes(specification: Any) -> bool:
-    """Return True if modes see the calls of something that is not torch's own function."""
+    """Return True if modes get the calls of a function outside of torch."""
     if isinstance(specification, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return True
     code = getattr(inspect.unwrap(specification) if callable(specification) else None, "__code__", None)
@@ -273,7 +273,7 @@ def _spellings(name: str) -> frozenset[Function]:
     for stem in SYNONYMS.get(name, (name,)):
         for namespace in NAMESPACES:
             found.update(f for form in (stem, f"{stem}_") if (f := _function(namespace, form)))
-        # Exported graphs call these. Methods that every object has are no operations.
+        # Exported graphs call the overloads.
         packets = [getattr(torch.ops.aten, form, None) for form in (stem, f"{stem}_")]
         found.update(*(_with_overloads(packet) for packet in packets if hasattr(packet, "overloads")))
         forms = (stem, f"{stem}_", *(f"__{prefix}{stem}__" for prefix in ("", "r", "i")))
@@ -282,7 +282,7 @@ def _spellings(name: str) -> frozenset[Function]:
 
 
 def _function(namespace: Any, name: str) -> Function | None:
-    """Return a function of a namespace; no class, property, or method that every object has."""
+    """Return a function of a namespace; None for a class, a property, or a method of ``object``."""
     if name.startswith("__") and name in _OBJECT_METHODS:
         return None
     found = getattr(namespace, name, None)
@@ -290,7 +290,7 @@ def _function(namespace: Any, name: str) -> Function | None:
 
 
 def _with_overloads(packet: Any) -> list[Function]:
-    """Return an operation of ``torch.ops`` in all its forms, except those that write to an ``out``."""
+    """Return an operator of ``torch.ops`` and its overloads, without those with an argument ``out``."""
     return [packet, *(getattr(packet, form) for form in packet.overloads() if "out" not in form)]
 
 
@@ -298,11 +298,11 @@ _OBJECT_METHODS = frozenset(dir(object)) - {"__eq__", "__ne__", "__lt__", "__le_
 
 
 def _operation_name(function: Function) -> str | None:
-    """Return the name of the operation that a function is a spelling of; None if it is none of torch's."""
+    """Return the name of a function's operation; None for a function outside of torch."""
     try:
         return _find_operation_name(function)
     except TypeError:
-        # The function has no hash.
+        # The function is not hashable.
         return None
 
 
@@ -340,7 +340,7 @@ def _does_not_round(function: Function, args: tuple, kwargs: Mapping[str, Any]) 
 
 
 def _is_relu6(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-    # torch.nn.ReLU6 calls hardtanh(x, 0, 6), so the bounds tell the two apart.
+    # torch.nn.ReLU6 calls hardtanh(x, 0, 6), so the bounds decide.
     if function not in _HARDTANH:
         return True
     bounds = dict(zip(("min_val", "max_val"), args[1:3], strict=False))
@@ -354,7 +354,7 @@ def _draws_independently(function: Function, args: tuple, kwargs: Mapping[str, A
 
 
 def _casts_to(*dtypes: torch.dtype) -> Decision:
-    """Return a call of a tensor's own method, or of ``to`` or ``type`` with such a dtype or tensor."""
+    """Return a decision: True for a method such as ``int``, and for ``to`` or ``type`` with a dtype."""
 
     def decide(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
         if function in _CASTS:
@@ -366,7 +366,7 @@ def _casts_to(*dtypes: torch.dtype) -> Decision:
 
 
 _CASTS = frozenset().union(*(_spellings(name) for name in ("to", "type", "type_as")))
-# int(x) and bool(x) give Python numbers.
+# int(x) and bool(x) return Python numbers.
 _TO_NUMBERS = frozenset(
     function
     for name in ("bool", "int", "long")

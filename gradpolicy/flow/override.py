@@ -35,29 +35,28 @@ def gradient_override(
 ) -> "Block":
     """Override the gradient of operations while a block or function runs; forward values do not change.
 
-    It acts on operations *created* in the block, whatever their spelling, and wherever backward runs. Blocks
-    nest: the inner one wins, and the outer acts on what the inner does not name. Under ``torch.compile`` a
-    block may stand around the compiled function, within it, or be the decorator of either.
+    It acts on operations that are *called* in the block, in all spellings; the backward pass may run outside
+    of the block. Of nested blocks the innermost with a rule for the operation acts. Under ``torch.compile`` a
+    block can be around the compiled function, within it, or the decorator of either.
 
-    If an operation never ran in the block, or only where no gradient is recorded, the end of the block gives
-    a warning that names operations that did run. There is no warning if gradients were off
-    around the block. Compiled code cannot say in which block it runs: once a rule has acted in compiled
-    code, later blocks of the process do not warn of the same operation with the same rule.
+    At the end of the block a warning names operations that never ran in it, or only where no gradient is
+    recorded, together with operations that did run. There is no warning if gradients were disabled around the
+    block.
 
     Args:
         overrides: For each operation (a name or a torch function, see
-            :func:`~gradpolicy.flow.operations.resolve_operation`) what takes the place of its gradient: a
-            rule's name, a :class:`~gradpolicy.rules.Rule`, a function ``(grad, inputs, output)``, or another
+            :func:`~gradpolicy.flow.operations.resolve_operation`) the replacement of its gradient: a rule's
+            name, a :class:`~gradpolicy.rules.Rule`, a function ``(grad, inputs, output)``, or another
             operation, whose derivative at the same inputs is used. A name that is both a rule and an
-            operation (``"tanh"``) means the rule; ``torch.tanh`` means the operation.
-        strict: Raise at the end of the block if an operation never ran, or ran where the rule cannot act.
+            operation (``"tanh"``) denotes the rule; ``torch.tanh`` denotes the operation.
+        strict: Raise an error instead of giving a warning at the end of the block.
 
     Returns:
-        A context manager that is a decorator too.
+        A context manager, which is also a decorator.
 
     Raises:
-        PolicyError: For an unknown operation or rule, or one operation named twice; at the end, if
-            ``strict``, for an operation that never ran.
+        PolicyError: For an unknown operation or rule, or an operation that is named twice; at the end, if
+            ``strict``, for an operation that never ran, or ran where the rule cannot act.
 
     Example:
         >>> x = torch.tensor([0.2, 1.7], requires_grad=True)
@@ -82,18 +81,18 @@ def gradient_override(
 class Block(DispatchMode):
     """The context manager and decorator that :func:`gradient_override` returns.
 
-    Each entry puts a copy of the block on the stack of modes, so that one block may be entered again within
-    itself and on several threads. The copies share their record. The compiler puts the block
-    itself there: it knows how to trace modes, and nothing else.
+    Each entry pushes a copy of the block on the stack of modes, so that a block can be nested in itself and
+    entered on several threads. The copies share their record. In compiled code the block itself is pushed,
+    since the compiler can only trace modes.
 
     Args:
         rules: The rules.
-        strict: True if an operation that never runs is an error; otherwise it gives a warning.
+        strict: True if an operation that never runs raises an error instead of giving a warning.
     """
 
     # The name of the block in messages.
     subject = "gradient_override"
-    # Of an entered copy: the number of checkpoints around it, and True if a backward pass can follow.
+    # Of an entered copy: the number of checkpoints on the stack, and True if a backward pass may follow.
     checkpoints: int | None = None
     has_graph = True
 
@@ -116,15 +115,15 @@ class Block(DispatchMode):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         entered = _pop_mode()
         if not isinstance(entered, Block) or entered.checkpoints is None:
-            # The compiler put it there.
+            # It was pushed by the compiler.
             return
         note_taken(self.seen.matched)
-        # A reentrant checkpoint runs the block again, with gradients, and that run warns.
+        # A reentrant checkpoint runs the block again with gradients. Warnings are given then.
         if error is None and entered.has_graph and torch.is_grad_enabled():
             self.report_unmet()
 
     def report_unmet(self) -> None:
-        """Warn once of operations that never ran, and of what could not be followed.
+        """Warn once of operations that never ran, and of lost gradients.
 
         Raises:
             PolicyError: If the block is strict.
@@ -139,10 +138,11 @@ class Block(DispatchMode):
         report_unmet(self.subject, row, strict=self.strict)
 
     def __call__(self, function: AnyFunction) -> AnyFunction:
-        """Decorate a function, which then always runs in the block.
+        """Return a function that runs in the block.
 
         Raises:
-            PolicyError: For a coroutine or generator function. While it waits, others would run in the block.
+            PolicyError: For a coroutine or generator function. While it waits, other code would run in the
+                block.
         """
         name = getattr(function, "__name__", repr(function))
         unwrapped = inspect.unwrap(function)
@@ -163,13 +163,13 @@ class Block(DispatchMode):
         return cast(AnyFunction, overridden)
 
     def check_recomputation(self, rule: TableRule) -> None:
-        """Refuse an operation that a checkpoint would run again outside of this block."""
+        """Raise an error if a checkpoint would recompute an operation outside of this block."""
         if self.has_graph and checkpoints_above() > (self.checkpoints or 0):
             raise refusal(rule.name)
 
 
 class TracedBlock:
-    """A block in compiled code. If the graph breaks in it, the compiler leaves all of it to eager mode."""
+    """A block in compiled code. If there is a graph break in it, the whole block runs in eager mode."""
 
     def __init__(self, block: Block) -> None:
         self.block = block

@@ -15,18 +15,17 @@ from gradpolicy.flow.tracing import in_transform
 
 
 class ParameterRules:
-    """The rules on one parameter: a hook that acts on each gradient before it is accumulated.
+    """The rules on a parameter: a hook that modifies gradients before they are accumulated.
 
-    A module may come to hold another tensor: in a copied module, under FSDP2, which puts the whole parameter
-    in the place of the sharded one while the module runs, or by ``torch.func.functional_call``. So each
-    forward reads what the module holds. A parameter gets the hook, any other tensor an alias with the
-    rules.
+    The module's parameter may be replaced by another tensor: in a copy of the module, by FSDP2, which
+    unshards the parameter while the module runs, or by ``torch.func.functional_call``. So it is read in each
+    forward. A parameter gets the hook, any other tensor is replaced by an alias with the rules.
 
     Args:
         name: The parameter's qualified name.
-        module: The module that holds it.
-        attribute: Its name in that module.
-        states: The rules, in the order in which the gradient reaches them.
+        module: The module.
+        attribute: The parameter's name in the module.
+        states: The rules in the order in which the backward pass applies them.
     """
 
     def __init__(self, name: str, module: nn.Module, attribute: str, states: Sequence[RuleState]) -> None:
@@ -35,13 +34,13 @@ class ParameterRules:
         self.attribute = attribute
         self.policy = states[0].name
         self.bound_rules = tuple(BoundRule(state, f"parameter {name!r}") for state in states)
-        # The tensor that the rules act on now; the hooks, each with its tensor and the table that holds it.
+        # The tensor on which the rules act, and the hooks, each with its tensor and attribute of the tensor.
         self._current: Tensor | None = None
         self._handles: list[tuple[Tensor, str, Any]] = []
         self._has_run = False
 
     def take_off(self) -> None:
-        """Remove the hooks, and tables of hooks that are empty then."""
+        """Remove the hooks, and dicts of hooks that are then empty."""
         for tensor, table, handle in reversed(self._handles):
             handle.remove()
             if not getattr(tensor, table):
@@ -50,10 +49,10 @@ class ParameterRules:
         self._current = None
 
     def put_on(self) -> bool:
-        """Put the hook on the parameter that the module holds now.
+        """Register the hook on the module's current parameter.
 
         Returns:
-            Whether the rules need an alias, because the module holds a tensor that takes no hooks.
+            True if the rules need an alias instead, because it is not a parameter but another tensor.
 
         Raises:
             PolicyError: If the module no longer has the parameter.
@@ -77,10 +76,10 @@ class ParameterRules:
         return False
 
     def check_traced(self) -> None:
-        """Check, while ``torch.compile`` traces, that the hook is on the tensor that the module holds.
+        """Check, while ``torch.compile`` traces, that the hook is on the module's current parameter.
 
         Raises:
-            PolicyError: Without fullgraph the compiler then leaves the module to eager mode.
+            PolicyError: If it is not. Without fullgraph, the compiler then runs the module in eager mode.
         """
         if self._in_module() is not self._current:
             raise PolicyError(
@@ -90,13 +89,13 @@ class ParameterRules:
             )
 
     def put_alias(self) -> Callable[[], None]:
-        """Return the module an alias of the tensor that it holds, with the rules between the two.
+        """Replace the module's tensor by an alias, with the rules between the two.
 
         Returns:
-            A function that undoes it.
+            A function that restores the tensor.
         """
         original = alias = cast(Tensor, self.module._parameters[self.attribute])
-        # The rule put on last is the first that the gradient reaches.
+        # The rule inserted last is the first in the backward pass.
         for bound_rule in reversed(self.bound_rules):
             if bound_rule.state.active:
                 bound_rule.state.note("matched", bound_rule.location)
@@ -112,7 +111,7 @@ class ParameterRules:
 
     def _in_module(self) -> Any:
         parameters = self.module._parameters
-        # The table of a ScriptModule has no get.
+        # The parameters of a ScriptModule have no method get.
         return parameters[self.attribute] if self.attribute in parameters else None  # noqa: SIM401
 
     def _add_hook(self, parameter: nn.Parameter, table: str) -> None:
@@ -120,12 +119,12 @@ class ParameterRules:
         if any(tensor is parameter for tensor, *_ in self._handles):
             return
         trains = parameter.requires_grad
-        # Torch puts no hook on a parameter that is frozen now, but keeps one that is there already.
+        # torch registers no hook on a frozen parameter, but a parameter keeps its hooks when it is frozen.
         parameter.requires_grad_(True)
         if table == "_backward_hooks":
             handle = parameter.register_hook(functools.partial(self._hook, parameter))
         else:
-            # Other hooks never run on a shard. This one checks that the hook on the whole parameter ran.
+            # Other hooks never run on a shard. This one checks that the hook on the unsharded parameter ran.
             handle = parameter.register_post_accumulate_grad_hook(self._check_shard)
         parameter.requires_grad_(trains)
         self._handles.append((parameter, table, handle))
@@ -152,14 +151,14 @@ class ParameterRules:
         )
 
     def __getstate__(self) -> dict:
-        # Copies of a parameter come without its hooks.
+        # Copies of a parameter do not have its hooks.
         return {**self.__dict__, "_current": None, "_handles": [], "_has_run": False}
 
 
 def run_with_rules(
     all_rules: Sequence[ParameterRules], forward: Callable[[tuple, dict], Any], args: tuple, kwargs: dict
 ) -> Any:
-    """Run a forward with the rules on the tensors that its modules hold now."""
+    """Run a forward with the rules on the current parameters of its modules."""
     if torch.compiler.is_compiling():
         for rules in all_rules:
             rules.check_traced()

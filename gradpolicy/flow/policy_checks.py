@@ -1,4 +1,4 @@
-"""Checks of policies: contradictions, rules that make no sense where they act, cut gradients."""
+"""Checks of policies: contradictions, meaningless locations, detached graphs."""
 
 import itertools
 from collections.abc import Collection, Mapping
@@ -11,19 +11,19 @@ from gradpolicy.flow.operations import resolve_operation
 from gradpolicy.when import When
 from gradpolicy.where import STEP_OPERATIONS
 
-# Rules that make no sense where input and output are one tensor.
+# Rules that are meaningless where input and output are the same tensor.
 _OF_AN_OPERATION = ("identity", "bernoulli", "gumbel", "lsq", "reinmax", "rotation")
-# The factors with which a rule passes the gradient on as it is.
+# The factors for which a rule does not change the gradient.
 _NEUTRAL_FACTORS = {"scale": 1.0, "reverse": -1.0}
 
 
 def check_policies(policies: Mapping[str, RulePlacement], locations: Mapping[str, Locations]) -> None:
-    """Check policies that are to be installed together.
+    """Check policies that are installed together.
 
     Raises:
-        PolicyError: For two rules for one operation in one module; at one side of a module or on one
-            parameter, for a stop beside another policy, or one kind twice; for a rule of an operation that
-            is put at another place.
+        PolicyError: For two rules on one operation in a module; for a stop together with another policy, or
+            the same rule twice, at a side of a module or on a parameter; for a rule that is meaningless
+            outside of an operation.
     """
     for name, policy in policies.items():
         _check_rule(name, policy)
@@ -33,7 +33,7 @@ def check_policies(policies: Mapping[str, RulePlacement], locations: Mapping[str
 
 
 def remarks(policies: Mapping[str, RulePlacement]) -> list[str]:
-    """Return a line for each policy whose rule changes nothing, or may be meant for another place."""
+    """Return a line for each policy whose rule changes nothing, or is probably at the wrong place."""
     lines = []
     for name, policy in policies.items():
         if policy.ops and policy.rule.own and policy.rule.each:
@@ -59,15 +59,15 @@ def remarks(policies: Mapping[str, RulePlacement]) -> list[str]:
 
 
 def is_cut(error: BaseException) -> bool:
-    """Return True if torch says that a loss has no graph to run backward through."""
+    """Return True for torch's error that a loss has no graph."""
     return "does not require grad and does not have a grad_fn" in str(error)
 
 
 def check_cuts(policies: Mapping[str, RulePlacement]) -> None:
-    """Say which policies cut the only path, if no gradient reached anything that trains.
+    """Name the policies that cut the only path of the gradient, after a backward pass without a graph.
 
     Raises:
-        PolicyError: If one of the policies detaches, or leaves what lies within a module without gradient.
+        PolicyError: If one of the policies detaches tensors, or stops the gradient within a module.
     """
     stops = [
         f"policy {name!r} ({type(policy).__name__} at {describe_location(policy)})"
@@ -82,7 +82,7 @@ def check_cuts(policies: Mapping[str, RulePlacement]) -> None:
 
 
 def _check_rule(name: str, policy: RulePlacement) -> None:
-    """Refuse a rule of an operation at a boundary or on parameters, where one tensor passes."""
+    """Check that a rule which needs an operation's input and output is not at a boundary or parameter."""
     rule = policy.rule.name
     if policy.ops or policy.at == "through" or rule not in _OF_AN_OPERATION:
         return
@@ -97,7 +97,7 @@ def _check_rule(name: str, policy: RulePlacement) -> None:
     )
 
 
-# What helps where two policies act at one place.
+# The advice for two policies at the same place.
 APART = "leave one of them out, or give them different modules, ops, calls or times (when)"
 
 

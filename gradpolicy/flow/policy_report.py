@@ -1,4 +1,4 @@
-"""The report of policies, and warnings of what did not happen."""
+"""The report of policies, and warnings of policies that did not act."""
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,22 +22,22 @@ NEVER_FLOATING = (
 
 @dataclass(frozen=True)
 class ReportRow:
-    """One policy or ``gradient_override``: where it acts, and what happened there.
+    """A policy or ``gradient_override`` in a :class:`Report`.
 
     Args:
         name: The policy's name.
-        kind: Its class.
-        where: Where it acts, as it was written.
-        active: Whether it is active now.
-        modules: Names of the modules that it matched: it acts at their boundary or inside them.
-        operations: Names of the operations that it names.
-        parameters: Names of the parameters that it matched.
-        seen: What happened there so far.
-        any_of: Whether one of the operations is enough, as for the default of ``StraightThrough``.
-        places: Where the gradient was to reach its rule: sides of modules that ran, and parameters. True for
-            those that were named one by one; of others, which a glob or class matched, one is enough.
-        idle: The modules that it matched and whose forward never ran.
-        aliases: Other names of what it matched, which it does not name and where it acts too.
+        kind: The policy's class.
+        where: The location in words.
+        active: True if the policy is active.
+        modules: The names of the matched modules, at or in which it acts.
+        operations: The names of its operations.
+        parameters: The names of the matched parameters.
+        seen: The record of its use.
+        any_of: True if one of the operations is enough, as for the default of ``StraightThrough``.
+        places: Sides of modules that ran, and parameters, where the rule should have been applied. True for
+            places that the policy names; of all others, which match a glob or class, one is enough.
+        idle: The matched modules whose forward never ran.
+        aliases: Other names of matched modules and parameters, which its patterns do not match.
     """
 
     name: str
@@ -55,43 +55,43 @@ class ReportRow:
 
     @property
     def matched(self) -> Mapping[str, int]:
-        """How often its rule was put on each operation, or passed at each boundary or parameter."""
+        """The number of times that the rule was applied to each operation and place."""
         return dict(self.seen.matched)
 
     @property
     def opaque_calls(self) -> Mapping[str, str]:
-        """Calls inside which it cannot act on operations, each with the reason."""
+        """Calls in which it cannot act on operations, each with the reason."""
         return dict(sorted(self.seen.opaque))
 
     @property
     def compiled(self) -> bool:
-        """True if some of the counts were taken while ``torch.compile`` traced, once a trace."""
+        """True if some of the counts are of compiled code, which counts once per compilation."""
         return self.seen.compiled
 
     @property
     def operations_met(self) -> frozenset[str]:
-        """Names of all operations that ran where it acts."""
+        """The names of all operations that ran where the policy acts."""
         seen = self.seen
         return frozenset({*seen.ran, *seen.matched, *seen.without_gradient, *seen.discrete})
 
     @property
     def operations_matched(self) -> int:
-        """How often the rule was put on a call, in all."""
+        """The total number of times that the rule was applied."""
         return sum(self.seen.matched.values())
 
     @property
     def unmet(self) -> tuple[str, ...]:
-        """The operations that should have run and did not."""
+        """The operations that should have run with the rule and did not."""
         excused = {*self.seen.matched, *self.seen.off}
         if "off" in self.seen.forward:
-            # What ran while the policy was inactive need not run while it is active.
+            # Operations that ran while the policy was inactive need not run while it is active.
             excused |= self.seen.ran
         missing = tuple(name for name in self.operations if name not in excused)
         return () if self.any_of and len(missing) < len(self.operations) else missing
 
     @property
     def untouched(self) -> tuple[str, ...]:
-        """The places that a gradient should have crossed and did not."""
+        """The places that a gradient should have reached and did not."""
         seen = self.seen
         acted = any(place in seen.matched for place in self.places)
         return tuple(
@@ -104,11 +104,11 @@ class ReportRow:
         )
 
     def message(self, *, ignore_taken: bool = False, ignore_without_gradient: bool = False) -> str:
-        """Return what to say of what did not happen as it was meant; empty if there is nothing.
+        """Return a message on operations and places where the rule was not applied; empty if there are none.
 
         Args:
-            ignore_taken: Say nothing of operations that an inner override or policy took.
-            ignore_without_gradient: Say nothing of operations and places that ran without a gradient.
+            ignore_taken: Ignore operations on which an inner override or policy acted instead.
+            ignore_without_gradient: Ignore operations and places that ran without a gradient.
         """
         ignored = {*(self.seen.taken if ignore_taken else ())}
         if ignore_without_gradient:
@@ -161,7 +161,7 @@ class ReportRow:
         return parts
 
     def _instead(self, never: list[str]) -> str:
-        """Return what may be meant instead of operations that never ran."""
+        """Return a hint for operations that never ran."""
         ran = self.operations_met
         if any(name in ran for name in never):
             return "it ran only with arguments that make it another operation"
@@ -174,17 +174,17 @@ class ReportRow:
 
 
 def check_operations(row: ReportRow, *, may_get_gradient: bool = False) -> str:
-    """Check, after a step, that operations which a policy names ran where it acts.
+    """Check, after a step, that a policy's operations ran where it acts.
 
     Args:
         row: The policy's row.
-        may_get_gradient: Whether an operation that ran where no gradient is recorded may still get one.
+        may_get_gradient: True if operations that ran where no gradient is recorded may get one later.
 
     Returns:
-        What to say of what did not happen as it was meant; empty if all did.
+        A message on operations and places where the rule was not applied; empty if there are none.
 
     Raises:
-        PolicyError: If none of them ran.
+        PolicyError: If none of the operations ran.
     """
     message, unmet = row.message(), set(row.unmet)
     may_come = may_get_gradient and unmet & row.seen.without_gradient
@@ -196,19 +196,16 @@ def check_operations(row: ReportRow, *, may_get_gradient: bool = False) -> str:
 def report_unmet(
     subject: str, row: ReportRow, *, strict: bool, ignore_without_gradient: bool = False
 ) -> None:
-    """Warn at the end of a block of what did not happen as it was meant.
+    """Warn at the end of a block of operations and places where the rule was not applied.
 
-    Of calls that cannot be seen into, and of lost gradients, warnings were given as they ran; a strict block
-    raises for them too.
-
-    Nothing is said of operations that an inner override or policy took, since that is how these nest; nor
-    while an exception propagates.
+    Calls in which the rule cannot act, and lost gradients, gave warnings before; if strict, they raise here.
+    Operations on which an inner override or policy acted instead are ignored.
 
     Args:
-        subject: Whose block it is, for the message.
-        row: What was to happen, and what did.
-        strict: Raise, instead of giving a warning.
-        ignore_without_gradient: Say nothing of what ran without a gradient.
+        subject: The name of the block, for the message.
+        row: The row of the policy or ``gradient_override``.
+        strict: Raise an error instead of giving a warning.
+        ignore_without_gradient: Ignore operations and places that ran without a gradient.
 
     Raises:
         PolicyError: If ``strict``.
@@ -226,7 +223,7 @@ def report_unmet(
 
 
 def warn_or_raise(subject: str, message: str, *, strict: bool) -> None:
-    """Warn, or raise if strict; not without a message, nor while an exception propagates."""
+    """Give a warning, or raise an error if strict, unless the message is empty or an exception propagates."""
     if not message or sys.exception() is not None:
         return
     if strict:
@@ -236,12 +233,12 @@ def warn_or_raise(subject: str, message: str, *, strict: bool) -> None:
 
 @dataclass(frozen=True)
 class Report(Displayed):
-    """One row per policy. Printing it gives a table."""
+    """A table with a row for each policy."""
 
     rows: tuple[ReportRow, ...]
 
     def __rich__(self) -> "RenderableType":
-        """Render the rows as a table, with a line below for each call that a policy cannot see into."""
+        """Render the rows as a table, followed by a line for each call in which a policy cannot act."""
         from rich.console import Group
         from rich.markup import escape
         from rich.table import Table
@@ -252,7 +249,7 @@ class Report(Displayed):
         for row in self.rows:
             active = "yes" if row.active else "no"
             counts = str(len(row.modules) or "–"), _matched(row), str(len(row.parameters) or "–")
-            # Brackets are of globs, not of rich's markup.
+            # Brackets are part of globs, not of rich's markup.
             table.add_row(*map(escape, (row.name, row.kind, row.where, active, *counts)))
         opaque = (
             escape(f"{row.name}: cannot see into {call}: {reason}")

@@ -1,4 +1,4 @@
-"""Rules in code that ``torch.compile`` traces or ``torch.func`` transforms."""
+"""Support for ``torch.compile`` and ``torch.func``."""
 
 import functools
 import importlib
@@ -17,8 +17,10 @@ from gradpolicy.flow.operation_tables import Function
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
-# Local names: the attribute look-up takes time at every layer.
+# Local names save the attribute lookup at every call. Both are True in compiled code, is_compiling also in
+# non-strict export.
 is_compiling = torch.compiler.is_compiling
+is_traced = torch.compiler.is_dynamo_compiling
 in_functorch = torch._C._are_functorch_transforms_active
 mode_count = torch._C._len_torch_function_stack
 mode_at = torch._C._get_function_stack_at
@@ -34,7 +36,7 @@ _CONSTANTS = (
     functools.partial,
 )
 
-# The operators of tensors that are written in Python, such as that of 1 - x, by their identity.
+# The operators of tensors that are written in Python, such as `__rsub__`, by their id.
 _OPERATORS = {
     str(id(function)): function
     for name, function in vars(Tensor).items()
@@ -43,19 +45,19 @@ _OPERATORS = {
 
 
 def runs_while_tracing(function: AnyFunction) -> AnyFunction:
-    """Mark a function that ``torch.compile`` runs while it traces, with constants as arguments.
+    """Mark a function or method that ``torch.compile`` runs while it traces, with constants as arguments.
 
-    This does what ``torch.compiler.assume_constant_result`` does, without importing the whole compiler.
+    This is ``torch.compiler.assume_constant_result`` without the import of the compiler.
     """
     function.__dict__["_dynamo_marked_constant"] = True
     return function
 
 
 def skip_alone(function: AnyFunction) -> AnyFunction:
-    """Mark a function that the compiler is to trace only where it traces the caller too.
+    """Mark a function that the compiler traces only as part of its caller.
 
-    Where the compiler leaves a caller to eager mode it compiles its callees alone. A function that tests
-    for compiled code would get True there.
+    If a caller cannot be compiled, the compiler compiles its callees separately, and a test for compiled code
+    in them would be True.
     """
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
@@ -65,22 +67,21 @@ def skip_alone(function: AnyFunction) -> AnyFunction:
 
 @skip_alone
 def in_transform() -> bool:
-    """Return True if autograd's nodes are out of reach: under torch.compile, torch.func or forward mode."""
+    """Return True under torch.compile, torch.func or forward mode, where autograd nodes are inaccessible."""
     return is_compiling() or in_functorch() or forward_ad._current_level >= 0
 
 
 def active_modes() -> list[Any]:
-    """Return the modes of this package on this thread, the innermost first."""
+    """Return this package's modes that are active on this thread, innermost first."""
     modes = [mode_at(index) for index in range(mode_count() - 1, -1, -1)]
     return [mode for mode in modes if hasattr(mode, "table")]
 
 
 def show_to_compiler(functions: Collection[Function]) -> None:
-    """Have the compiler show modes the calls of these functions, as eager mode does.
+    """Make the compiler pass calls of these functions to modes, as eager mode does.
 
-    The compiler has a list of its own. Functions in place (``torch.relu_``), ``F.sigmoid``, ``F.tanh``
-    and functions that a user wrote are not on it, and the built-in ``abs`` never reaches modes. Without this
-    the rules on them would be ignored in compiled code.
+    The compiler's own list lacks in-place functions (``torch.relu_``), ``F.sigmoid``, ``F.tanh`` and users'
+    functions, and it never passes the built-in ``abs``. Rules on them would be ignored in compiled code.
     """
     known = get_overridable_functions()["gradpolicy"]
     known.extend(set(functions).difference(known))
@@ -88,7 +89,7 @@ def show_to_compiler(functions: Collection[Function]) -> None:
     if torch.abs in functions or not all(one.__module__.startswith("torch.") for one in in_python):
         importlib.import_module("torch._dynamo")
     if "torch._dynamo" not in sys.modules:
-        # It will read the list when it is imported.
+        # It reads the list when it is imported.
         return
     from torch._dynamo.trace_rules import lookup
     from torch._dynamo.variables import UserFunctionVariable
@@ -98,14 +99,14 @@ def show_to_compiler(functions: Collection[Function]) -> None:
     _show_builtin_abs()
     for function in in_python:
         if lookup(function) is UserFunctionVariable:
-            # The compiler would trace into it, and show modes what it calls.
+            # Otherwise the compiler would trace into it, and pass only the functions that it calls.
             torch.compiler.allow_in_graph(function)
 
 
 def as_in_tables(function: Function) -> Function:
-    """Return a function that the compiler passed to a mode as one that it finds in dicts.
+    """Return a function, as passed to a mode by the compiler, in the form that is found as a key of dicts.
 
-    It does not find the operators that are written in Python.
+    For operators that are written in Python the lookup would fail.
     """
     return _OPERATORS.get(_identity(function), function)
 
@@ -137,7 +138,7 @@ def make_once(maker: Callable[[Any], Any], constants: Any) -> str:
     """Make an object from constants while the compiler traces.
 
     Returns:
-        The name of the object in :data:`MADE`, or the text of the ``PolicyError`` that was raised instead.
+        The name of the object in :data:`MADE`; if a ``PolicyError`` was raised, its message.
     """
     try:
         made = maker(constants)
@@ -149,10 +150,10 @@ def make_once(maker: Callable[[Any], Any], constants: Any) -> str:
 
 
 def check_constant(value: Any) -> None:
-    """Refuse what the compiler cannot pass to :func:`make_once` as a constant.
+    """Check that the compiler can pass a value to :func:`make_once` as a constant.
 
     Raises:
-        PolicyError: For a rule with numbers of its own, or a callable object.
+        PolicyError: For a :class:`Rule` or a callable object.
     """
     if not isinstance(value, _CONSTANTS):
         raise PolicyError(

@@ -1,4 +1,4 @@
-"""The callables that replace modules' ``forward``, and the state that they share."""
+"""The callables that replace the ``forward`` of modules, and their shared state."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -26,18 +26,18 @@ from gradpolicy.flow.dispatch import (
 from gradpolicy.flow.operation_rule import TableRule
 from gradpolicy.flow.parameters import ParameterRules, run_with_rules
 from gradpolicy.flow.rule_state import CallScope, RuleState
-from gradpolicy.flow.tracing import active_modes, in_transform, is_compiling, mode_at, mode_count, skip_alone
+from gradpolicy.flow.tracing import active_modes, in_transform, is_traced, mode_at, mode_count, skip_alone
 
-# Whether each rule is active, and the versions of its changing numbers.
+# For each rule, whether it is active and the versions of its changing parameters.
 Snapshot = tuple[tuple[bool, tuple[int, ...]], ...]
 
 
 class InstallSession:
-    """One installation, and whether its rules are in backward as they were in forward.
+    """The state of an installation, which checks that rules do not change between forward and backward.
 
-    Activation checkpointing runs modules again in the backward pass. If policies were installed, removed or
-    switched meanwhile, that run would silently follow other rules than the first, so the backward pass is
-    refused. Rules on parameters act when gradients arrive, so for them a removal alone is refused.
+    Activation checkpointing recomputes modules in the backward pass. If policies were installed, removed or
+    switched before, the recomputation would use other rules than the forward pass, so this is an error. Rules
+    on parameters act when gradients arrive, so for them only a removal is an error.
 
     Args:
         states: The rules of the installation.
@@ -49,25 +49,25 @@ class InstallSession:
         self.scope = CallScope("the outermost forward", ())
         self.is_installed = True
         self.acts_on_parameters = False
-        # Whether the outermost module runs with gradients now, and whether any module ever ran.
+        # True while the outermost module runs with gradients, and once any module ran.
         self.in_forward = False
         self.has_run = False
-        # Whether modules of the running forward pass will run again in its backward pass.
+        # True if modules of the current forward pass will be recomputed in the backward pass.
         self._runs_again = False
-        # Names of operations that an inner override or policy took.
+        # The names of operations on which an inner override or policy acted instead.
         self.taken: set[str] = set()
-        # The modules that ran with rules on operations inside, but in compiled code.
+        # The modules that ran, in eager mode, with rules on operations inside.
         self.entered: set[str] = set()
 
     def matched_operations(self) -> set[str]:
-        """Return the names of all operations that a rule of the installation was put on."""
+        """Return the names of all operations to which rules of the installation were applied."""
         return {name for state in self.states for name in state.seen.matched}
 
-    def begin_forward(self) -> None:
-        """Note that the outermost module starts to run with gradients.
+    def start_forward(self) -> None:
+        """Start the forward pass of the outermost module, with gradients.
 
         Raises:
-            PolicyError: If it runs for a backward pass whose forward pass ran before the installation.
+            PolicyError: If it is a recomputation, and the policies were installed after the forward pass.
         """
         if not self.has_run and torch._C._current_graph_task_id() != -1:
             raise _changed("put on")
@@ -76,22 +76,22 @@ class InstallSession:
             state.note_forward()
 
     def note_checkpoint(self) -> None:
-        """Note in a module whether a checkpoint will run it again in the backward pass.
+        """Record if a checkpoint will recompute the running module in the backward pass.
 
-        A non-reentrant checkpoint, with gradients, only restores saved tensors. Rules that read nothing save
-        none, so a second run without them gives the same, or torch finds another number of tensors and says
-        so.
+        A non-reentrant checkpoint, where gradients are enabled, only recomputes saved tensors. Rules that
+        read no tensors save none, so a recomputation without them gives the same tensors, or torch raises an
+        error for another number of them.
         """
         has_gradients = torch.is_grad_enabled()
         if not self.in_forward and not has_gradients:
-            # A reentrant checkpoint may stand around the outermost module.
+            # There may be a reentrant checkpoint around the outermost module.
             self.has_run = True
         elif not self._runs_again:
             reads = any(state.rule.reads and not state.filters for state in self.states)
             self._runs_again = (reads or not has_gradients) and checkpoints_above() > 0
 
     def end_forward(self, result: Any) -> None:
-        """Note that the outermost module has run; the backward pass of its result checks the rules."""
+        """End the forward pass of the outermost module, and check the rules in the backward pass."""
         runs_again, self._runs_again, self.in_forward = self._runs_again, False, False
         if not (runs_again or self.acts_on_parameters):
             return
@@ -126,14 +126,13 @@ def _changed(how: str) -> PolicyError:
     )
 
 
-# By these names, since a look-up of torch._C._… takes time at every layer.
-_is_traced = torch.compiler.is_dynamo_compiling
+# A local name saves the attribute lookup at every call.
 _is_exporting = torch.compiler.is_exporting
 _RELU = nn.ReLU.forward
 
 
 class InstallMode(DispatchMode):
-    """The mode of one installation on one thread. Modules change its table."""
+    """The mode of an installation on a thread. Its table is that of the running module."""
 
     def __init__(self, session: InstallSession, table: DispatchTable) -> None:
         super().__init__(table, session.taken)
@@ -141,9 +140,9 @@ class InstallMode(DispatchMode):
         self.has_graph = has_graph()
 
     def check_recomputation(self, rule: TableRule) -> None:
-        """Refuse an operation that a checkpoint would run again outside of the wrapped forward.
+        """Raise an error if a checkpoint would recompute an operation outside of the wrapped forward.
 
-        A rule for some calls depends on the whole forward in which they are counted.
+        With ``calls=`` it would have to recompute the whole forward in which calls are counted.
         """
         entered = CallScope.run if rule.state.calls else WrappedForward._forward
         if self.has_graph and checkpoints_above(entered_by=entered.__code__):
@@ -151,24 +150,24 @@ class InstallMode(DispatchMode):
 
 
 class WrappedForward:
-    """Runs a module's own forward with the rules inside it, at its boundary and on its parameters.
+    """Runs a module's forward with the rules on its operations, boundary and parameters.
 
-    It stands in the module's ``__dict__``, and can be pickled and copied: a copied module gets a copy of it
-    that runs the copy's weights.
+    It is an entry of the module's ``__dict__``, and can be pickled and copied: the copy of a module has a
+    copy that uses the copy's weights.
 
     Args:
         module: The module.
-        method: The method that it stands for, usually ``"forward"``.
+        method: The method that is replaced, usually ``"forward"``.
         session: The installation.
         name: The module's name.
         table: The rules on operations inside the module.
         entering: The rules at the module's input.
-        leaving: The rules at its output.
+        leaving: The rules at the module's output.
         through: The rules across the module.
-        scope: Counts calls of operations inside, for rules on some of them.
-        parameter_rules: The rules on its parameters; for the whole model, those on all parameters.
-        signature: The forward's parameters, if a rule at the module asks for the call.
-        is_counted: Whether a rule at the module is for some of its calls only.
+        scope: The counts of calls of operations inside the module, for policies with ``calls=``.
+        parameter_rules: The rules on the module's parameters; for the whole model, on all parameters.
+        signature: The signature of the forward, if a rule at the module has a keyword ``call``.
+        is_counted: True if a policy with ``calls=`` counts the module's calls.
     """
 
     def __init__(
@@ -199,7 +198,7 @@ class WrappedForward:
         self.parameter_rules = tuple(parameter_rules)
         self.signature = signature
         self.is_counted = is_counted
-        # What stood in the module's own __dict__ before: another tool's wrapper, or nothing.
+        # The previous entry of the module's __dict__, such as the wrapper of another library.
         self.inner: Callable | None = module.__dict__.get(method)
         # The class of a traced module has no forward of its own.
         self.is_script = isinstance(module, torch.jit.ScriptModule)
@@ -210,7 +209,7 @@ class WrappedForward:
 
     @property
     def __wrapped__(self) -> Callable:
-        """The forward that this stands for. ``inspect.signature`` and Lightning look for it here."""
+        """The forward that is replaced, for ``inspect.signature`` and Lightning."""
         if self.inner is not None:
             return self.inner
         if self.is_script:
@@ -219,22 +218,22 @@ class WrappedForward:
 
     @property
     def __code__(self) -> CodeType:
-        """The code of the forward, by which torch.export names where its inputs come from."""
+        """The code of the forward, from which torch.export takes the names of its inputs."""
         return self.__wrapped__.__code__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward."""
         mode = mode_at(mode_count() - 1) if self.adds_nothing and mode_count() else None
         if mode is not None and getattr(mode, "table", None) is self.table and not may_be_recomputed():
-            # What runs around this forward has the same rules.
-            if not _is_traced():
+            # The rules are already active, in the module around this one.
+            if not is_traced():
                 return self._run_in_mode(mode, args, kwargs)
         elif self.is_script or not _is_exporting():
             if self.parameter_rules:
                 return run_with_rules(self.parameter_rules, self._run_in_session, args, kwargs)
             return self._run_in_session(args, kwargs)
-        # An exported program has no place for rules: it gets the plain forward, with the plain gradient.
-        # As _forward does: the compiler gives up where calls are nested too deeply.
+        # An exported program cannot have rules, so it gets the plain forward, without a call of _forward,
+        # since the compiler limits the depth of nested calls.
         if self.inner is not None or self.is_script:
             return self.__wrapped__(*args, **kwargs)
         return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
@@ -245,11 +244,11 @@ class WrappedForward:
         return next((mode for mode in own if mode.session is self.session), None)
 
     def put_on(self) -> None:
-        """Take the place of the forward."""
+        """Replace the forward."""
         self.module.__dict__[self.method] = self
 
     def take_off(self) -> None:
-        """Return the forward its place back, also from inside wrappers that were put on later."""
+        """Restore the forward, also if other installations wrapped it later."""
         outer = self.module.__dict__.get(self.method)
         if outer is self:
             if self.inner is None:
@@ -262,7 +261,7 @@ class WrappedForward:
                 outer.inner = self.inner
                 return
             outer = outer.inner
-        # Another tool wrapped this wrapper and keeps it. It can only stop having an effect.
+        # Another library has a reference to this wrapper, which can only be disabled.
         self.table = self.entering = self.leaving = self.through = None
         self.adds_nothing = False
         warn_user(
@@ -283,7 +282,7 @@ class WrappedForward:
         return self._run_within_boundaries(args, kwargs)
 
     def _run_outermost(self, args: tuple, kwargs: dict) -> Any:
-        self.session.begin_forward()
+        self.session.start_forward()
         result = None
         try:
             result = self.session.scope.run(self._run_within_boundaries, args, kwargs)
@@ -311,10 +310,10 @@ class WrappedForward:
 
     @skip_alone
     def _check_countable(self) -> None:
-        """Refuse to count calls of the module where they cannot be counted.
+        """Check that calls of the module can be counted.
 
         Raises:
-            PolicyError: Without fullgraph the compiler then leaves the module to eager mode.
+            PolicyError: If they cannot. Without fullgraph, the compiler then runs the module in eager mode.
         """
         where = ""
         if in_transform():
@@ -344,8 +343,8 @@ class WrappedForward:
             mode.table = outer_table
 
     def _run_in_mode(self, mode: DispatchMode, args: tuple, kwargs: dict) -> Any:
-        # Compiled code is not to depend on the name, so that it serves all modules of a class.
-        if is_compiling():
+        # Compiled code must not depend on the name, so that all modules of a class share it.
+        if is_traced():
             return self._run_in_scope(args, kwargs)
         self.session.entered.add(self.name)
         outer_module, mode.module = mode.module, self.name
@@ -362,7 +361,7 @@ class WrappedForward:
         )
 
     def _call_relu(self, mode: DispatchMode, args: tuple, kwargs: dict) -> Any:
-        """Hand the call of a ReLU to the mode: the way through torch takes longer than a small ReLU."""
+        """Call the mode directly: the dispatch of ``F.relu`` in Python takes longer than a small ReLU."""
         _pop_mode()
         try:
             return mode.__torch_function__(F.relu, (), args, {**kwargs, "inplace": self.module.inplace})
