@@ -17,6 +17,7 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.flow.bound_rule import BoundRule
 from gradpolicy.flow.containers import rebuilt_sequence
 from gradpolicy.flow.tracing import in_functorch, in_transform, is_compiling, skip_alone
+from gradpolicy.rules.routing import is_differentiable
 
 
 class ReplaceGradient(Function):
@@ -175,11 +176,6 @@ class AdoptHistory(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         """Pass the gradient to the alias."""
         return None, grad
-
-
-def is_differentiable(value: Any) -> bool:
-    """Return True for a floating-point or complex tensor."""
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 @skip_alone

@@ -10,7 +10,7 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.flow.rule_state import RuleState
 from gradpolicy.flow.tracing import is_traced
 from gradpolicy.rules.registry import Call
-from gradpolicy.rules.routing import broadcasts, first_index
+from gradpolicy.rules.routing import broadcasts, first_index, is_differentiable
 
 # A local name saves the attribute lookup at every call.
 _without_modes = torch._C.DisableTorchFunction
@@ -174,7 +174,7 @@ class BoundRule:
         wrong = ""
         if not isinstance(gradient, Tensor):
             wrong = f"{_kind(gradient)} as gradient {number}; it must be a tensor"
-        elif not (gradient.is_floating_point() or gradient.is_complex()):
+        elif not is_differentiable(gradient):
             wrong = f"gradient {number} in {gradient.dtype}; it must be floating-point"
         elif gradient.is_complex() and not tensor.is_complex():
             wrong = f"a complex gradient {number} for an input in {tensor.dtype}"

@@ -15,7 +15,6 @@ from gradpolicy.flow.autograd_functions import (
     AddPath,
     AdoptHistory,
     insert_rule,
-    is_differentiable,
     may_have_gradient,
     replace_gradient,
     run_function,
@@ -26,6 +25,7 @@ from gradpolicy.flow.locations import RulePlacement, place_at
 from gradpolicy.flow.rule_state import RuleState
 from gradpolicy.flow.tracing import in_transform
 from gradpolicy.rules.registry import Call
+from gradpolicy.rules.routing import is_differentiable
 
 # The arguments of a module's forward by parameter name; None if no rule has a keyword `call`.
 Arguments = Mapping[str, Any] | None

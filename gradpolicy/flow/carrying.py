@@ -24,6 +24,7 @@ from gradpolicy.flow.operation_tables import Function
 from gradpolicy.flow.operations import name_of, resolve_operation, spelling_of
 from gradpolicy.flow.rule_state import RuleState
 from gradpolicy.flow.tracing import in_transform, is_traced
+from gradpolicy.rules.routing import is_differentiable
 
 _NAME = "_gradpolicy_path"
 
@@ -97,7 +98,7 @@ class GradientPath:
 
 def is_discrete(value: Any) -> bool:
     """Return True for a bool or integer tensor."""
-    return isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+    return isinstance(value, Tensor) and not is_differentiable(value)
 
 
 def has_paths() -> bool:

@@ -336,7 +336,7 @@ def as_floating_point(values: Any, inputs: Sequence[Tensor]) -> Any:
 
     Otherwise it could not have a gradient. Other values are returned unchanged.
     """
-    if not isinstance(values, Tensor) or values.is_floating_point() or values.is_complex():
+    if not is_discrete(values):
         return values
     dtype = next((tensor.dtype for tensor in inputs if tensor.is_floating_point()), torch.get_default_dtype())
     return values.to(dtype)

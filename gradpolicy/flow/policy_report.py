@@ -65,8 +65,8 @@ class ReportRow:
 
     @property
     def compiled(self) -> bool:
-        """True if some of the counts are of compiled code, which counts once per compilation."""
-        return self.seen.compiled
+        """True if the counts include compiled code, which is counted once per compilation."""
+        return "compiled" in self.seen.forward
 
     @property
     def operations_met(self) -> frozenset[str]:

@@ -70,8 +70,6 @@ class RuleState:
 
     def note_forward(self) -> None:
         """Record that a forward pass with gradients runs."""
-        if is_compiling():
-            self.note("forward", "compiled")
         self.note("forward", "on" if self.active else "off")
 
     def note_lost(self, operation: str, function: str, is_index: bool) -> None:

@@ -69,8 +69,7 @@ class Seen:
         opaque: Pairs of a call within which the rule cannot act and the reason.
         taken: The operations on which an inner override or policy acted instead.
         forward: ``"on"`` and ``"off"`` if a forward pass ran while the rule was active or inactive, and
-            ``"compiled"`` if one was compiled.
-        compiled: True if compiled code applied the rule, which is counted once per compilation.
+            ``"compiled"`` if code was compiled, which is counted once per compilation.
         calls: The number of calls of each operation or module in the current forward, for policies with
             ``calls=``; None outside of the forward.
         norms: Gradient norms before and after the rule; None if they are not measured.
@@ -86,7 +85,6 @@ class Seen:
     opaque: set[tuple[str, str]] = field(default_factory=set)
     taken: set[str] = field(default_factory=set)
     forward: set[str] = field(default_factory=set)
-    compiled: bool = False
     calls: dict[str, int | None] = field(default_factory=dict)
     norms: GradientNorms | None = None
     observer: FlowObserver | None = None
@@ -101,10 +99,11 @@ class Seen:
 
         In compiled code this runs once, while the code is traced.
         """
+        if is_traced:
+            self.forward.add("compiled")
         if kind == "matched":
             count = self.matched[item] = self.matched.get(item, 0) + 1
             is_new = count == 1
-            self.compiled |= is_traced
             Seen.uses += not is_traced
         else:
             items: set = getattr(self, kind)

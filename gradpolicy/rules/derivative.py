@@ -11,6 +11,7 @@ from torch.overrides import get_testing_overrides
 from gradpolicy.errors import PolicyError, shown
 from gradpolicy.imports import import_by_name, is_allowed, is_limited, not_allowed
 from gradpolicy.rules.registry import Call, Inputs, Rule
+from gradpolicy.rules.routing import is_differentiable
 
 
 class Derivative:
@@ -37,7 +38,7 @@ class Derivative:
         """
         function = functools.partial(self.function, **parameters) if parameters else self.function
         given = inputs[: self._accepted(function, inputs)]
-        places = [place for place, tensor in enumerate(given) if _is_differentiable(tensor)]
+        places = [place for place, tensor in enumerate(given) if is_differentiable(tensor)]
 
         def of_these(*tensors: Tensor) -> Tensor:
             values = list(given)
@@ -149,7 +150,3 @@ def _imported(path: str) -> Any:
 def _computes_on_tensors(found: Any) -> bool:
     """Return True if the object is a torch function of tensors, that is one that subclasses may override."""
     return any(found is function for function in get_testing_overrides())
-
-
-def _is_differentiable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()

@@ -12,10 +12,15 @@ from gradpolicy.rules.registry import Inputs
 Number = float | Tensor
 
 
+def is_differentiable(value: Any) -> bool:
+    """Return True for a floating-point or complex tensor."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
 def first_index(inputs: Inputs) -> int:
     """Return the index of the first floating-point or complex input; 0 if there is none."""
     for index, tensor in enumerate(inputs):
-        if tensor.is_floating_point() or tensor.is_complex():
+        if is_differentiable(tensor):
             return index
     return 0
 
@@ -64,7 +69,7 @@ def check_above_zero(rule_name: str, key: str, number: Any) -> None:
 
 def zeros_for(tensor: Tensor) -> Tensor | None:
     """Return a gradient of exact zeros for a tensor; None for one that cannot have a gradient."""
-    return torch.zeros_like(tensor) if tensor.is_floating_point() or tensor.is_complex() else None
+    return torch.zeros_like(tensor) if is_differentiable(tensor) else None
 
 
 def broadcasts(small: torch.Size, large: torch.Size) -> bool:
