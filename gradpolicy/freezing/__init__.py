@@ -1,4 +1,4 @@
-"""Freeze policies over time: masks at each step, and what the backward pass skips."""
+"""Freeze policies during training: the masks of each step, and gradients that are not computed."""
 
 from gradpolicy.freezing.freezer import Freezer
 

@@ -26,16 +26,16 @@ MaskPolicy = TypeVar("MaskPolicy", Freeze, ForwardMask)
 
 @dataclass(eq=False)
 class BoundPolicy(Generic[MaskPolicy]):
-    """A policy with the parameters that it matches and the masks that its source last gave.
+    """A policy with its parameters and the current masks of its source.
 
     Attributes:
         name: The policy's name.
         policy: The policy; its mask source is set up on the parameters.
         parameters: The parameters by name.
-        masks: The masks that the source last gave, one for each parameter.
-        in_effect: True if the policy's ``when`` lets it act in this step.
-        period: The period of the source's timetable that the masks are of.
-        observed: The ids of the optimizers whose gradients the source got in this step.
+        masks: The current masks by parameter name.
+        in_effect: True if the policy is active in the current step.
+        period: The period of the source's timetable to which the masks belong.
+        observed: The ids of the optimizers whose gradients the source got in the current step.
     """
 
     name: str
@@ -54,13 +54,13 @@ class BoundPolicy(Generic[MaskPolicy]):
     def update(
         self, step: int, epoch: int, phase: str, whole: Callable[[], AbstractContextManager[None]]
     ) -> set[str]:
-        """Ask the source for new masks where its timetable allows a change.
+        """Get new masks from the source if its timetable allows a change.
 
         Args:
-            step: Effective optimizer steps taken so far.
-            epoch: Epochs completed so far.
+            step: The number of effective optimizer steps so far.
+            epoch: The number of completed epochs.
             phase: The current phase.
-            whole: Has the source see whole weights, where forward passes see masked ones.
+            whole: A context manager in which weights that are masked in the forward pass are whole.
 
         Returns:
             The names of the parameters whose mask has changed.
@@ -70,7 +70,7 @@ class BoundPolicy(Generic[MaskPolicy]):
         if not self.in_effect:
             return set(self.parameters) if before else set()
         period = self.source.period(step, epoch)
-        # Within an epoch that is due, a source is asked once.
+        # A timetable in epochs allows one change per epoch.
         due = self.source.timetable.unit == "step" and self.source.due(step, epoch)
         if before and period == self.period and not due and not self.source.overdue(step, epoch):
             return set()
@@ -80,15 +80,15 @@ class BoundPolicy(Generic[MaskPolicy]):
         return {name for name in self.parameters if not before or not same_mask(old[name], self.masks[name])}
 
     def gradient_names(self, step: int, epoch: int) -> set[str]:
-        """Return the parameters whose gradients the source needs in this step."""
+        """Return the names of parameters whose gradients the source needs in the current step."""
         return self.source.gradient_names(step, epoch) if self.in_effect else set()
 
     def show(self, gradients: Mapping[str, Tensor], optimizer: int) -> None:
-        """Give the source gradients of this step; those of several optimizers belong to one step.
+        """Pass gradients of the current step to the source. Several optimizers may have a part of them each.
 
         Args:
-            gradients: By parameter name.
-            optimizer: The optimizer's id.
+            gradients: The gradients by parameter name.
+            optimizer: The id of the optimizer.
         """
         if self.observed and optimizer not in self.observed:
             self.source.observe_more(gradients)
@@ -98,22 +98,22 @@ class BoundPolicy(Generic[MaskPolicy]):
         self.observed.add(optimizer)
 
     def frozen_tensors(self) -> set[str]:
-        """Return the parameters without an active entry, now or at some time that is known beforehand."""
+        """Return the names of parameters without an active entry, now or at a scheduled time."""
         idle = {name for name, m in self.masks.items() if not active_entries(m, self.parameters[name].shape)}
         return idle | self.source.may_freeze()
 
     def identity(self) -> str:
-        """Return what a saved state must have in common: the kind of the source, and the parameters."""
+        """Return a string by which saved states are compared: the source's class and the parameters."""
         return f"{type(self.source.original).__name__} {derive(*self.parameters):016x}"
 
     def mask_state(self) -> dict[str, Any] | None:
-        """Return the masks in force and their period; None without any, or if the source can repeat them."""
+        """Return the current masks and their period; None if the source can repeat them, or without masks."""
         if self.source.repeats_masks or not self.in_effect:
             return None
         return {"period": self.period, "masks": {name: mask_to_state(m) for name, m in self.masks.items()}}
 
     def load_mask_state(self, state: Mapping[str, Any] | None) -> None:
-        """Load what :meth:`mask_state` returned; without it, the source is asked at the next step."""
+        """Load the result of :meth:`mask_state`; if None, the source returns masks at the next step."""
         self.period, self.in_effect = None, False
         if state is not None:
             devices = {name: parameter.device for name, parameter in self.parameters.items()}
@@ -124,7 +124,7 @@ class BoundPolicy(Generic[MaskPolicy]):
         """Return a mask for each parameter.
 
         Raises:
-            PolicyError: If a mask does not fit, or is of another parameter.
+            PolicyError: If a mask has the wrong shape, or belongs to another parameter.
         """
         for name in given:
             if name not in self.parameters:
@@ -137,9 +137,9 @@ class BoundPolicy(Generic[MaskPolicy]):
         }
 
     def _copied(self, masks: Mapping[str, Mask]) -> dict[str, Mask]:
-        """Return the masks with tensors copied, since a source may go on writing to those that it gave.
+        """Return the masks with tensors copied, since a source may modify the tensors that it returned.
 
-        A tensor that is equal to the one before is kept, so that it counts as the same mask.
+        A tensor that equals the previous mask is replaced by that, so that it counts as the same mask.
         """
         if isinstance(self.source, StaticSource):
             return dict(masks)
@@ -154,7 +154,7 @@ class BoundPolicy(Generic[MaskPolicy]):
 
 
 def _as_flag(mask: Mask) -> Mask:
-    """Return one flag for the whole tensor as a bool, which can be compared and spares the backward pass."""
+    """Convert a mask with a single flag to a bool, with which the backward pass can be skipped."""
     if isinstance(mask, RandomMask) and mask.level == "tensor":
         return bool(mask.materialize(()))
     return bool(mask) if isinstance(mask, Tensor) and mask.numel() == 1 else mask

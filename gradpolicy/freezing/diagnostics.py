@@ -1,4 +1,4 @@
-"""Warnings of tensors that train without a gradient, and of what moves in frozen modules."""
+"""Warnings of active tensors without a gradient, and of buffers and dropout in frozen modules."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
@@ -11,9 +11,9 @@ from gradpolicy.freezing.still import drops
 from gradpolicy.where import plain_name
 
 MOST_UPDATES = 100
-"""Updates after which a tensor without a gradient is reported, if it does not freeze before."""
+"""The number of updates without a gradient after which a tensor is reported."""
 LEAST_UPDATES = 2
-"""Updates that are enough if it does: in a single one, its branch of the model may not have been taken."""
+"""The same for a tensor that freezes. More than one, since a single forward pass may skip a branch."""
 
 _NO_GRADIENT = (
     "no gradient gets there: no loss depends on it, something else turned requires_grad off, or code was "
@@ -26,11 +26,11 @@ _ONLY_ZEROS = (
 
 
 class MissingGradients:
-    """Finds tensors that should train and never get a gradient, or only zeros.
+    """Finds active tensors that never get a gradient, or only zeros.
 
-    A tensor is reported when it freezes or training ends, if it got none in the updates before; and after
-    :data:`MOST_UPDATES` updates without one. Only tensors without a gradient so far are inspected, so that a
-    step costs next to nothing.
+    A tensor is reported after :data:`MOST_UPDATES` updates without a gradient, or when it freezes or training
+    ends, if it had none before. Only tensors without a gradient so far are inspected, so that the cost per
+    step is negligible.
 
     Example:
         >>> import torch
@@ -44,35 +44,35 @@ class MissingGradients:
     """
 
     def __init__(self) -> None:
-        # How many updates each has had without a gradient. Those that got one are not here.
+        # The number of updates without a gradient, for tensors that have had none so far.
         self._without: dict[str, int] = {}
         self._training: set[str] = set()
         self._reported: set[str] = set()
-        # Those that got a gradient, but zeros alone.
+        # Tensors whose gradients had only zeros.
         self._zeros: set[str] = set()
         self._updates = 0
 
     def follow(self, training: Collection[str]) -> list[str]:
-        """Take the names of the tensors that train from now on.
+        """Set the names of the active tensors.
 
         Returns:
-            The names of those that no longer do, and got no gradient while they did.
+            The names of tensors that are no longer active, and had no gradient while they were.
         """
         before, self._training = self._training, set(training)
         self._expect(self._training - before)
         return self._found(before - self._training, LEAST_UPDATES)
 
     def note(self, name: str, gradient: Tensor) -> None:
-        """Take a gradient that is masked before :meth:`update` gets it."""
+        """Record a gradient that is masked before :meth:`update`."""
         if name in self._without and _trains_by(gradient):
             del self._without[name]
             self._zeros.discard(name)
 
     def update(self, parameters: Mapping[str, Tensor]) -> list[str]:
-        """Inspect the gradients of some parameters, before those of frozen entries are removed.
+        """Inspect the gradients of parameters, before they are masked.
 
         Returns:
-            The names of those that got none in :data:`MOST_UPDATES` updates.
+            The names of parameters that had no gradient in :data:`MOST_UPDATES` updates.
         """
         for name in self._without.keys() & self._training & parameters.keys():
             gradient = parameters[name].grad
@@ -86,7 +86,7 @@ class MissingGradients:
         return self._found(self._training, MOST_UPDATES)
 
     def finish(self) -> list[str]:
-        """Return the names of those that got no gradient up to the end of training."""
+        """Return the names of active tensors without a gradient at the end of training."""
         found = self._found(self._training, LEAST_UPDATES)
         self._without, self._training = {}, set()
         return found
@@ -95,7 +95,7 @@ class MissingGradients:
         """Yield a warning for each policy and reason.
 
         Args:
-            names: Tensors that were found.
+            names: The names of tensors without a gradient.
             policy_of: The first policy of each tensor, in the order of the model.
         """
         alike: dict[tuple[str, str], list[str]] = {}
@@ -112,7 +112,7 @@ class MissingGradients:
                 self._without.setdefault(name, 0)
 
     def _found(self, names: Collection[str], least: int) -> list[str]:
-        """Return the names of those without a gradient in so many updates, each once."""
+        """Return tensors without a gradient in at least this number of updates. Each is returned once."""
         found = [name for name, count in self._without.items() if name in names and count >= least]
         for name in found:
             del self._without[name]
@@ -121,13 +121,13 @@ class MissingGradients:
 
 
 def _trains_by(gradient: Tensor) -> bool:
-    """Return True for a gradient with an entry other than 0; of shards and sparse gradients, for any."""
+    """Return True for a gradient with an entry other than 0, and for all shards and sparse gradients."""
     if isinstance(gradient, DTensor) or gradient.layout != torch.strided or gradient.is_meta:
         return True
     return bool(gradient.any())
 
 
-# ---- what moves in frozen modules
+# ---- buffers and dropout in frozen modules
 
 DROPOUT = "dropout"
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -139,7 +139,7 @@ def copy_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def changed_buffers(before: Mapping[str, Tensor], model: nn.Module) -> dict[str, list[str]]:
-    """Return the buffers that have changed since they were copied, by the module that holds them."""
+    """Return the names of buffers that have changed since they were copied, by module."""
     changed: dict[str, list[str]] = {}
     for raw_name, buffer in model.named_buffers():
         earlier = before.get(raw_name)
@@ -150,7 +150,7 @@ def changed_buffers(before: Mapping[str, Tensor], model: nn.Module) -> dict[str,
 
 
 def moving_parts(before: Mapping[str, Tensor], model: nn.Module) -> dict[str, list[str]]:
-    """Return what moves beside parameters, by module: buffers that have changed, and dropout."""
+    """Return the names of changed buffers, and ``"dropout"``, by module."""
     moving = changed_buffers(before, model)
     for raw_name, module in model.named_modules():
         if drops(module):
@@ -164,13 +164,13 @@ def moving_warnings(
     parameters: Iterable[str],
     buffers: Mapping[str, str],
 ) -> Iterator[str]:
-    """Yield lines for each freeze policy under which a module's parameters freeze and something else moves.
+    """Yield a line for each freeze policy that freezes modules whose buffers change or which have dropout.
 
     Args:
-        frozen: For each policy, the parameters that it freezes as a whole, now or at some time.
-        moving: What moves in a training step in which nothing is kept still, by module.
+        frozen: For each policy, the parameters that it freezes as a whole, now or later.
+        moving: The result of :func:`moving_parts` for a training step without held modules.
         parameters: The names of all parameters that train or that a policy freezes.
-        buffers: What each policy wants of buffers: "move", "hold" or "eval".
+        buffers: The argument ``buffers`` of each policy: "move", "hold" or "eval".
     """
     names = list(parameters)
     own = {module: set(_own_parameters(module, names)) for module in moving}
@@ -199,7 +199,7 @@ def moving_warnings(
 
 
 def _own_parameters(module: str, names: list[str]) -> list[str]:
-    """Return the parameters of a module, or of the nearest one around it that has any."""
+    """Return the parameters of a module, or of the nearest ancestor that has any."""
     while True:
         own = [name for name in names if not module or name.startswith(f"{module}.")]
         if own or not module:

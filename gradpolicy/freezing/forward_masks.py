@@ -1,4 +1,4 @@
-"""Weights of which the forward pass sees a part, while all of them train."""
+"""Masked weights in the forward pass, with dense gradients."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,20 +16,20 @@ from gradpolicy.where import pick
 
 
 class ForwardMasks:
-    """Runs policies that mask weights in the forward pass.
+    """Applies policies that mask weights in the forward pass.
 
-    Between updates a parameter holds its masked values, which any use of it sees: tied weights, functions of
-    the weights, evaluation, a state_dict, an export. The gradient is that of the masked weights, and dense.
-    The whole weights are put back for the time of an update, and while mask sources look at them.
+    Between updates a parameter has its masked values, for tied weights, functions of the weights, evaluation,
+    state_dicts and exports alike. The gradient is that of the masked weights, and is dense. The whole weights
+    are restored during updates, and while mask sources read them.
 
     Args:
         model: The model.
         policies: The policies by name.
         named: The model's parameters by name.
-        seed: Seeds the mask sources that have no seed of their own.
+        seed: The seed of mask sources without their own seed.
 
     Attributes:
-        parameters: The parameters that policies match, by name.
+        parameters: The parameters that match any policy, by name.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ForwardMasks:
             self._policies[name] = BoundPolicy(name, policy, matched)
         self.parameters = {name: p for each in self._policies.values() for name, p in each.parameters.items()}
         self._masks: dict[str, Mask] = {}
-        # The whole weights and the masks of this process's parts, where a parameter is masked.
+        # The whole weights and the masks of masked parameters, or of this process's shards of them.
         self._whole: dict[str, Tensor] = {}
         self._active: dict[str, Tensor] = {}
         self._loaded: dict[str, Tensor] = {}
@@ -61,7 +61,7 @@ class ForwardMasks:
         return list(self._policies)
 
     def gradient_names(self, step: int, epoch: int) -> set[str]:
-        """Return the parameters whose whole gradients are needed: by sources, or to decay."""
+        """Return the names of parameters whose whole gradients are needed, by sources or for the decay."""
         names: set[str] = set()
         for each in self._policies.values():
             names |= each.gradient_names(step, epoch)
@@ -70,10 +70,10 @@ class ForwardMasks:
 
     @contextmanager
     def whole(self, parameters: Collection[Tensor] | None = None) -> Iterator[None]:
-        """Put the whole weights in the place of the masked ones, for as long as the block lasts.
+        """Restore the whole weights within the block.
 
         Args:
-            parameters: Of which parameters; None: of all.
+            parameters: The parameters; None means all parameters.
         """
         names = [
             name
@@ -96,10 +96,11 @@ class ForwardMasks:
         """Mask the weights for the forward passes of an effective step.
 
         Args:
-            step: Effective optimizer steps taken so far.
-            epoch: Epochs completed so far.
+            step: The number of effective optimizer steps so far.
+            epoch: The number of completed epochs.
             phase: The current phase.
-            before: Is called with the names of parameters whose masked values are about to change.
+            before: A function that is called with the names of parameters whose masked values are about to
+                change.
 
         Returns:
             These names.
@@ -123,7 +124,7 @@ class ForwardMasks:
         return changed
 
     def observe(self, held: Collection[Tensor], optimizer: int, now: tuple[int, int]) -> None:
-        """Show sources the gradients of the parameters that an optimizer holds."""
+        """Pass the gradients of an optimizer's parameters to the sources."""
         for each in self._policies.values():
             wanted = each.gradient_names(*now)
             gradients = {
@@ -135,7 +136,7 @@ class ForwardMasks:
                 each.show(gradients, optimizer)
 
     def decay(self, held: Collection[Tensor]) -> None:
-        """Add the decay of entries that the forward pass does not see to their gradients."""
+        """Add the decay of masked entries to their gradients."""
         for each in self._policies.values():
             for name, parameter in each.parameters.items() if self._decay(each) else ():
                 if name in self._whole and parameter in held and parameter.grad is not None:
@@ -143,7 +144,7 @@ class ForwardMasks:
                     local_shard(parameter.grad).add_(hidden, alpha=self._decay(each))
 
     def release(self) -> None:
-        """Take the policies off; the parameters keep their masked values."""
+        """Remove the policies. The parameters keep their masked values."""
         for each in self._policies.values():
             each.source.release()
             each.source.model = None
@@ -151,7 +152,7 @@ class ForwardMasks:
             self._forget(name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the sources, and the whole weights where a parameter is masked."""
+        """Return the state of the sources, and the whole weights of masked parameters."""
         with self.whole():
             whole = {name: full_tensor(self.parameters[name].detach()).clone() for name in self._whole}
         states = {name: each.mask_state() for name, each in self._policies.items()}
@@ -162,7 +163,7 @@ class ForwardMasks:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned; the weights are set at the next step."""
+        """Load the result of :meth:`state_dict`. The weights are set at the next step."""
         for name, each in self._policies.items():
             if name in state.get("sources", {}):
                 each.source.load_state_dict(state["sources"][name])

@@ -1,4 +1,4 @@
-"""The engine of policies in the optimizer: masks and rates, set at each step."""
+"""The ``Freezer``, which sets masks and settings in the optimizers at each step."""
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
@@ -27,45 +27,46 @@ from gradpolicy.where import named_parameters, pick
 
 
 class MaskObserver(Protocol):
-    """Is called when masks change, if it is among :attr:`Freezer.observers`."""
+    """An object in :attr:`Freezer.observers`, which is called when masks change."""
 
     def before_masks(self, names: Collection[str]) -> None:
-        """Masks of these parameters are about to be set, some perhaps as they were."""
+        """Handle parameters whose masks are about to be set, possibly to the same values."""
 
     def after_masks(self, names: Collection[str]) -> None:
-        """They are set, and sources have written to the weights what the masks demand."""
+        """Handle parameters whose masks are set, after sources have modified the weights."""
 
 
 class Freezer:
-    """Runs the policies that act in the optimizer: freeze policies, and rates.
+    """Applies the policies that act in the optimizer: freeze policies and rates.
 
-    A training loop calls, for each effective step, :meth:`begin_step` before the first forward pass, and
-    :meth:`observe` between backward pass and clipping. Masks and settings change in :meth:`begin_step` only,
-    and only when the count of effective steps has increased: never within a window of accumulated batches,
-    never after a skipped step.
+    For each effective step a training loop calls :meth:`begin_step` before the first forward pass, and
+    :meth:`observe` between the backward pass and clipping. Masks and settings change only in
+    :meth:`begin_step`, and only if the number of effective steps has increased, so not while gradients are
+    accumulated nor after a skipped step.
 
-    A warning names a tensor that policies let train and that gets no gradient, or only zeros, until it
-    freezes again or training ends, or for 100 updates.
+    A warning names an active tensor that gets no gradient, or only zeros, until it freezes or training ends,
+    or for 100 updates.
 
     Args:
         model: The model.
         optimizers: The optimizers of its parameters.
         policies: The freeze policies by name.
-        rates: The policies that set learning rates of single parameters, by name.
-        seed: Seeds the mask sources that have no seed of their own.
-        toggle_requires_grad: Turn ``requires_grad`` off for tensors that are frozen as a whole, unless a
-            source needs their gradients: the backward pass then skips them. In compiled modules
-            each set of them is compiled once. Not under DistributedDataParallel, which must know its
-            parameters beforehand, nor where the training step as a whole is a compiled function.
+        rates: The policies that set learning rates and other settings of single parameters, by name.
+        forward: The policies that mask weights in the forward pass, by name.
+        seed: The seed of mask sources without their own seed.
+        toggle_requires_grad: Disable ``requires_grad`` of tensors that are frozen as a whole, unless a source
+            needs their gradients, so that the backward pass skips them. In compiled modules each set of them
+            is compiled once. Use False under DistributedDataParallel, whose set of parameters is fixed, and
+            if the whole training step is a compiled function.
 
     Attributes:
         parameters: The parameters that policies match, by name.
         observers: Objects that are called when masks change.
-        scales_gradients: True if :meth:`observe` scales gradients where a source says so.
+        scales_gradients: True if :meth:`observe` scales gradients for sources with a gradient scale.
 
     Raises:
-        PolicyError: If a pattern matches nothing, no optimizer holds what a policy matches, two policies have
-            the same source, or two policies want different optimizer state for one parameter.
+        PolicyError: If a pattern matches nothing, no optimizer has the matched parameters, two policies have
+            the same source, or two policies require different optimizer state for one parameter.
     """
 
     def __init__(
@@ -88,11 +89,11 @@ class Freezer:
         self._shard_hooks = follow_shards(model)
         self._missing = MissingGradients()
         self._still = StillModules(model)
-        # Empty at first: an optimizer may have masks of its own from a checkpoint.
+        # Initially empty, since an optimizer may have masks from a checkpoint.
         self._combined: dict[str, Mask] = {}
-        # The step whose masks are set; None before the first, and after a state is loaded.
+        # The step whose masks are set; None before the first step and after loading a state.
         self._step: int | None = None
-        # The step and epoch that sources are asked about.
+        # The current step and epoch.
         self._now = (0, 0)
         self._find_parameters()
         forward = forward or {}
@@ -106,7 +107,7 @@ class Freezer:
     # ---- policies and parameters
 
     def _find_parameters(self) -> None:
-        """Find the parameters by name, and the optimizers that hold each."""
+        """Find the model's parameters by name, and the parameters of each optimizer."""
         self._named = named_parameters(self._model)
         self._held = {
             each: {parameter for group in each.param_groups for parameter in group["params"]}
@@ -121,7 +122,7 @@ class Freezer:
         return [optimizer for optimizer, held in self._held.items() if parameter in held]
 
     def _bind(self, name: str, policy: Freeze) -> BoundPolicy[Freeze]:
-        """Find a policy's parameters and set its source up."""
+        """Find a policy's parameters, and set up its source."""
         with under(f"policy.{name}.params"):
             matched = pick(self._named, policy.params)
         with under(f"policy.{name}"):
@@ -136,7 +137,7 @@ class Freezer:
         return BoundPolicy(name, policy, parameters)
 
     def _index(self) -> None:
-        """Look up, for the policies as they are bound, what every step needs."""
+        """Update the attributes that depend on the bound policies."""
         bound = self._policies.values()
         self.parameters: dict[str, Tensor] = {
             name: p for each in bound for name, p in each.parameters.items()
@@ -158,7 +159,7 @@ class Freezer:
         self._requires_grad.restore()
         self._requires_grad = RequiresGrad(self._model, self._held.values(), changing=changing)
         self._wanted: set[str] = set()
-        # What sources gave, and the counts at which rates were asked: of these are the settings in force.
+        # The settings of sources, and the counts at which rates were evaluated, for the current settings.
         self._settings_at: tuple[dict[str, Settings], dict[str, int]] | None = None
         self._settings_of = {name: self._bind_rates(name, policy) for name, policy in self.rates.items()}
 
@@ -171,7 +172,7 @@ class Freezer:
         return matched
 
     def take_optimizers(self, optimizers: Sequence[MaskedOptimizer]) -> None:
-        """Replace the optimizers; all masks are set anew at the next step.
+        """Replace the optimizers. All masks are set again at the next step.
 
         Raises:
             PolicyError: If a parameter was replaced too.
@@ -186,15 +187,15 @@ class Freezer:
             )
         self._find_parameters()
         self._show_whole()
-        # As if all parameters had joined just now.
+        # All parameters count as new.
         self._optimized = -1
         self.set_anew()
 
     def _bind_joined(self) -> None:
-        """Bind policies to parameters that joined an optimizer, as a finetuning schedule adds them.
+        """Bind policies to parameters that were added to an optimizer, as by a finetuning schedule.
 
         Raises:
-            PolicyError: If a mask source has gathered gradients, or decided, without them.
+            PolicyError: If a mask source has gathered gradients, or made a decision, without them.
         """
         if self._count_optimized() == self._optimized:
             return
@@ -216,11 +217,11 @@ class Freezer:
 
     @torch.no_grad()
     def begin_step(self, step: int, epoch: int = 0, phase: str = "fit") -> None:
-        """Set the masks of an effective step; a second call with the same step changes nothing.
+        """Set the masks of an effective step. Another call with the same step has no effect.
 
         Args:
-            step: Effective optimizer steps taken so far.
-            epoch: Epochs completed so far.
+            step: The number of effective optimizer steps so far.
+            epoch: The number of completed epochs.
             phase: The current phase.
         """
         if step == self._step:
@@ -252,12 +253,12 @@ class Freezer:
 
     @torch.no_grad()
     def observe(self, optimizer: MaskedOptimizer) -> None:
-        """Take the gradients of an optimizer that is about to step: unscaled, and not yet clipped.
+        """Process the unscaled and unclipped gradients of an optimizer before its step.
 
-        Sources that need gradients get them, unless one of the optimizer's is not finite, for which mixed
-        precision skips the step; and gradients are scaled where a source says so. The gradients of frozen
-        entries stay, and the update ignores them. Where you clip or log gradients next, call the optimizer's
-        ``mask_gradients`` first.
+        Sources that need gradients get them, unless a gradient of the optimizer is not finite, in which case
+        mixed precision skips the step. Gradients are scaled for sources with a gradient scale. Gradients of
+        frozen entries are kept; the update ignores them. Call the optimizer's ``mask_gradients`` before you
+        clip or log gradients.
         """
         own = self._own[optimizer]
         if self.wanted_gradients() and _has_finite_gradients(optimizer):
@@ -271,49 +272,49 @@ class Freezer:
                 gradient.mul_(scale)
 
     def note_gradient(self, name: str, gradient: Tensor) -> None:
-        """Note that a parameter got a gradient, where gradients are masked before :meth:`observe`."""
+        """Record that a parameter got a gradient, for callers that mask gradients before :meth:`observe`."""
         self._missing.note(name, gradient)
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        """Hand the metrics of a validation to the sources of the policies in effect."""
+        """Pass the metrics of a validation to the sources of the policies in effect."""
         for name, each in self._policies.items():
             if each.in_effect:
                 with under(f"policy.{name}"):
                     each.source.report(metrics)
 
     def is_finished(self, step: int, epoch: int) -> bool:
-        """Return True if a source says, after so many updates and epochs, that training need not go on."""
+        """Return True if a source ends the training after this number of updates and epochs."""
         return any(
             each.in_effect and each.source.is_finished(step, epoch) for each in self._policies.values()
         )
 
     def finish(self) -> None:
-        """Have sources write to the weights what the end of the training demands."""
+        """Let sources modify the weights at the end of the training."""
         for each in self._policies.values():
             if each.in_effect:
                 each.source.finish()
 
     def gradient_scales(self) -> dict[str, float]:
-        """Return the factors on the gradients of parameters in this step."""
+        """Return the factors of gradients in the current step, by parameter name."""
         return self._scales("gradient_scale")
 
     def wanted_gradients(self) -> set[str]:
-        """Return the parameters whose whole gradients mask sources need in this step."""
+        """Return the names of parameters whose whole gradients mask sources need in the current step."""
         wanted = self.forward.gradient_names(*self._now)
         return wanted.union(*(each.gradient_names(*self._now) for each in self._policies.values()))
 
     def set_anew(self) -> None:
-        """Set all masks again at the next step, since loading a state has replaced them."""
+        """Set all masks again at the next step."""
         self._combined, self._step = {}, None
 
     def keep_requires_grad(self) -> None:
-        """Compute whole gradients of all parameters from now on."""
+        """Keep ``requires_grad`` enabled, and compute whole gradients of all parameters."""
         self.toggle_requires_grad = False
         self._requires_grad.restore()
         self._compute_whole()
 
     def restore(self) -> None:
-        """Give every parameter the ``requires_grad`` and the settings it was found with; masks stay."""
+        """Restore ``requires_grad`` and the settings of all parameters. Masks do not change."""
         self._requires_grad.restore()
         self._compute_whole()
         self._still.release()
@@ -340,28 +341,28 @@ class Freezer:
 
     @property
     def held(self) -> dict[str, Tensor]:
-        """The parameters by name that policies match."""
+        """The parameters that match any policy, by name."""
         rated = {name: self._named[name] for own in self._settings_of.values() for name in own}
         return {**rated, **self.forward.parameters, **self.parameters}
 
     def frozen_tensors(self) -> dict[str, set[str]]:
-        """Return the parameters that each policy freezes as a whole, now or later."""
+        """Return the names of parameters that each policy freezes as a whole, now or later."""
         return {name: each.frozen_tensors() for name, each in self._policies.items()}
 
     def parameters_of(self, policy: str) -> dict[str, Tensor]:
-        """Return the parameters that a policy matches, by name."""
+        """Return the parameters that match a policy, by name."""
         return self._policies[policy].parameters
 
     def mask_of(self, name: str) -> Mask:
-        """Return the mask in force on a parameter: the intersection of all policies that hold."""
+        """Return the current mask of a parameter: the intersection of the masks of all policies in effect."""
         return self._combined.get(name, True)
 
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the sources, and masks in force that they could not give again.
+        """Return the state of the sources, and current masks that they cannot compute again.
 
-        The optimizer's own state_dict holds the masks as they are combined, and the ages.
+        The combined masks and the ages are in the optimizer's own state_dict.
         """
         masks = {name: each.mask_state() for name, each in self._policies.items()}
         return {
@@ -373,10 +374,11 @@ class Freezer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned.
+        """Load the result of :meth:`state_dict`.
 
-        A policy that the state does not hold starts anew; with a warning, one that has another kind of mask
-        source now, or other parameters. What only policies of the saved run froze trains.
+        A policy that is not in the state starts from its initial state. So does one whose parameters or class
+        of mask source have changed, with a warning. Parameters of saved policies that no longer exist become
+        active.
         """
         self._bind_joined()
         saved, masks, identities = (state.get(key, {}) for key in ("sources", "masks", "identities"))
@@ -400,14 +402,14 @@ class Freezer:
     # ---- the parts of a step
 
     def _set(self, masks: Mapping[Tensor, Mask], **options: str) -> None:
-        """Set masks at each optimizer that holds the parameters."""
+        """Set masks in the optimizers of the parameters."""
         for optimizer, held in self._held.items():
             own = {p: None if mask is True else mask for p, mask in masks.items() if p in held}
             if own:
                 optimizer.set_masks(own, **options)
 
     def _set_settings(self, phase: str) -> None:
-        """Set the settings of parameters in this step, where they are new."""
+        """Set the settings of parameters in the current step, if they have changed."""
         step, epoch = self._now
         settings: dict[str, Settings] = {}
         for each in self._policies.values():
@@ -431,7 +433,7 @@ class Freezer:
             optimizer.set_settings({self._named[name]: own for name, own in settings.items()})
 
     def _update_masks(self, names: Collection[str]) -> None:
-        """Set the intersections of the masks in effect, where they are new; all of one kind in one call."""
+        """Set the intersections of masks that have changed, with one call for all of the same options."""
         new: dict[tuple[str, str], dict[Tensor, Mask]] = {}
         for name, parameter in self.parameters.items():
             if name not in names:
@@ -448,14 +450,14 @@ class Freezer:
             self._set(masks, frozen_state=frozen_state, bias_correction=bias_correction)
 
     def _empty_state(self, names: Collection[str]) -> None:
-        """Freeze whole parameters for a moment, which leaves nothing of their optimizer state."""
+        """Reset the optimizer state of parameters, by freezing them temporarily."""
         for name in names:
             self._combined.pop(name, None)
         self._set({self.parameters[name]: False for name in names}, frozen_state="zero")
 
     def _apply(self, changed: Sequence[BoundPolicy[Freeze]]) -> None:
-        """Have sources write to the weights what new masks demand."""
-        # What one writes, another one on the same parameters may hold at zero.
+        """Let sources modify the weights for new masks."""
+        # Another source on the same parameters may have to set modified entries to zero again.
         pairs = ((each, other) for each in changed for n in each.parameters for other in self._policies_of[n])
         sharing = {other.name for each, other in pairs if other is not each}
         again = [each for name, each in self._policies.items() if each.in_effect and name in sharing]
@@ -464,18 +466,18 @@ class Freezer:
                 each.source.apply()
 
     def _before_masks(self, names: Collection[str]) -> None:
-        # Observers know the parameters of freeze policies alone.
+        # Observers get only the parameters of freeze policies.
         names = [name for name in names if name in self.parameters]
         for observer in self.observers if names else ():
             observer.before_masks(names)
 
     def _show_whole(self) -> None:
-        """Have the optimizers update whole weights where forward passes see masked ones."""
+        """Let the optimizers update the whole weights of parameters that are masked in the forward pass."""
         for optimizer, held in self._held.items() if self.forward.policies else ():
             optimizer.whole_weights = partial(self.forward.whole, held)
 
     def _toggle(self, changed: bool) -> None:
-        """Turn ``requires_grad`` off where nothing trains and no source needs the gradient."""
+        """Disable ``requires_grad`` of frozen tensors whose gradient no source needs."""
         wanted = self.wanted_gradients()
         if changed or wanted != self._wanted:
             self._wanted = wanted
@@ -486,7 +488,7 @@ class Freezer:
             self._requires_grad.turn_off(frozen - wanted)
 
     def _keep_still(self) -> None:
-        """Keep modules still that policies freeze as a whole, if they say so."""
+        """Hold the statistics of frozen modules, or put them in evaluation mode, as the policies specify."""
         frozen: dict[str, set[Tensor]] = {"move": set(), "hold": set(), "eval": set()}
         for each in self._policies.values():
             if each.in_effect:
@@ -496,7 +498,7 @@ class Freezer:
         self._still.keep(frozen["hold"], frozen["eval"], {*held, *self.parameters.values()})
 
     def _compute_rows(self, wanted: set[str]) -> None:
-        """Compute the gradients of active rows alone where a mask is of rows and no source needs the rest."""
+        """Compute only the gradients of active rows for masks of rows, unless a source needs the rest."""
         for name, parameter in self.parameters.items():
             holders, mask = self._holders(parameter), self._combined.get(name, True)
             rows = None
@@ -516,7 +518,7 @@ class Freezer:
             set_whole(parameter)
 
     def _warn_of_missing(self, names: Collection[str]) -> None:
-        """Warn of tensors that train without a gradient."""
+        """Warn of active tensors without a gradient."""
         if names:
             policy_of = {name: policies[0].name for name, policies in self._policies_of.items()}
             for line in self._missing.lines(names, policy_of):
@@ -545,10 +547,10 @@ class Freezer:
 
 
 def check_same_options(name: str, policies: Mapping[str, Freeze]) -> None:
-    """Check that the policies on one parameter want the same optimizer state.
+    """Check that the policies on a parameter require the same optimizer state.
 
     Raises:
-        PolicyError: If they do not; it names both.
+        PolicyError: If they do not.
     """
     (first, one), *rest = policies.items()
     for other, another in rest:
@@ -562,17 +564,17 @@ def check_same_options(name: str, policies: Mapping[str, Freeze]) -> None:
 
 
 def masks_never_change(policy: Freeze | ForwardMask) -> bool:
-    """Return True if the masks of the first step hold all the time."""
+    """Return True if the masks never change after the first step."""
     times = policy.mask.timetable
     chosen_at_once = times.every is None and not times.start
     return chosen_at_once and not policy.mask.needs_gradients and policy.when == When()
 
 
 def _check_sources(policies: Mapping[str, Freeze | ForwardMask]) -> None:
-    """Check that each policy has a mask source of its own.
+    """Check that no two policies share a mask source.
 
     Raises:
-        PolicyError: If two share one.
+        PolicyError: If they do.
     """
     first: dict[int, str] = {}
     for name, policy in policies.items():

@@ -1,4 +1,4 @@
-"""Switch ``requires_grad`` off for a while, so that the backward pass skips frozen tensors."""
+"""Temporarily disabled ``requires_grad``, so that the backward pass skips frozen tensors."""
 
 from collections.abc import Collection, Iterable
 from math import prod
@@ -11,29 +11,28 @@ from torch.utils.hooks import RemovableHandle
 from gradpolicy.where import named_parameters, once_each
 
 FOLLOWS_REQUIRES_GRAD = torch.__version__ >= (2, 12)  # type: ignore[operator]
-"""True if torch compiles code again where a parameter's ``requires_grad`` has changed.
+"""True if torch recompiles code when a parameter's ``requires_grad`` changes.
 
-Torch 2.11 keeps the code that it has: a layer that was frozen then gets no gradient when it thaws
+Torch 2.11 does not: a layer that was frozen during compilation gets no gradient when it thaws
 (pytorch#139476).
 """
 ONE_GRAPH_A_PHASE = torch.__version__ >= (2, 13)  # type: ignore[operator]
-"""True if torch finds the code of a phase again when the same parameters train; tested with 2.13."""
+"""True if torch reuses the code of a phase when the same parameters train again; tested with 2.13."""
 MOST_PHASES = 64
-"""In how many phases compiled modules have code of their own; in others all their gradients are computed."""
-# The mark of a parameter whose requires_grad is off for a while: it trains at other times.
+"""The number of phases for which modules are compiled; in others all their gradients are computed."""
+# The attribute of a parameter whose requires_grad is temporarily disabled.
 _TURNED_OFF = "_gradient_turned_off"
 
 
 class RequiresGrad:
-    """Switches the ``requires_grad`` of parameters off and on again.
+    """Disables and restores the ``requires_grad`` of parameters.
 
-    Parameters whose ``requires_grad`` was off already are never touched. If nothing of an optimizer's
-    parameters, which may have a loss of their own, would be left for a backward pass, all of them stay on:
-    masks alone keep the values then.
+    Parameters without ``requires_grad`` are never changed. If all parameters of an optimizer, which may have
+    its own loss, would be disabled, none of them is, and they are only masked.
 
-    Compiled modules have code for each *phase*, the set of their parameters that are off. After
-    :data:`MOST_PHASES` phases their parameters stay on in new ones. Before torch 2.13 those whose masks
-    change always do.
+    Compiled modules have code for each *phase*, the set of their disabled parameters. After
+    :data:`MOST_PHASES` phases no parameters of compiled modules are disabled in new ones. Before torch 2.13
+    those whose masks change never are.
 
     Args:
         model: The model.
@@ -59,7 +58,7 @@ class RequiresGrad:
         self._hooks: list[RemovableHandle] = []
 
     def turn_off(self, idle: set[str]) -> None:
-        """Turn exactly these off; others that were turned off before come on again."""
+        """Disable ``requires_grad`` of these parameters, and enable all others that were disabled before."""
         if idle and not self._hooks:
             self._hooks = guard_group_norms(self._model)
         idle = idle - self._constant
@@ -73,19 +72,19 @@ class RequiresGrad:
             if name in idle and parameter.requires_grad:
                 parameter.requires_grad_(False)
                 setattr(parameter, _TURNED_OFF, True)
-                # A stale gradient would still count in clipping and in the update.
+                # A stale gradient would still be clipped and used in the update.
                 parameter.grad = None
                 self._turned_off.add(name)
 
     def restore(self) -> None:
-        """Turn on again all that is off."""
+        """Enable ``requires_grad`` of all parameters that were disabled."""
         for name in sorted(self._turned_off):
             self._turn_on(name)
         while self._hooks:
             self._hooks.pop().remove()
 
     def _without_code(self, idle: set[str]) -> set[str]:
-        """Return the compiled parameters of a phase that is one too many; count a new one."""
+        """Return the compiled parameters of a phase beyond the limit; otherwise add the phase."""
         phase = frozenset(idle & self._compiled)
         if not self._compiled or phase in self._phases:
             return set()
@@ -105,7 +104,7 @@ class RequiresGrad:
 
 
 def is_turned_off(parameter: Tensor) -> bool:
-    """Return True if :class:`RequiresGrad` has turned a parameter's ``requires_grad`` off for a while."""
+    """Return True if :class:`RequiresGrad` has disabled a parameter's ``requires_grad``."""
     return hasattr(parameter, _TURNED_OFF)
 
 
@@ -115,7 +114,7 @@ def is_turned_off(parameter: Tensor) -> bool:
 def compiled_parameters(model: nn.Module) -> set[int]:
     """Return the ids of the parameters in modules that are compiled, or whose forward is.
 
-    Not those in another method or function that is compiled: a module does not know of it.
+    Other methods and functions that are compiled cannot be detected.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), torch.compile(nn.Linear(2, 1), backend="eager"))
@@ -143,9 +142,10 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def allow_compilations(phases: int) -> None:
-    """Let torch compile each function in each phase as often as torch 2.13 does in all: eight times.
+    """Raise torch's limits of recompilations to eight per function and phase.
 
-    After that it would give the function up, or raise with ``fullgraph``.
+    Beyond its limit of eight in total torch runs a function in eager mode, or raises an error with
+    ``fullgraph``.
     """
     import torch._dynamo.config as config
 
@@ -157,14 +157,14 @@ def allow_compilations(phases: int) -> None:
 
 
 def guard_group_norms(model: nn.Module) -> list[RemovableHandle]:
-    """Keep GroupNorm from crashing where its input needs no gradient.
+    """Prevent a crash of GroupNorm if its input requires no gradient.
 
-    In torch 2.13 the backward pass of GroupNorm on a CPU ends the process where the input is in
-    channels_last, or is a slice of such a tensor, and needs no gradient, and the norm's own parameters do.
-    Exactly there the input is made to require one.
+    In torch 2.13 the backward pass of GroupNorm on a CPU crashes the process if the input is in
+    channels_last, or is a slice of such a tensor, and only the norm's own parameters require a gradient. In
+    this case the input is made to require one.
 
     Returns:
-        The handles of the forward hooks, to be removed.
+        The handles of the forward hooks.
     """
     return [
         module.register_forward_pre_hook(_require_input_gradient)
@@ -182,6 +182,6 @@ def _require_input_gradient(module: nn.Module, inputs: tuple[Tensor, ...]) -> tu
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    # As GroupNorm decides it, by the order of strides: so slices count, but not 1 x 1 images.
+    # By the order of strides, as in GroupNorm: true for slices, false for 1 x 1 images.
     is_image = tensor.dim() in (4, 5) and prod(tensor.shape[2:]) > 1
     return is_image and tensor.stride(1) <= min(tensor.stride()[2:])

@@ -1,4 +1,4 @@
-"""Computes the gradients of active rows alone."""
+"""Gradients of active rows only."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from gradpolicy.tensors.sharding import is_sharded
 
 
 class RowLeaf(NamedTuple):
-    """The rows of a parameter that train, and the leaf of the graph that takes their gradient."""
+    """The active rows of a parameter, and the leaf of the graph that gets their gradient."""
 
     rows: ActiveRows
     tensor: Tensor
 
     @classmethod
     def of(cls, parameter: Tensor, rows: ActiveRows) -> RowLeaf:
-        """Return a leaf for a parameter, to which it hands its gradient on."""
-        # The leaf's values are never read, so they take no memory.
+        """Return a leaf that passes its gradient to a parameter."""
+        # The leaf's values are never read, so it is an expanded scalar.
         tensor = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
         tensor = tensor.expand(rows.shape(parameter.shape)).requires_grad_()
         tensor.register_post_accumulate_grad_hook(_Handover(weakref.ref(parameter), rows))
         return cls(rows, tensor)
 
     def fits(self, parameter: Tensor) -> bool:
-        """Return True if the parameter still is of the type and on the device that the leaf was made for."""
+        """Return True if the parameter has the dtype and device of the leaf."""
         leaf = self.tensor
         return parameter.requires_grad and (leaf.dtype, leaf.device) == (parameter.dtype, parameter.device)
 
     def part(self, dim: int, start: int, size: int) -> RowLeaf:
-        """Return what it is for a part of the parameter."""
+        """Return the rows and the leaf of a part of the parameter."""
         positions, dim_of_rows = self.rows
         if dim == dim_of_rows:
             bounds = positions.new_tensor([start, start + size])
@@ -52,7 +52,7 @@ class RowLeaf(NamedTuple):
 
 
 class _Handover:
-    """Hands the gradient of the leaf on to the parameter, as autograd would."""
+    """Accumulates the gradient of the leaf in the parameter, with its hooks, as autograd would."""
 
     def __init__(self, parameter: weakref.ref[Tensor], rows: ActiveRows) -> None:
         self.parameter, self.rows = parameter, rows
@@ -76,9 +76,9 @@ class _Handover:
 
 
 def takes_rows(hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
-    """Return a hook for a parameter that may get the gradient of active rows alone.
+    """Mark a hook that accepts the gradient of active rows only.
 
-    Any other hook on a parameter gets the whole gradient, which is computed for it.
+    If a parameter has any other hook, its whole gradient is computed.
     """
     marked = partial(hook)
     marked.takes_rows = True  # type: ignore[attr-defined]
@@ -86,7 +86,7 @@ def takes_rows(hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Te
 
 
 def _hooks_of(parameter: Tensor) -> tuple[list[Any], list[Any]]:
-    """Return the hooks that run before a gradient is accumulated, and those that run after."""
+    """Return the hooks before and after the accumulation of gradients."""
     both = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     before, after = (list((hooks or {}).values()) for hooks in both)
     return before, after
@@ -95,17 +95,17 @@ def _hooks_of(parameter: Tensor) -> tuple[list[Any], list[Any]]:
 class RowParameter(nn.Parameter):
     """A parameter of which only some rows get a gradient.
 
-    A plain parameter becomes one in place, by its class, and plain again. Where a function with gradients
-    uses it, its product with the gradient of the output is computed for the active rows alone: for
-    `linear`, convolutions, `embedding`, `addmm` and the projections of attention. Any other function has a
-    whole gradient, of which the rows are kept; so has every function where they are single entries.
+    The class of a plain parameter is changed to this one in place, and back. In the backward pass of
+    ``linear``, convolutions, ``embedding``, ``addmm`` and the projections of attention only the gradient of
+    the active rows is computed. For other functions, and for single entries instead of rows, the whole
+    gradient is computed and the rows are selected.
     """
 
     row_leaf: Any = None
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function with the rows' leaf in the parameter's place in the graph."""
+        """Call a function with the leaf of the rows in place of the parameter in the graph."""
         kwargs = kwargs or {}
         plain = super().__torch_function__
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not _is_differentiable(function):
@@ -126,7 +126,7 @@ class RowParameter(nn.Parameter):
         return plain(function, types, *_substituted(args, kwargs, used))
 
     def _takes_rows(self) -> bool:
-        """Return True if its gradient is to be of rows."""
+        """Return True if only the gradient of rows is computed."""
         hooks, leaf = itertools.chain(*_hooks_of(self)), self.row_leaf
         return leaf is not None and leaf.fits(self) and all(hasattr(hook, "takes_rows") for hook in hooks)
 
@@ -144,7 +144,7 @@ class RowParameter(nn.Parameter):
 
 
 def set_rows(parameter: Tensor, rows: ActiveRows) -> None:
-    """Compute the gradient of these rows alone from now on."""
+    """Compute only the gradient of these rows."""
     leaf = getattr(parameter, "row_leaf", None)
     if is_sharded(parameter):
         parameter.active_rows = rows  # type: ignore[attr-defined]
@@ -154,7 +154,7 @@ def set_rows(parameter: Tensor, rows: ActiveRows) -> None:
 
 
 def set_whole(parameter: Tensor) -> None:
-    """Compute the whole gradient again."""
+    """Compute the whole gradient."""
     parameter.__dict__.pop("active_rows", None)
     unsharded = parameter.__dict__.pop("unsharded", None)
     if unsharded is not None:
@@ -165,24 +165,24 @@ def set_whole(parameter: Tensor) -> None:
 
 
 def has_row_gradient(parameter: Tensor) -> bool:
-    """Return True if the gradient of some rows alone is computed."""
+    """Return True if only the gradient of some rows is computed."""
     by_class = isinstance(parameter, RowParameter) and parameter._takes_rows()
     return by_class or hasattr(parameter, "active_rows")
 
 
 def rows_of(parameter: Tensor) -> ActiveRows:
-    """Return the rows whose gradient alone is computed."""
+    """Return the rows whose gradient is computed."""
     return parameter.row_leaf.rows  # type: ignore[attr-defined]
 
 
 def follow_shards(model: nn.Module) -> list[RemovableHandle]:
-    """Compute the gradients of rows under FSDP2 too, where parameters are sharded.
+    """Compute only the gradients of active rows also under FSDP2, where parameters are sharded.
 
-    While a module runs, FSDP2 has whole parameters in their place, the same ones each time. Their gradients
-    are scattered as whole ones, and so are held.
+    While a module runs, FSDP2 replaces its parameters by unsharded ones, the same tensors each time. Their
+    gradients are reduced and stored as whole gradients.
 
     Returns:
-        The handles of hooks, to be removed.
+        The handles of the hooks.
     """
     handles = []
     for module in model.modules():
@@ -202,7 +202,7 @@ def _follow_shards(sharded: Mapping[str, Tensor], module: nn.Module, _: Any) -> 
             set_rows(whole, rows)
 
 
-# ---- which functions use a parameter
+# ---- functions that use a parameter
 
 
 _ARITHMETIC = {
@@ -216,7 +216,7 @@ _QUESTIONS = {"dim", "size", "stride", "numel", "element_size", "data_ptr", "unt
 
 
 def _is_differentiable(function: Any) -> bool:
-    """Return True if a function may give a result that a gradient flows back from."""
+    """Return True if the result of a function may have a gradient."""
     name = getattr(function, "__name__", "")
     if name.startswith("__"):
         return name in _ARITHMETIC or function in _VIEWS
@@ -248,7 +248,7 @@ def _whole(parameter: RowParameter) -> Tensor:
 
 
 class _Whole(torch.autograd.Function):
-    """Stands for a parameter in the graph, and keeps the active rows of its whole gradient."""
+    """Replaces a parameter in the graph, and selects the active rows of its whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, whole: Tensor, rows: ActiveRows) -> Tensor:
@@ -260,14 +260,14 @@ class _Whole(torch.autograd.Function):
         return ctx.rows.select(gradient), None, None
 
 
-# ---- functions that use it inside
+# ---- functions that use a parameter in other functions
 
 
 _SPLITS = {torch.chunk, torch.split, Tensor.chunk, Tensor.split}
 
 
 def _parts(function: Any, parameter: Any, sizes: Any, dim: int = 0) -> tuple[RowParameter, ...] | None:
-    """Return consecutive parts of a parameter, each with those of the rows that it has."""
+    """Return consecutive parts of a parameter, each with its active rows."""
     if not isinstance(parameter, RowParameter):
         return None
     leaf, start, parts = parameter.row_leaf, 0, []
@@ -279,9 +279,9 @@ def _parts(function: Any, parameter: Any, sizes: Any, dim: int = 0) -> tuple[Row
 
 
 def _seen_inside(function: Any) -> Any:
-    """Return a function of torch, written in Python, that lets parameters see the functions that it calls.
+    """Return a Python function of torch that dispatches the functions that it calls, not itself.
 
-    As torch has it, it hands over to the parameter's class as a whole.
+    The original calls ``__torch_function__`` of the parameter's class for the whole function.
     """
     own = {**function.__globals__, "has_torch_function": lambda _: False}
     made = FunctionType(function.__code__, own, function.__name__, function.__defaults__)
@@ -289,24 +289,24 @@ def _seen_inside(function: Any) -> Any:
     return made
 
 
-# ---- functions of which the gradient of rows costs less
+# ---- functions with a cheaper gradient of rows
 
 
 class _OfRows(torch.autograd.Function):
-    """A call in the graph that has the leaf of the active rows in the parameter's place."""
+    """A call in the graph with the leaf of the active rows in place of the parameter."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, call: _Call, inputs: Tensor, bias: Tensor | None) -> Tensor:
         ctx.call = call
         ctx.save_for_backward(inputs)
-        # A view would forbid functions in place; `data` is none.
+        # A view would forbid in-place functions; `data` is not a view.
         return call.run(call.weight.detach()).data
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (inputs,), call = ctx.saved_tensors, ctx.call
         of_leaf, _, of_inputs, of_bias = ctx.needs_input_grad
-        # A second derivative goes through the parameter too.
+        # The second derivative depends on the parameter too.
         weight = _whole(call.weight) if torch.is_grad_enabled() else call.weight.detach()
         dtype, own = gradient.dtype, inputs.to(gradient.dtype) if inputs.is_floating_point() else inputs
         rows = call.row_gradient(gradient, own, call.weight.row_leaf).to(weight.dtype) if of_leaf else None
@@ -318,7 +318,7 @@ class _OfRows(torch.autograd.Function):
 
 @dataclass
 class _Call(ABC):
-    """A call of a function with a parameter of which some rows are active."""
+    """A call of a function with a parameter with active rows."""
 
     inputs: Tensor
     weight: Any
@@ -330,7 +330,7 @@ class _Call(ABC):
 
     @abstractmethod
     def row_gradient(self, gradient: Tensor, inputs: Tensor, leaf: RowLeaf) -> Tensor:
-        """Return the gradient of the active rows, from that of the output."""
+        """Return the gradient of the active rows for a gradient of the output."""
 
     def input_gradient(self, gradient: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient of the inputs."""
@@ -343,7 +343,7 @@ class _Call(ABC):
 
 @dataclass
 class _Linear(_Call):
-    """``inputs @ weight.T + bias``; without the ``.T`` if transposed."""
+    """``inputs @ weight.T + bias``, or ``inputs @ weight + bias`` if transposed."""
 
     transposed: bool = False
 

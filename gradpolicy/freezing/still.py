@@ -1,4 +1,4 @@
-"""Keep modules still while a policy freezes their parameters: running statistics and dropout."""
+"""Frozen modules without updates of running statistics, or in evaluation mode."""
 
 from collections.abc import Collection
 from functools import partial
@@ -10,11 +10,11 @@ from gradpolicy.where import plain_name
 
 
 class StillModules:
-    """Holds the running statistics of frozen modules, or has them work as in evaluation.
+    """Holds the running statistics of frozen modules, or keeps the modules in evaluation mode.
 
-    A module is frozen if all of its parameters that could train are; one without parameters, such as a
-    dropout, if the nearest module around it that has some is. What is done is an attribute of the module,
-    which compiled code follows, and which calls of ``train()`` and ``eval()`` leave alone.
+    A module is frozen if all of its trainable parameters are. A module without parameters, such as a dropout,
+    is frozen if its nearest ancestor with parameters is. The state is in attributes of the modules, which
+    compiled code reads, and which ``train()`` and ``eval()`` do not change.
 
     Args:
         model: The model.
@@ -33,25 +33,25 @@ class StillModules:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        # Modules in evaluation, with what `training` was before.
+        # The modules in evaluation mode, with their previous value of `training`.
         self._before: dict[nn.Module, bool] = {}
         self._held: set[nn.Module] = set()
 
     def keep(
         self, held: Collection[Tensor], evaluated: Collection[Tensor], trainable: Collection[Tensor]
     ) -> None:
-        """Keep exactly the modules still whose parameters are all among these.
+        """Set the modules that are held or in evaluation mode; all others are released.
 
         Args:
-            held: Parameters of modules whose running statistics are held.
-            evaluated: Parameters of modules that work as in evaluation.
+            held: The parameters of modules whose running statistics are held.
+            evaluated: The parameters of modules in evaluation mode.
             trainable: All parameters that train at some time.
 
         Raises:
-            PolicyError: If an instance norm has running statistics that are to be held.
+            PolicyError: If running statistics of an instance norm would be held.
         """
         still = self._within(evaluated, trainable) if evaluated else {}
-        # Decided before anything changes: an outer module may thaw too.
+        # Read before anything changes, since the model itself may thaw too.
         training = self._before.get(self._model, self._model.training)
         for module in [module for module in self._before if module not in still]:
             del module.__dict__["train"]
@@ -63,7 +63,7 @@ class StillModules:
         self._hold(self._within({*held, *evaluated}, trainable) if held else {})
 
     def release(self) -> None:
-        """Let everything move again."""
+        """Release all modules."""
         self.keep((), (), ())
 
     def _hold(self, modules: dict[nn.Module, str]) -> None:
@@ -80,13 +80,13 @@ class StillModules:
         self._held = set(norms)
 
     def _within(self, frozen: Collection[Tensor], trainable: Collection[Tensor]) -> dict[nn.Module, str]:
-        """Return the modules with no trainable parameters but frozen ones, with their names."""
+        """Return the modules whose trainable parameters are all frozen, with their names."""
         found: dict[nn.Module, str | None] = {}
 
         def visit(module: nn.Module, name: str, outer: bool) -> None:
             own = [parameter for parameter in module.parameters() if parameter in trainable]
             still = all(parameter in frozen for parameter in own) if own else outer
-            # A module that is used in two places is still if both are.
+            # A module with several parents is frozen only if it is in all of them.
             found[module] = name if still and found.get(module, name) is not None else None
             for key, child in module.named_children():
                 visit(child, f"{name}.{key}".lstrip("."), still)
@@ -96,7 +96,7 @@ class StillModules:
 
 
 def drops(module: nn.Module) -> bool:
-    """Return True if a module leaves something out at random now: by dropout or stochastic depth."""
+    """Return True if a module is in training mode and has dropout or stochastic depth."""
     kind = type(module).__name__.lower()
     of_all = "drop" in kind or "stochasticdepth" in kind
     rates = [value for key, value in vars(module).items() if "drop" in key or (of_all and key == "p")]
@@ -104,7 +104,7 @@ def drops(module: nn.Module) -> bool:
 
 
 def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
-    """Stand in for `nn.Module.train` of a module that stays in evaluation."""
+    """Replace ``nn.Module.train`` of a module that remains in evaluation mode."""
     return module
 
 
