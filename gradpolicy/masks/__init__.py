@@ -1,4 +1,4 @@
-"""The mask sources by name: ``gp.masks.Random``, ``gp.masks.Layerwise`` and so on. One line each."""
+"""The mask sources, such as ``gp.masks.Random`` and ``gp.masks.Layerwise``."""
 
 from gradpolicy.masks.base import MaskSource as MaskSource
 from gradpolicy.masks.block_cyclic import BlockCyclic as BlockCyclic
@@ -26,4 +26,4 @@ SOURCES: dict[str, type[MaskSource]] = {
     for name, value in sorted(vars().items())
     if isinstance(value, type) and issubclass(value, MaskSource) and value is not MaskSource
 }
-"""Every mask source by its name; tests and documentation are checked against it."""
+"""All mask sources by name, for tests and documentation."""

@@ -1,4 +1,4 @@
-"""The base classes of mask sources: a timetable, a seed, the parameters to mask."""
+"""The base classes of mask sources."""
 
 import dataclasses
 import inspect
@@ -13,7 +13,7 @@ from gradpolicy.schedules import Constant
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.when import Timetable
 
-# The arguments that all sources share; a repr leaves out those that have these values.
+# The defaults of the arguments that all sources have. A repr omits arguments with these values.
 _DEFAULTS = {"every": None, "unit": "step", "start": 0, "stop": None, "seed": None}
 
 
@@ -22,9 +22,9 @@ class Layer:
     """Parameters that are frozen and thawed together.
 
     Attributes:
-        name: The module that holds them, or the modules.
-        parameters: The parameters' names, in model order.
-        numbered: True for a block, such as ``layers.3``; False for the embedding or the head.
+        name: The name of their module, or the names of several.
+        parameters: The names of the parameters in model order.
+        numbered: True for a block, such as ``layers.3``; False for an embedding or head.
     """
 
     name: str
@@ -33,22 +33,22 @@ class Layer:
 
 
 class MaskSource:
-    """Gives the masks of an effective optimizer step. True = this entry trains.
+    """Base class of sources, which return the masks of an effective optimizer step. True = this entry trains.
 
     The masks may change at the counts ``start``, ``start + every``, ``start + 2 · every``, … below
-    ``stop``. Before ``start`` the first masks hold, from ``stop`` on the last ones. (To let everything train
-    at other times, give the policy a ``when``.) What a source gives depends on (seed, step, parameter name)
-    only, and for some on weights and averaged gradients, so that every rank and resumed run agrees.
+    ``stop``. Before ``start`` the first masks are used, from ``stop`` on the last ones. (To train all entries
+    at other times, set the policy's ``when``.) Masks are a function of (seed, step, parameter name), for some
+    sources also of weights and averaged gradients, so that all ranks and resumed runs agree.
 
-    A subclass defines :meth:`masks`, mostly with the help of :meth:`period`; all other methods are optional.
+    A subclass defines :meth:`masks`, usually in terms of :meth:`period`. All other methods are optional.
 
     Args:
-        every: After how many steps (or epochs) the masks may change again; None: they are chosen once.
+        every: The number of steps (or epochs) between changes; None: the masks are chosen once.
         unit: ``"step"`` (effective optimizer steps) or ``"epoch"``.
-        start: The count at which masks may change for the first time.
-        stop: The count from which they no longer change; None for never.
-        seed: The source's own seed; None takes the run's.
-        **wrong: Any other argument is refused, with the nearest valid names.
+        start: The count of the first change.
+        stop: The count from which the masks no longer change; None means never.
+        seed: The seed of the source; None means the seed of the run.
+        **wrong: Other arguments, which raise an error with the nearest valid names.
 
     Raises:
         PolicyError: For an unknown argument or unit, or an impossible timetable.
@@ -62,18 +62,18 @@ class MaskSource:
         [0, 5, 10]
     """
 
-    # A subclass that observes needs them, unless it says otherwise.
+    # By default True for subclasses that define `observe`.
     needs_gradients: bool = False
-    # True if masks() returns the masks in force again, from arguments and state_dict alone, at any later step
-    # of their period. If not, as where the weights decide, a checkpoint holds the masks.
+    # True if masks() returns the same masks at all steps of a period, from arguments and state_dict alone. If
+    # not, for example if they depend on the weights, checkpoints contain the masks.
     repeats_masks: bool = False
-    # True if no tensor that masks() returned is written to later, so that it need not be copied.
+    # True if tensors returned by masks() are never modified, so that they need not be copied.
     keeps_masks: bool = False
-    # The model of the parameters, for a source that looks at more than these; set before setup.
+    # The model, for sources that need more than the parameters; set before setup.
     model: nn.Module | None = None
-    # True while the gradients of the step are asked for; set before its forward pass.
+    # True if the source needs gradients of the current step; set before the forward pass.
     gathers: bool = True
-    # The names of what settings() gives, other than rates.
+    # The names of settings that settings() returns, without learning rates.
     setting_names: Collection[str] = ()
     # Groups of parameters that freeze and thaw together, from the input to the output.
     layer_groups: Sequence[Layer] = ()
@@ -104,11 +104,11 @@ class MaskSource:
         self.parameters: dict[str, Tensor] = {}
 
     def setup(self, parameters: Mapping[str, Tensor], *, seed: int) -> None:
-        """Take the parameters to mask.
+        """Set the parameters.
 
         Args:
             parameters: The parameters by name, in model order.
-            seed: The run's seed; a seed of the source's own takes precedence.
+            seed: The seed of the run, which is used if the source has no seed.
 
         Raises:
             PolicyError: If the source cannot mask these parameters.
@@ -126,97 +126,97 @@ class MaskSource:
         """Check the arguments against the parameters; called at the end of :meth:`setup`."""
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
-        """Return the masks of an effective step; parameters without a mask train.
+        """Return the masks of an effective step. Parameters without a mask train.
 
         Args:
-            step: Effective optimizer steps taken so far.
-            epoch: Epochs completed so far.
+            step: The number of effective optimizer steps so far.
+            epoch: The number of completed epochs.
 
         Returns:
-            By parameter name: True or False (the whole tensor), a bool tensor (``(n, 1, …)`` for rows,
+            For each parameter name True or False (the whole tensor), a bool tensor (``(n, 1, …)`` for rows,
             the full shape for entries) or a :class:`~gradpolicy.tensors.seeded.RandomMask`.
         """
         raise TypeError(f"{type(self).__name__} must define masks(step, epoch)")
 
     def due(self, step: int, epoch: int) -> bool:
-        """Return True if the timetable lets the masks change at this effective step (or in this epoch)."""
+        """Return True if the masks may change at this effective step (or in this epoch)."""
         return self.timetable.due(step, epoch)
 
     def overdue(self, step: int, epoch: int) -> bool:
-        """Return True if a change that the timetable allowed earlier had to wait, and can be made now."""
+        """Return True if a change was delayed and can be made now."""
         return False
 
     def count(self, step: int, epoch: int) -> int:
-        """Return the count that the timetable goes by: of steps or of epochs."""
+        """Return the count in the unit of the timetable: the step or the epoch."""
         return self.timetable.count(step, epoch)
 
     def period(self, step: int, epoch: int) -> int:
-        """Return how often the masks may have changed since ``start``; −1 before it."""
+        """Return the number of the period since ``start``, between possible changes; −1 before ``start``."""
         return self.timetable.period(step, epoch)
 
     def wants_gradients(self, step: int, epoch: int) -> bool:
-        """Return True if :meth:`observe` should get the gradients of this step."""
+        """Return True if :meth:`observe` needs the gradients of this step."""
         return self.needs_gradients
 
     def gradient_names(self, step: int, epoch: int) -> set[str]:
-        """Return the parameters whose gradients the source needs at this step."""
+        """Return the names of parameters whose gradients the source needs at this step."""
         return set(self.parameters) if self.wants_gradients(step, epoch) else set()
 
     def observe(self, gradients: Mapping[str, Tensor]) -> None:
-        """Take the whole gradients of an effective step, before clipping and masking.
+        """Process the whole gradients of an effective step, before clipping and masking.
 
-        It is not called in a step in which a gradient of the optimizer is not finite.
+        Not called in steps in which a gradient of the optimizer is not finite.
         """
 
     def observe_more(self, gradients: Mapping[str, Tensor]) -> None:
-        """Take the gradients of another optimizer in the same step; by default as those of another step."""
+        """Process gradients of another optimizer in the same step; by default like those of another step."""
         self.observe(gradients)
 
     def gradient_scale(self, step: int, epoch: int) -> Mapping[str, float]:
-        """Return factors on the gradients of active entries, by parameter name; 1 where none is given."""
+        """Return factors of the gradients of active entries by parameter name; the default is 1."""
         return {}
 
     def learning_rate_scale(self, step: int, epoch: int) -> Mapping[str, float]:
-        """Return factors on the learning rates, by parameter name; 1 where none is given."""
+        """Return factors of the learning rates by parameter name; the default is 1."""
         return {}
 
     def settings(self, step: int, epoch: int) -> Mapping[str, Mapping[str, Any]]:
-        """Return settings of the optimizer by parameter name, as its ``set_settings`` takes them.
+        """Return settings of the optimizer by parameter name, in the form of its ``set_settings``.
 
-        By default the factors of :meth:`learning_rate_scale`, as ``lr``.
+        By default ``lr`` from :meth:`learning_rate_scale`.
         """
         return {name: {"lr": scale} for name, scale in self.learning_rate_scale(step, epoch).items()}
 
     @property
     def resets_state(self) -> bool:
-        """True if the optimizer state is to be emptied under the masks that were just returned."""
+        """True if the optimizer state is reset with the masks that were just returned."""
         return False
 
     def apply(self) -> None:
-        """Write to the weights what the masks demand; called once they are in force.
+        """Modify the weights as the masks require. Called after the masks are set.
 
-        It is called again for the same masks in a resumed run, and after another policy wrote to the weights.
+        Called again for the same masks in a resumed run, and after another policy modified the weights.
         """
 
     def release(self) -> None:
-        """Take what the source put on the model off again; called at the end of training."""
+        """Remove hooks from the model. Called at the end of training."""
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        """Take the metrics of a validation, by name; every rank calls it."""
+        """Process the metrics of a validation by name. Called on every rank."""
 
     def is_finished(self, step: int, epoch: int) -> bool:
-        """Return True if training need not go on."""
+        """Return True if the training is finished."""
         return False
 
     def finish(self) -> None:
-        """Write to the weights what the end of the training demands."""
+        """Modify the weights at the end of the training."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs beyond the arguments: plain containers and tensors."""
+        """Return the state that a resumed run needs besides the arguments: plain containers and tensors."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
+        """Load the result of :meth:`state_dict`."""
 
     def __repr__(self) -> str:
         settings = {**dataclasses.asdict(self.timetable), "seed": self.own_seed}
@@ -225,7 +225,7 @@ class MaskSource:
         return f"{type(self).__name__}({written})"
 
     def describe(self) -> dict[str, Any]:
-        """Return the source's own arguments as reports and plots show them: attributes of the same names."""
+        """Return the source's own arguments, from attributes of the same names, for reports and plots."""
         arguments = inspect.signature(type(self).__init__).parameters.values()
         names = [each.name for each in arguments if each.kind in NAMED and each.name not in _DEFAULTS]
         values = {name: vars(self).get(name) for name in names}
@@ -237,11 +237,11 @@ class MaskSource:
 
     @property
     def original(self) -> object:
-        """The object that the user gave: this one, unless it adapts another."""
+        """The user's object: the source itself, unless it adapts another object."""
         return self
 
     def may_freeze(self) -> set[str]:
-        """Return the parameters that are sure to be frozen as a whole at some time."""
+        """Return the names of parameters that will certainly be frozen as a whole."""
         return set()
 
 
@@ -249,7 +249,7 @@ class StaticSource(MaskSource):
     """A mask source whose masks never change; :meth:`prepare` sets ``_masks``.
 
     Args:
-        **timetable: See :class:`MaskSource`; a warning says that it makes no difference.
+        **timetable: See :class:`MaskSource`. It has no effect, and gives a warning.
     """
 
     repeats_masks = True
@@ -268,9 +268,9 @@ class StaticSource(MaskSource):
             )
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
-        """Return the masks, whatever the step."""
+        """Return the masks."""
         return self._masks
 
     def may_freeze(self) -> set[str]:
-        """Return the parameters that are frozen as a whole."""
+        """Return the names of parameters that are frozen as a whole."""
         return {name for name, mask in self._masks.items() if mask is False}

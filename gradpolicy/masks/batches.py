@@ -1,4 +1,4 @@
-"""Norms of activations, and sums over a score's own loader."""
+"""Activation norms, and sums over the loader of a score."""
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,20 +17,21 @@ Sums = dict[str, dict[str, Tensor]]
 
 
 class ActivationNorms:
-    """Sums of squares of what enters layers, an input feature each, by hooks on their forward passes.
+    """Sums of squares of the input features of layers, by hooks on their forward passes.
 
-    A pass in training or with gradients counts; one that is run again within the backward pass does not.
+    Forward passes in training mode or with gradients are counted, but not recomputations in the backward
+    pass.
 
     Args:
         model: The model.
-        parameters: The weights of the layers, by name.
-        counts: Whether a forward pass of now counts.
+        parameters: The weights of the layers by name.
+        counts: A function that returns True if the current forward pass is counted.
 
     Attributes:
-        squares: The sums, by the weights' names, of shapes that broadcast to them.
+        squares: The sums by the names of the weights, in shapes that broadcast to the weights.
 
     Raises:
-        PolicyError: If a parameter is no weight of a ``Linear`` or ``Conv``.
+        PolicyError: If a parameter is not the weight of a ``Linear`` or ``Conv``.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class ActivationNorms:
         else:
             spatial = layer.weight.dim() - 2
             channels = x.abs().square().movedim(-1 - spatial, 0).flatten(1).sum(1)
-            # Each group of output channels sees input channels of its own.
+            # Each group of output channels has its own input channels.
             grouped = channels.reshape(layer.groups, -1)
             squares = grouped.repeat_interleave(layer.out_channels // layer.groups, 0)
             squares = squares.reshape(*squares.shape, *(1,) * spatial)
@@ -79,10 +80,10 @@ class ActivationNorms:
 def sums_over_loader(
     model: nn.Module, parameters: Mapping[str, Tensor], score: Score, batches: Iterable[Any]
 ) -> Sums:
-    """Return what a score asks for, summed over batches of its own loader.
+    """Return the inputs of a score, summed over batches of its own loader.
 
     Raises:
-        PolicyError: If the parameters are sharded, or there is no batch.
+        PolicyError: If the parameters are sharded, or the loader has no batches.
     """
     sharded = next((name for name, p in parameters.items() if is_sharded(p)), None)
     if sharded is not None:
@@ -129,7 +130,7 @@ def norms_of_all(squares: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _pieces(batches: Iterable[Any], by_sample: bool) -> Iterator[Any]:
-    """Yield the batches, or their samples, each as a batch of one."""
+    """Yield the batches, or their samples as batches of size 1."""
     for batch in batches:
         if not by_sample:
             yield batch

@@ -1,4 +1,4 @@
-"""BAdam: one block of layers after the other trains."""
+"""Block-cyclic training of layers (BAdam)."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,19 +14,19 @@ ORDERS = ("forward", "reverse", "random")
 
 
 class BlockCyclic(LayerSource):
-    """One block trains for ``every`` steps, then the next; after the last comes the first again.
+    """Trains one block of layers for ``every`` steps, then the next, in a cycle.
 
-    A block is a layer (see :func:`~gradpolicy.masks.layers.find_layers`), or ``size`` neighbouring ones.
-    Everything lies in exactly one block: what comes before, between and after the model's blocks makes
-    blocks of its own. With ``frozen_state="zero"`` each turn starts with empty optimizer state, as in BAdam.
+    A block is a layer (see :func:`~gradpolicy.masks.layers.find_layers`), or ``size`` neighbouring layers.
+    Each parameter is in exactly one block: those before, between and after the model's blocks form further
+    blocks. With ``frozen_state="zero"`` each block starts with empty optimizer state, as in BAdam.
 
     Args:
         order: ``"forward"`` (from the input to the output), ``"reverse"``, or ``"random"`` (a new permutation
-            each cycle, so that each block still has one turn a cycle).
-        size: How many neighbouring layers make a block.
-        always: Globs of parameters that train at all times.
-        every: How many steps (or epochs) a turn takes; BAdam's ``K``.
-        **timetable: ``groups``: the blocks, instead of the layers; what is in none of them does not train.
+            in each cycle).
+        size: The number of neighbouring layers in a block.
+        always: Globs of parameters that always train.
+        every: The number of steps (or epochs) for which a block trains; BAdam's ``K``.
+        **timetable: ``groups``: the blocks, instead of layers; parameters in no group do not train.
             ``unit``, ``start``, ``stop``, ``seed``: see :class:`~gradpolicy.masks.MaskSource`.
 
     Raises:
@@ -65,7 +65,7 @@ class BlockCyclic(LayerSource):
         self._always = match_any(self.always, self.parameters, "parameter")
 
     def active_block(self, step: int, epoch: int) -> Layer:
-        """Return the block that trains."""
+        """Return the active block."""
         count = len(self.layer_groups)
         cycle, turn = divmod(max(self.period(step, epoch), 0), count)
         if self.order == "reverse":
@@ -75,9 +75,9 @@ class BlockCyclic(LayerSource):
         return self.layer_groups[turn]
 
     def frozen_names(self, step: int, epoch: int) -> set[str]:
-        """Return the parameters outside the block that trains."""
+        """Return the names of parameters outside the active block."""
         return self.parameters.keys() - self.active_block(step, epoch).parameters
 
     def may_freeze(self) -> set[str]:
-        """Return the parameters that do not always train."""
+        """Return the names of parameters that do not always train."""
         return self.parameters.keys() - self._always if len(self.layer_groups) > 1 else set()

@@ -1,4 +1,4 @@
-"""Masks that never change: by pattern, by tensor, from a file."""
+"""Constant masks from patterns, tensors or a file."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,24 +19,24 @@ FILE_ENDING = ".safetensors"
 
 
 class Fixed(StaticSource):
-    """The same masks at all times. True = this entry trains.
+    """Constant masks. True = this entry trains.
 
     Args:
-        mask: What trains, in one of these forms:
+        mask: The entries that train, in one of these forms:
 
             - ``False`` (the default): nothing; ``True``: everything;
             - a glob or a list of globs: the parameters with these names;
             - a bool tensor that broadcasts to every parameter of the policy;
-            - a dict from names or globs to masks; what it does not name trains;
-            - the path of a ``.safetensors`` file that holds a mask for each name, bool or uint8.
-        freeze: The other way round: globs of what does not train; everything else does.
-        level: ``"2:4"`` or blocks, ``"16x16"``: masks that are tensors must follow this pattern.
+            - a dict from names or globs to masks; all other parameters train;
+            - the path of a ``.safetensors`` file with a mask for each name, in bool or uint8.
+        freeze: Globs of the parameters that do not train, instead of ``mask``; all others do.
+        level: ``"2:4"`` or blocks, ``"16x16"``: a pattern that masks in the form of tensors must have.
         **timetable: ``every``, ``unit``, ``start``, ``stop``, ``seed``: see
-            :class:`~gradpolicy.masks.base.MaskSource`. The masks never change, so that these make no
-            difference, which a warning says.
+            :class:`~gradpolicy.masks.base.MaskSource`. They have no effect, and give a warning.
 
     Raises:
-        PolicyError: If a name or glob matches no parameter, a mask does not fit, or the file is none.
+        PolicyError: If a name or glob matches no parameter, a mask has the wrong shape, or the file is
+            invalid.
 
     Example:
         >>> import torch
@@ -66,10 +66,10 @@ class Fixed(StaticSource):
             raise PolicyError(f"Fixed.{key}: is empty; False means nothing, True everything")
 
     def prepare(self) -> None:
-        """Read the masks, and check that they fit."""
+        """Read and check the masks."""
         given, required = self._read(), pattern_of(self.level)
         patterns: dict[str, str] = {}
-        # The last glob that matches a name counts, and the very name before all globs.
+        # The last glob that matches a name counts, but the name itself takes precedence.
         for pattern in sorted(given, key=self.parameters.__contains__):
             patterns |= dict.fromkeys(match_names(pattern, self.parameters, "parameter"), pattern)
         for name, parameter in self.parameters.items():
@@ -81,7 +81,7 @@ class Fixed(StaticSource):
                     raise PolicyError(f"Fixed.level: the mask of {shown(name)} is not {required} everywhere")
 
     def describe(self) -> dict[str, Any]:
-        """Return what was given, in short."""
+        """Return a short form of the arguments."""
         level = {} if self.level == "entry" else {"level": self.level}
         if self.freeze is not None:
             return {"freeze": list(self.freeze), **level}
@@ -115,7 +115,7 @@ def read_masks(path: str | Path) -> dict[str, Mask]:
     """Read masks from a safetensors file.
 
     Raises:
-        PolicyError: If there is no such file, or what it holds are no masks.
+        PolicyError: If there is no such file, or it does not contain masks.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file

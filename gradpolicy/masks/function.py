@@ -1,4 +1,4 @@
-"""Functions and classes of the user's own as mask sources."""
+"""Users' functions and objects as mask sources."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from gradpolicy.masks.fixed import Fixed
 from gradpolicy.tensors.mask import Mask
 
 MaskFunction = Callable[[str, Tensor, int], Mask]
-# The methods of a source that an object without the base class may have, besides setup and masks.
+# The optional methods of an object without the base class, besides setup.
 _OPTIONAL = (
     *("due", "overdue", "observe", "observe_more", "wants_gradients", "gradient_names"),
     *("gradient_scale", "learning_rate_scale", "settings", "apply", "state_dict", "load_state_dict"),
@@ -23,16 +23,16 @@ _OPTIONAL = (
 
 
 class Function(MaskSource):
-    """A plain function ``(name, parameter, step) -> mask`` as a mask source.
+    """A function ``(name, parameter, step) -> mask`` as a mask source.
 
-    The function must give the same mask on every rank: of name, shape and step, not of a rank's own data.
+    The function must return the same mask on every rank, so it must not depend on the rank's data.
 
     Args:
-        function: The function; the step it gets is the count at which the masks changed last.
+        function: The function. Its ``step`` is the count of the last change of masks.
         **timetable: ``every``, ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`.
 
     Raises:
-        PolicyError: If it is no function.
+        PolicyError: If it is not such a function.
 
     Example:
         >>> import torch
@@ -52,7 +52,7 @@ class Function(MaskSource):
         self.function = function
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
-        """Return what the function gives for each parameter."""
+        """Return the function's mask for each parameter."""
         changed = self.timetable.begins(self.period(step, epoch))
         return {name: self.function(name, parameter, changed) for name, parameter in self.parameters.items()}
 
@@ -62,15 +62,15 @@ class Function(MaskSource):
 
 
 class Adapted(MaskSource):
-    """An object with a ``masks`` method as a mask source; its other methods of a source are used as well.
+    """An object with a method ``masks`` as a mask source. Its other methods of a source are used too.
 
     Args:
-        source: The object. Its ``masks`` takes ``(step, epoch)`` or ``(step)``. If it has an ``observe``, it
-            gets gradients, unless it says ``needs_gradients = False``.
+        source: The object. Its ``masks`` takes ``(step, epoch)`` or ``(step)``. If it has a method
+            ``observe``, it gets gradients, unless its ``needs_gradients`` is False.
 
     Raises:
-        PolicyError: If a method takes other arguments, or only one of ``state_dict`` and ``load_state_dict``
-            is there; when its masks are asked for, if they are no dict.
+        PolicyError: If a method takes other arguments, or there is only one of ``state_dict`` and
+            ``load_state_dict``; when ``masks`` is called, if the result is not a dict.
     """
 
     def __init__(self, source: Any) -> None:
@@ -84,7 +84,7 @@ class Adapted(MaskSource):
             check_call(f"{kind}.setup", source.setup, {}, seed=0, takes="(parameters, *, seed)")
         for name in _OPTIONAL:
             own = getattr(source, name, None)
-            # The apply of a torch module is another function.
+            # `nn.Module.apply` is not the method of a source.
             if callable(own) and getattr(type(source), name, None) is not nn.Module.apply:
                 _, *arguments = inspect.signature(getattr(MaskSource, name)).parameters
                 check_call(f"{kind}.{name}", own, *arguments, takes=f"({', '.join(arguments)})")
@@ -99,12 +99,12 @@ class Adapted(MaskSource):
 
     @property
     def needs_gradients(self) -> bool:  # type: ignore[override]
-        """True if the object is to get gradients."""
+        """True if the object needs gradients."""
         return bool(getattr(self.source, "needs_gradients", "observe" in vars(self)))
 
     @property
     def repeats_masks(self) -> bool:  # type: ignore[override]
-        """True if the object says so."""
+        """The attribute of the object."""
         return bool(getattr(self.source, "repeats_masks", False))
 
     def prepare(self) -> None:
@@ -113,7 +113,7 @@ class Adapted(MaskSource):
             self.source.setup(self.parameters, seed=self.seed)
 
     def period(self, step: int, epoch: int) -> int:
-        """Return 0 if the object itself decides when its masks may change."""
+        """Return 0 if the object has its own method ``due``."""
         return 0 if "due" in vars(self) else super().period(step, epoch)
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
@@ -131,15 +131,15 @@ class Adapted(MaskSource):
 
 
 def as_source(value: object) -> MaskSource:
-    """Return a mask source for anything that can stand for one.
+    """Convert an object to a mask source.
 
     Args:
-        value: A mask source; a class or object with a ``masks`` method; a function
-            ``(name, parameter, step) -> mask``; or what :class:`Fixed` takes: a mask tensor, a dict of masks,
-            globs of what trains, True or False, a safetensors file.
+        value: A mask source; a class or object with a method ``masks``; a function
+            ``(name, parameter, step) -> mask``; or an argument of :class:`Fixed`: a mask tensor, a dict of
+            masks, globs, True or False, or a safetensors file.
 
     Raises:
-        PolicyError: For anything else.
+        PolicyError: For other objects.
     """
     if isinstance(value, MaskSource):
         return value
@@ -161,6 +161,6 @@ def as_source(value: object) -> MaskSource:
 
 
 def _name(function: Callable) -> str:
-    """Return a function's own name, also if it is a partial."""
+    """Return the name of a function or partial."""
     own = getattr(function, "func", function)
     return getattr(own, "__qualname__", type(own).__name__)

@@ -1,4 +1,4 @@
-"""Gradients summed over a window of effective steps, for sources that decide by them."""
+"""The base class of sources that choose masks by gradients summed over steps."""
 
 import math
 import warnings
@@ -14,27 +14,26 @@ from gradpolicy.tensors.sharding import full_tensor, shard_like
 
 
 class GradientSource(MaskSource):
-    """A mask source that decides by gradients of the steps before each change.
+    """A mask source that chooses masks by the gradients of the steps before each change.
 
-    It asks for the gradients of the last ``window`` effective steps (or epochs) before its masks change.
-    Where a change comes too early for that, it waits until the window is full. Windows do not overlap: where
-    they are longer than ``every``, each change waits, and a warning says so. A step with a gradient that is
-    not finite does not count.
+    It sums the gradients of the last ``window`` effective steps (or epochs) before a change. A change is
+    delayed until its window is full. Windows do not overlap: if they are longer than ``every``, all changes
+    are delayed, with a warning. Steps with a gradient that is not finite do not count.
 
     Args:
-        window: How many steps (or epochs) of gradients go into a decision; None: all since the last one.
+        window: The number of steps (or epochs) whose gradients are summed; None: all since the last change.
         **timetable: ``every``, ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`.
 
     Attributes:
-        sums: The sums since the last decision: of each of ``statistics``, by parameter name.
-        steps: The number of effective steps that are in the sums.
-        decided: The period whose masks are in force; −1 before the first decision.
-        decided_at: The count of the last decision.
+        sums: The sums since the last change, by statistic and parameter name.
+        steps: The number of effective steps in the sums.
+        decided: The period of the current masks; −1 before the first change.
+        decided_at: The count of the last change.
     """
 
     needs_gradients = True
     repeats_masks = True
-    # What is summed over the window: keys of STATISTICS.
+    # The statistics that are summed: keys of STATISTICS.
     statistics: Sequence[str] = ("gradient",)
 
     def __init__(self, *, window: int | None = 1, **timetable: Any) -> None:
@@ -46,7 +45,7 @@ class GradientSource(MaskSource):
         self.decided, self.decided_at = -1, 0
 
     def prepare(self) -> None:
-        """Discard gradients and decisions."""
+        """Reset the sums."""
         self.sums, self.steps = {}, 0
         self.decided, self.decided_at = -1, 0
         times = self.timetable
@@ -58,7 +57,7 @@ class GradientSource(MaskSource):
             )
 
     def wants_gradients(self, step: int, epoch: int) -> bool:
-        """Return True in the last ``window`` counts before a change, and while a change waits."""
+        """Return True in the last ``window`` counts before a change, and while a change is delayed."""
         if not self.needs_gradients:
             return False
         count = self.count(step, epoch)
@@ -68,7 +67,7 @@ class GradientSource(MaskSource):
         return change is not None and (self.window is None or change - count <= self.window)
 
     def overdue(self, step: int, epoch: int) -> bool:
-        """Return True if a decision is still to be made, and the gradients for it are there."""
+        """Return True if a change is due and its window is full."""
         if self.decided >= self.period(step, epoch):
             return False
         if not self.needs_gradients:
@@ -78,7 +77,7 @@ class GradientSource(MaskSource):
         return self.steps >= (self.window or 1)
 
     def decide(self, step: int, epoch: int) -> None:
-        """Note that a decision was made: the next one goes by gradients of its own."""
+        """Record a change, and reset the sums."""
         self.decided, self.decided_at = self.period(step, epoch), self.count(step, epoch)
         self.sums, self.steps = {}, 0
 
@@ -89,7 +88,7 @@ class GradientSource(MaskSource):
 
     @torch.no_grad()
     def observe_more(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add further gradients of the same step."""
+        """Add gradients of another optimizer in the same step."""
         for name, gradient in gradients.items():
             weight = self.parameters[name].detach()
             for statistic in self.statistics:
@@ -99,11 +98,11 @@ class GradientSource(MaskSource):
                     sums[name] += value
                 else:
                     sums[name] = value.clone() if value is gradient else value
-                # The next one is made when this one's memory is free.
+                # Free the memory before the next value is computed.
                 del value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the gradients gathered so far, and the last decision."""
+        """Return the sums, and the period and count of the last change."""
         return {
             "sums": {
                 statistic: {name: full_tensor(tensor) for name, tensor in sums.items()}
@@ -115,7 +114,7 @@ class GradientSource(MaskSource):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
+        """Load the result of :meth:`state_dict`."""
         self.sums = {
             statistic: {name: shard_like(each, self.parameters[name]) for name, each in sums.items()}
             for statistic, sums in state["sums"].items()
@@ -125,12 +124,12 @@ class GradientSource(MaskSource):
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """Return the tensor in single precision, or in double where it has that; complex where it is."""
+    """Convert a tensor to at least single precision. Double and complex tensors remain so."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _real_product(first: Tensor, second: Tensor) -> Tensor:
-    """Return the product; of complex numbers the sum of the products of their parts."""
+    """Return the product, for complex numbers the sum of the products of real and imaginary parts."""
     return (first * second.conj()).real if first.is_complex() else first * second
 
 
@@ -139,4 +138,4 @@ STATISTICS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "product": lambda weight, gradient: _real_product(wide(weight), gradient),
     "second_moment": lambda weight, gradient: _real_product(gradient, gradient),
 }
-"""What can be summed over a window, of a parameter and its gradient in single precision or better."""
+"""Statistics of a parameter and its gradient, in at least single precision, that can be summed."""

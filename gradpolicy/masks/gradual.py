@@ -1,4 +1,4 @@
-"""ULMFiT: unfreezes one layer group after the other, from the output to the input."""
+"""Gradual unfreezing of layer groups, from the output to the input (ULMFiT)."""
 
 from typing import Any
 
@@ -7,19 +7,19 @@ from gradpolicy.masks.layers import LayerSource, names_in
 
 
 class Gradual(LayerSource):
-    """Gradual unfreezing: at first the last layer group trains, then one more from the top at each change.
+    """Gradual unfreezing: the last layer group trains first, and each change adds the group before it.
 
-    In epoch ``e`` the last ``initial + e`` groups train (with the defaults), until all do.
+    With the defaults the last ``initial + e`` groups train in epoch ``e``, until all groups train.
 
     Args:
-        initial: How many groups train from the beginning.
-        every: After how many epochs (or steps) one more group trains.
+        initial: The number of groups that train from the start.
+        every: The number of epochs (or steps) after which another group is added.
         unit: ``"epoch"``, as in the paper, or ``"step"``.
-        **timetable: ``groups``: the groups, instead of the layers; every parameter must be in one.
+        **timetable: ``groups``: the groups, instead of the layers; each parameter must be in one.
             ``start``, ``stop``, ``seed``: see :class:`~gradpolicy.masks.MaskSource`.
 
     Raises:
-        PolicyError: If a glob matches nothing, a parameter is in no group or in two.
+        PolicyError: If a glob matches nothing, or a parameter is in no group or in two.
 
     Source: Howard, Ruder 2018, "Universal Language Model Fine-tuning", arXiv:1801.06146, section 3.3.
 
@@ -48,9 +48,9 @@ class Gradual(LayerSource):
         self.layer_groups = self.find_groups(every=True)
 
     def frozen_names(self, step: int, epoch: int) -> set[str]:
-        """Return the parameters of the groups that do not train yet."""
+        """Return the names of parameters in groups that do not train yet."""
         return names_in(self.layer_groups[: -self.initial - max(self.period(step, epoch), 0)])
 
     def may_freeze(self) -> set[str]:
-        """Return the parameters that do not train from the beginning."""
+        """Return the names of parameters that do not train from the start."""
         return names_in(self.layer_groups[: -self.initial])

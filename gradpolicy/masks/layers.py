@@ -1,4 +1,4 @@
-"""Layers, found in parameters, and the base class of sources that freeze them."""
+"""Layers of a model, and the base class of sources that freeze layers."""
 
 import itertools
 import re
@@ -14,21 +14,21 @@ from gradpolicy.tensors.mask import Mask
 from gradpolicy.where import as_patterns, match_names
 
 Groups = Mapping[str, str | Iterable[str]] | Iterable[str | Iterable[str]] | None
-"""Groups of parameters from the input to the output, as globs by name, or globs alone; None: the layers."""
+"""Groups of parameters from the input to the output, as globs with or without names; None: the layers."""
 
-# The module of a mixture-of-experts block that holds them, and the modules beside it that choose.
+# The names of the experts and routers of a mixture-of-experts block.
 _EXPERTS = "experts"
 _ROUTERS = ("gate", "router")
 
 
 class LayerSource(MaskSource):
-    """A mask source by which whole layers freeze and thaw together.
+    """Base class of sources that freeze and thaw whole layers.
 
     A subclass sets ``layer_groups`` in :meth:`prepare`, and defines :meth:`frozen_names`.
 
     Args:
-        groups: The layers, from the input to the output: a mapping of names to globs, or a list of groups,
-            each one glob or several; None: those that :func:`find_layers` finds.
+        groups: The layers from the input to the output: a mapping of names to globs, or a list of groups of
+            one or more globs; None: the result of :func:`find_layers`.
         **timetable: See :class:`~gradpolicy.masks.MaskSource`.
 
     Raises:
@@ -36,7 +36,7 @@ class LayerSource(MaskSource):
     """
 
     repeats_masks = True
-    # The parameters that train at all times.
+    # The parameters that always train.
     _always: Collection[str] = ()
 
     def __init__(self, *, groups: Groups = None, **timetable: Any) -> None:
@@ -44,7 +44,7 @@ class LayerSource(MaskSource):
         self.groups = read_groups(f"{type(self).__name__}.groups", groups)
 
     def frozen_names(self, step: int, epoch: int) -> set[str]:
-        """Return the parameters of the layers that do not train."""
+        """Return the names of parameters in layers that do not train."""
         raise NotImplementedError
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
@@ -53,23 +53,23 @@ class LayerSource(MaskSource):
         return {name: name not in frozen for name in self.parameters}
 
     def find_groups(self, *, every: bool = False) -> list[Layer]:
-        """Return the groups that were given, else the layers of the model, as :func:`layers_of` does."""
+        """Return the layers of the argument ``groups``, or else those of the model; see :func:`layers_of`."""
         if self.groups is None:
             return find_layers(self.parameters)
         return layers_of(f"{type(self).__name__}.groups", self.groups, self.parameters, every=every)
 
     def describe(self) -> dict[str, Any]:
-        """Return the source's own arguments, and the groups if they were given."""
+        """Return the source's own arguments, including ``groups`` if it is not None."""
         return {**super().describe(), **({} if self.groups is None else {"groups": self.groups})}
 
 
 def names_in(layers: Iterable[Layer]) -> set[str]:
-    """Return the names of the parameters of some layers."""
+    """Return the names of the parameters in layers."""
     return {name for layer in layers for name in layer.parameters}
 
 
 def join_layers(layers: Collection[Layer]) -> Layer:
-    """Return neighbouring layers as one."""
+    """Join neighbouring layers."""
     return Layer(
         "+".join(layer.name for layer in layers),
         tuple(name for layer in layers for name in layer.parameters),
@@ -80,22 +80,22 @@ def join_layers(layers: Collection[Layer]) -> Layer:
 def find_layers(parameters: Mapping[str, Tensor], stacks: str | Iterable[str] | None = None) -> list[Layer]:
     """Group parameters into layers, from the input to the output, by the model's own blocks.
 
-    Modules beside each other whose names differ in a number alone (``layers.0`` and ``layers.1``, ``layer1``
-    and ``layer2``, ``encoder_layer_0``) are a stack if two of them have two weights or more of the same
-    names. Its members are blocks; one that consists of blocks for the most part, as the stage of a network
-    does, is taken apart into these. The ``experts`` of a block are a layer of their own, and so is the
-    router beside them (``gate`` or ``router``).
+    Sibling modules whose names differ only in a number (``layers.0`` and ``layers.1``, ``layer1`` and
+    ``layer2``, ``encoder_layer_0``) are a stack if two of them have at least two weights of the same names.
+    The members of a stack are blocks; but a member that consists mainly of blocks, such as a stage of a
+    network, is replaced by these. The ``experts`` of a block are a separate layer, and so is the router next
+    to them (``gate`` or ``router``).
 
-    What lies outside the blocks has ``numbered=False``. All that comes before the first block is one layer
-    (a stem, the embeddings), and so is all between two. After the last block each module with a weight is
-    one (a pooler, the head). A norm is no layer: the last one belongs to the head.
+    Layers outside of the blocks have ``numbered=False``. All parameters before the first block are one layer
+    (a stem, the embeddings), and so are all between two blocks. After the last block each module with a
+    weight is a layer (a pooler, the head). Norms are no layers: the last one belongs to the head.
 
-    A model without stacks has its numbered modules for layers, or else each module, with the norms behind
-    it.
+    In a model without stacks the layers are its numbered modules, or else all modules, each with the norms
+    after it.
 
     Args:
         parameters: The parameters by name, in model order.
-        stacks: The containers whose members are the layers, whole, as globs (``"trunk.layers"``).
+        stacks: Globs of the containers whose members are the layers (``"trunk.layers"``).
 
     Raises:
         PolicyError: If a glob matches no numbered container.
@@ -108,7 +108,7 @@ def find_layers(parameters: Mapping[str, Tensor], stacks: str | Iterable[str] | 
         >>> [(layer.name, layer.numbered) for layer in layers]
         [('embed', False), ('h.0', True), ('h.1', True), ('norm+head', False)]
     """
-    # Where all are vectors, as the biases alone, each counts.
+    # If all parameters are vectors, for example biases, they count as weights.
     weights = {name for name, parameter in parameters.items() if parameter.ndim > 1} or set(parameters)
     chosen = _chosen_stacks(list(parameters), stacks)
     blocks = set() if chosen else _with_experts(set(_blocks(parameters, weights)), parameters)
@@ -123,14 +123,14 @@ def find_layers(parameters: Mapping[str, Tensor], stacks: str | Iterable[str] | 
 
 
 def read_groups(key: str, groups: Groups) -> dict[str, tuple[str, ...]] | None:
-    """Return groups of parameters as globs by the group's name; None where no groups are given.
+    """Return the globs of groups of parameters by the name of the group; None if ``groups`` is None.
 
     Args:
-        key: The argument that an error names.
-        groups: A mapping of names to globs, or a list of groups; each one glob or several.
+        key: The name of the argument, for errors.
+        groups: A mapping of names to globs, or a list of groups of one or more globs.
 
     Raises:
-        PolicyError: If it is neither, a group or all of them are empty, or two are the same.
+        PolicyError: If it is neither, there is no group, a group is empty, or two are the same.
     """
     if groups is None:
         return None
@@ -154,16 +154,16 @@ def read_groups(key: str, groups: Groups) -> dict[str, tuple[str, ...]] | None:
 def layers_of(
     key: str, groups: Mapping[str, tuple[str, ...]], names: Iterable[str], *, every: bool = False
 ) -> list[Layer]:
-    """Return groups with the parameters that their globs match.
+    """Return a layer for each group, with the parameters that match its globs.
 
     Args:
-        key: The argument that an error names.
+        key: The name of the argument, for errors.
         groups: The globs of each group.
         names: The names of all parameters.
-        every: Each parameter must be in a group.
+        every: True if each parameter must be in a group.
 
     Raises:
-        PolicyError: If a glob matches nothing, or a parameter is in two groups, or in none but must be.
+        PolicyError: If a glob matches nothing, a parameter is in two groups, or, with ``every``, in none.
     """
     names = list(names)
     found = [
@@ -177,7 +177,7 @@ def layers_of(
 
 
 def _blocks(parameters: Mapping[str, Tensor], weights: set[str], parent: str = "") -> list[str]:
-    """Return the blocks below a module: the members of stacks, or what these consist of."""
+    """Return the blocks in a module: members of stacks, or the blocks of which these consist."""
     children: dict[str, dict[str, Tensor]] = {}
     for name, parameter in parameters.items():
         child, dot, _ = name.removeprefix(parent).partition(".")
@@ -199,7 +199,7 @@ def _blocks(parameters: Mapping[str, Tensor], weights: set[str], parent: str = "
 
 
 def _alike(modules: Iterable[str], weights: Mapping[str, set[str]]) -> bool:
-    """Return True if two of the modules have two weights or more of the same names."""
+    """Return True if two of the modules have at least two weights of the same names."""
     names = [{name.removeprefix(module) for name in weights[module]} for module in modules]
     return any(len(one & other) > 1 for one, other in itertools.combinations(names, 2))
 
@@ -209,25 +209,25 @@ def _entries(parameters: Mapping[str, Tensor], names: Iterable[str]) -> int:
 
 
 def _with_experts(blocks: set[str], parameters: Iterable[str]) -> set[str]:
-    """Return the blocks, with the experts and routers in them as blocks of their own."""
+    """Add the experts and routers in blocks as separate blocks."""
     inside = [name for name in parameters if not blocks.isdisjoint(_prefixes(name))]
     parents = {name.partition(f".{_EXPERTS}.")[0] for name in inside if f".{_EXPERTS}." in name}
     return blocks | {f"{parent}.{part}" for parent in parents for part in (_EXPERTS, *_ROUTERS)}
 
 
 def _in_order(layer_of: Mapping[str, str | None], weights: set[str], *, norms_join: bool) -> list[Layer]:
-    """Return layers, and what lies outside of them, from the input to the output.
+    """Return the layers, including those outside of blocks, from the input to the output.
 
     Args:
-        layer_of: The layer of each parameter, in model order; None outside.
-        weights: The parameters that are no vectors.
-        norms_join: Join layers without a weight to the layer before them.
+        layer_of: The block of each parameter in model order; None outside of blocks.
+        weights: The names of parameters that are not vectors.
+        norms_join: True if layers without a weight are joined to the layer before.
     """
     blocks = {block for block in layer_of.values() if block}
     above = {prefix for name, block in layer_of.items() if block for prefix in _prefixes(name)}
     units: dict[str, list[str]] = {}
     for name, block in layer_of.items():
-        # Outside: the outermost module that holds no part of a layer.
+        # Outside of blocks: the outermost module that contains no part of a block.
         unit = block or next(prefix for prefix in _prefixes(name) if prefix not in above)
         units.setdefault(unit, []).append(name)
     last = max(place for place, unit in enumerate(units) if unit in blocks)
@@ -248,7 +248,7 @@ def _in_order(layer_of: Mapping[str, str | None], weights: set[str], *, norms_jo
 
 
 def _prefixes(name: str) -> list[str]:
-    """Return the modules that hold a parameter, from the outermost, and its own name."""
+    """Return the names of the modules that contain a parameter, outermost first, and its own name."""
     return list(itertools.accumulate(name.split("."), "{}.{}".format))
 
 
@@ -257,7 +257,7 @@ def _module(name: str) -> str:
 
 
 def _chosen_stacks(names: list[str], stacks: str | Iterable[str] | None) -> set[str] | None:
-    """Return the containers whose members are layers; None if the outermost of each name counts."""
+    """Return the containers whose members are layers; None means the outermost one of each parameter."""
     if stacks is None or not as_patterns(stacks):
         return None
     containers = list(dict.fromkeys(stack for name in names for stack, _ in _numbered(name)))
@@ -269,7 +269,7 @@ def _chosen_stacks(names: list[str], stacks: str | Iterable[str] | None) -> set[
 
 
 def _numbered(name: str) -> list[tuple[str, str]]:
-    """Return the numbered containers around a parameter with its member in each, from the outermost."""
+    """Return the numbered containers of a parameter with its member in each, outermost first."""
     parts = name.split(".")
     return [
         (".".join(parts[:place]), ".".join(parts[: place + 1]))

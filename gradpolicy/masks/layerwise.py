@@ -1,4 +1,4 @@
-"""LISA: a few sampled layers train at a time, the embeddings and the head always."""
+"""Training of a few sampled layers at a time (LISA)."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,17 +11,17 @@ from gradpolicy.where import match_any
 
 
 class Layerwise(LayerSource):
-    """``active`` layers, sampled without replacement every ``every`` steps; the rest of the stack is frozen.
+    """Trains ``active`` layers, sampled without replacement every ``every`` steps; the others are frozen.
 
-    Layers are the model's blocks (see :func:`~gradpolicy.masks.layers.find_layers`). What lies outside of
-    them, such as embeddings, the last norm and the head, always trains.
+    Layers are the model's blocks (see :func:`~gradpolicy.masks.layers.find_layers`). Parameters outside of
+    them, such as embeddings, the last norm and the head, always train.
 
     Args:
-        active: How many layers train at a time.
-        always: Globs of parameters that train at all times, besides those outside the stack.
-        layers: The containers whose members are the layers, whole, as globs (``"model.layers"``); None: the
-            model's blocks, with experts and routers by themselves.
-        every: After how many steps (or epochs) the layers are sampled anew.
+        active: The number of layers that train at a time.
+        always: Globs of parameters that always train, in addition to those outside of layers.
+        layers: Globs of the containers whose members are the layers (``"model.layers"``); None: the model's
+            blocks, with separate experts and routers.
+        every: The number of steps (or epochs) between samples.
         **timetable: ``groups``: the layers, instead of the model's blocks. ``unit``, ``start``, ``stop``,
             ``seed``: see :class:`~gradpolicy.masks.MaskSource`.
 
@@ -70,17 +70,17 @@ class Layerwise(LayerSource):
         self._always = match_any(self.always, self.parameters, "parameter")
 
     def active_layers(self, step: int, epoch: int) -> list[str]:
-        """Return the names of the layers that train at a step, from the input to the output."""
+        """Return the names of the active layers at a step, from the input to the output."""
         period = max(self.period(step, epoch), 0)
         chosen = sorted(shuffled(len(self.layer_groups), self.seed, period, "layerwise")[: self.active])
         return [self.layer_groups[place].name for place in chosen]
 
     def frozen_names(self, step: int, epoch: int) -> set[str]:
-        """Return the parameters of the layers that were not sampled."""
+        """Return the names of parameters in layers that were not sampled."""
         chosen = self.active_layers(step, epoch)
         return names_in(layer for layer in self.layer_groups if layer.name not in chosen)
 
     def may_freeze(self) -> set[str]:
-        """Return the parameters that do not always train."""
+        """Return the names of parameters that do not always train."""
         stack = self.layer_groups if self.active < len(self.layer_groups) else []
         return names_in(stack).difference(self._always)

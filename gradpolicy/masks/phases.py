@@ -1,4 +1,4 @@
-"""Phases: a list of what trains, each with an end of its own."""
+"""Training in phases, each with its own parameters, settings and end."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,17 +24,18 @@ METRIC = ("metric", "patience", "min_delta", "mode")
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase as it is written: what trains, until when, and how.
+    """The definition of a phase.
 
     Attributes:
         params: Globs of the parameters that train.
-        limits: Counts that end it: of ``steps`` or ``epochs`` since it began, the ``epoch`` of the training.
-        metric: The metric that ends it; None for none.
-        patience: How many reports in turn may bring no improvement; the last of them ends the phase.
-        min_delta: By how much a metric must be better to count as an improvement.
-        mode: Whether the least (``"min"``) or the greatest (``"max"``) is best.
-        best: True to put the weights of the best report back when the phase ends.
-        settings: Of the optimizer while it lasts, by glob; the first that matches a parameter counts.
+        limits: Counts that end the phase: ``steps`` or ``epochs`` since its start, or the ``epoch`` of the
+            training.
+        metric: The metric that ends the phase; None if there is none.
+        patience: The number of consecutive reports without an improvement that ends the phase.
+        min_delta: The minimal change of the metric that counts as an improvement.
+        mode: ``"min"`` if lower values of the metric are better, ``"max"`` for higher ones.
+        best: True if the weights of the best report are restored at the end of the phase.
+        settings: Settings of the optimizer during the phase, by glob; the first match counts.
     """
 
     params: tuple[str, ...]
@@ -48,7 +49,7 @@ class Phase:
 
     @classmethod
     def read(cls, written: object) -> "Phase":
-        """Return a phase from the dict that a person wrote.
+        """Parse and check the dict of a phase.
 
         Raises:
             PolicyError: For an unknown key or an impossible value.
@@ -89,47 +90,48 @@ class Phase:
         )
 
     def is_better(self, value: float, than: float, by: float = 0.0) -> bool:
-        """Return True if a value of the metric is better than another; NaN never is."""
+        """Return True if a value of the metric is better than another. NaN is never better."""
         return value < than - by if self.mode == "min" else value > than + by
 
     @property
     def worst(self) -> float:
-        """The value than which every number is better."""
+        """The initial value: infinity for ``"min"``, minus infinity for ``"max"``."""
         return math.inf if self.mode == "min" else -math.inf
 
 
 class Phases(LayerSource):
-    """Trains in phases, each with its own parameters, until its end is reached.
+    """Trains in consecutive phases, each with its own parameters.
 
     A phase is a dict:
 
-    - ``params``: globs of what trains; all else is frozen. Phases may overlap, and freeze again what trained.
-    - ``until``: what ends it, whichever comes first. ``steps`` or ``epochs`` since it began; ``epoch``,
-      a count of the whole training; ``metric``, which ends it after ``patience`` reports (3) in turn without
-      an improvement by more than ``min_delta`` (0). ``mode`` says if ``"min"`` or ``"max"`` is best. Only the
-      last phase may do without.
-    - ``best``: True puts the weights of the best report back when the phase, or the training, ends. State of
-      the optimizer and buffers stay.
-    - ``lr`` and any other setting of the optimizer (``weight_decay``, ``betas`` …): what the parameters of
-      the phase have while it lasts. A learning rate takes the place of the optimizer's own: schedulers scale
-      it. A function of the steps since the phase began, such as a schedule of :mod:`gradpolicy.schedules`,
-      gives the rate itself. In ``params``, a dict from globs to settings tells parameters apart.
+    - ``params``: globs of the parameters that train; all others are frozen. Phases may overlap, and may
+      freeze parameters that trained before.
+    - ``until``: the end of the phase, by the first of these conditions: ``steps`` or ``epochs`` since its
+      start; ``epoch``, counted over the whole training; ``metric``, after ``patience`` (3) consecutive
+      reports without an improvement by more than ``min_delta`` (0), where ``mode`` is ``"min"`` or ``"max"``.
+      Only the last phase may have no end.
+    - ``best``: if True, the weights of the best report are restored at the end of the phase or the training.
+      The optimizer state and buffers are not.
+    - ``lr`` and other settings of the optimizer (``weight_decay``, ``betas`` …) of the phase's parameters. A
+      learning rate replaces that of the optimizer, and is scaled by schedulers. A function of the steps since
+      the start of the phase, such as a schedule of :mod:`gradpolicy.schedules`, is the final rate. For
+      different settings of parameters ``params`` may be a dict from globs to settings.
 
-    Lightning's callback reports what was logged at the end of each validation, Hugging Face's what was
-    evaluated; in a loop of your own call :meth:`report`. Ranks decide by the mean of their values.
+    The callback of Lightning reports the metrics that were logged in a validation, that of Hugging Face the
+    metrics of an evaluation; in a training loop call :meth:`report`. The mean over all ranks is used.
 
-    A last phase with an end stops Lightning's training there.
+    If the last phase has an end, Lightning's training stops there.
 
     Args:
-        phases: The phases in their order.
-        **wrong: Any other argument is refused: phases say themselves when masks change.
+        phases: The phases.
+        **wrong: Other arguments raise an error, since the phases determine the changes of masks.
 
     Attributes:
-        phase: The index of the phase that holds.
+        phase: The index of the current phase.
 
     Raises:
-        PolicyError: For an unknown key or an impossible value, a phase without an end before the last; when
-            the run starts, if a glob matches nothing; if a metric was not logged.
+        PolicyError: For an unknown key, an impossible value, or a phase without an end before the last; when
+            the run starts, if a glob matches nothing; later, if a metric was not logged.
 
     Example:
         >>> import torch
@@ -163,19 +165,19 @@ class Phases(LayerSource):
 
     def _reset(self) -> None:
         self.phase = 0
-        # The step and epoch at which the phase began, and whether a later step has found it over.
+        # The step and epoch at the start of the phase.
         self._began: tuple[int, int] | None = None
         self._begin_reports()
 
     def _begin_reports(self) -> None:
         phase = self._read[self.phase]
-        # What an improvement is measured against, the best value, and reports since the last improvement.
+        # The reference of improvements, the best value, and the reports since the last improvement.
         self._reference = self._best = phase.worst
         self._waited = 0
         self._kept: dict[str, Tensor] = {}
 
     def prepare(self) -> None:
-        """Find what trains in each phase, and begin with the first."""
+        """Find the parameters of each phase, and start with the first phase."""
         self.layer_groups, self._settings = [], []
         for place, phase in enumerate(self._read):
             with under(f"Phases.phases[{place}].params"):
@@ -189,7 +191,7 @@ class Phases(LayerSource):
 
     @torch.no_grad()
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
-        """Return one flag for each parameter; begin the next phase where one is over."""
+        """Return one flag for each parameter, after starting the next phase if one has ended."""
         self._began = self._began or (step, epoch)
         while self.overdue(step, epoch):
             self._put_back()
@@ -198,11 +200,11 @@ class Phases(LayerSource):
         return super().masks(step, epoch)
 
     def frozen_names(self, step: int, epoch: int) -> set[str]:
-        """Return the parameters that do not train in this phase."""
+        """Return the names of parameters that do not train in the current phase."""
         return set(self.parameters).difference(self.layer_groups[self.phase].parameters)
 
     def settings(self, step: int, epoch: int) -> Mapping[str, Mapping[str, Any]]:
-        """Return the settings of the phase, functions of its steps as they are now."""
+        """Return the settings of the current phase, with the current values of functions."""
         if not self._settings[self.phase]:
             return {}
         passed = 0 if self._began is None else step - self._began[0]
@@ -212,11 +214,11 @@ class Phases(LayerSource):
         }
 
     def overdue(self, step: int, epoch: int) -> bool:
-        """Return True if the next phase is to begin."""
+        """Return True if the current phase has ended and there is another one."""
         return self.phase + 1 < len(self._read) and self._is_over(step, epoch)
 
     def is_finished(self, step: int, epoch: int) -> bool:
-        """Return True if the last phase has reached its end."""
+        """Return True if the last phase has ended."""
         return self.phase + 1 == len(self._read) and self._is_over(step, epoch)
 
     def _is_over(self, step: int, epoch: int) -> bool:
@@ -228,13 +230,13 @@ class Phases(LayerSource):
         return stalled or any(counts[key] >= limit for key, limit in phase.limits.items())
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        """Take what was measured by a validation, with the weights as they are now.
+        """Process the metrics of a validation of the current weights.
 
         Args:
-            metrics: Numbers by name; every rank reports.
+            metrics: The metrics by name. Every rank must report.
 
         Raises:
-            PolicyError: If the metric of this phase is not among them.
+            PolicyError: If the metric of the phase is missing.
         """
         phase = self._read[self.phase]
         if phase.metric is None or self._began is None:
@@ -255,7 +257,7 @@ class Phases(LayerSource):
         self._waited = 0 if improved else self._waited + 1
 
     def finish(self) -> None:
-        """Put the best weights of the last phase back; warn of phases that never began."""
+        """Restore the best weights of the last phase, and warn of phases that never started."""
         self._put_back()
         if self._began is not None and self.phase + 1 < len(self._read):
             warn_user(
@@ -271,11 +273,11 @@ class Phases(LayerSource):
             local_shard(self.parameters[name].detach()).copy_(local_shard(best))
 
     def may_freeze(self) -> set[str]:
-        """Return the parameters that do not train in all phases."""
+        """Return the names of parameters that do not train in all phases."""
         return set().union(*(self.parameters.keys() - set(each.parameters) for each in self.layer_groups))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the phase, when it began, what was reported, and the best weights."""
+        """Return the phase with its start, its reports and the best weights."""
         return {
             "phase": self.phase,
             "began": None if self._began is None else list(self._began),
@@ -284,10 +286,10 @@ class Phases(LayerSource):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned.
+        """Load the result of :meth:`state_dict`.
 
         Raises:
-            PolicyError: If there are fewer phases now.
+            PolicyError: If there are fewer phases than in the saved run.
         """
         if state["phase"] >= len(self._read):
             raise PolicyError(
@@ -299,7 +301,7 @@ class Phases(LayerSource):
         self._kept = {name: shard_like(each, self.parameters[name]) for name, each in state["kept"].items()}
 
     def describe(self) -> dict[str, Any]:
-        """Return the number of phases; the plan names what each of them trains."""
+        """Return the number of phases. The plan lists their parameters."""
         return {"phases": len(self.phases)}
 
     def __repr__(self) -> str:
@@ -307,7 +309,7 @@ class Phases(LayerSource):
 
 
 def _settings(general: Mapping[str, Any], own: object = None) -> dict[str, Any]:
-    """Return settings of the optimizer: a number as a rate that schedulers scale, a function as the rate."""
+    """Return settings of the optimizer, with ``lr`` as ``initial_lr``, or as ``rate`` if it is a function."""
     if not isinstance(own, Mapping | None):
         raise PolicyError(f"must be a dict of settings such as {{'lr': 1e-4}}, got {shown(own)}")
     both = {**general, **(own or {})}
@@ -321,7 +323,7 @@ def _settings(general: Mapping[str, Any], own: object = None) -> dict[str, Any]:
 
 
 def _by_name(settings: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    """Return the settings of each parameter: those of the first glob that matches it."""
+    """Return the settings of each parameter, from the first glob that matches."""
     found: dict[str, Mapping[str, Any]] = {}
     for pattern, own in settings.items():
         for name in match_names((pattern,), names, "parameter"):

@@ -1,4 +1,4 @@
-"""FreezeOut: layers freeze for good, each with a learning rate that ends at 0."""
+"""Progressive freezing of layers with annealed learning rates (FreezeOut)."""
 
 import math
 from collections.abc import Mapping
@@ -13,32 +13,32 @@ POWERS = {"linear": 1, "squared": 2, "cubic": 3}
 
 
 class Progressive(LayerSource):
-    """Layer ``i`` of ``L`` trains up to the share ``tᵢ`` of the training, then it is frozen.
+    """Trains layer ``i`` of ``L`` up to the fraction ``tᵢ`` of the training, then freezes it.
 
     ``tᵢ = (first + (1 − first) · i / (L − 1)) ^ p`` with ``p`` = 1 for ``"linear"``, 3 for ``"cubic"``: the
     first layer freezes first, the last trains to the end. Until then its learning rate is annealed to 0:
 
     ``αᵢ(t) = ½ · αᵢ(0) · (1 + cos(π t / tᵢ))``, ``αᵢ(0) = α / tᵢ`` with ``scale``, else ``α``,
 
-    where ``α`` is the optimizer's learning rate in that step and ``t`` the share of the training that is
-    over. In the paper ``α`` is constant; an LR scheduler's course, a warm-up say, is multiplied with the
-    annealing. ``1 / tᵢ`` makes every layer travel equally far. What lies after the last block goes with
-    the last of them.
+    where ``α`` is the optimizer's learning rate in that step and ``t`` the fraction of the training so far.
+    In the paper ``α`` is constant; the factor of an LR scheduler, such as a warm-up, is multiplied with the
+    annealing. With ``1 / tᵢ`` the sum of the learning rates is the same for all layers. Parameters after the
+    last block belong to the last layer.
 
     Args:
-        total: The length of the training, in steps (or epochs).
-        first: The share at which the first layer would freeze under ``"linear"``; ``t₀`` before it is cubed.
+        total: The length of the training in steps (or epochs).
+        first: The fraction at which the first layer freezes with ``"linear"``: ``t₀`` before the power.
         curve: ``"linear"``, ``"squared"`` or ``"cubic"``.
         anneal: Anneal the learning rates as above; otherwise only freeze.
         scale: Start with ``α / tᵢ``; only with ``anneal``.
-        every: After how many steps (or epochs) masks and learning rates change.
-        **timetable: ``groups``: the layers, instead of the model's; what is in none of them always trains.
+        every: The number of steps (or epochs) between changes of masks and learning rates.
+        **timetable: ``groups``: the layers, instead of the model's; parameters in no group always train.
             ``unit``, ``start``, ``stop``, ``seed``: see :class:`~gradpolicy.masks.MaskSource`. ``total`` is
             counted from ``start``.
 
     Raises:
-        PolicyError: For an unknown curve or a share that is 0; with ``anneal``, when training begins, under
-            LBFGS and Rprop, which give no parameter a rate of its own.
+        PolicyError: For an unknown curve or a fraction of 0; with ``anneal``, when training starts, for LBFGS
+            and Rprop, which do not support learning rates of single parameters.
 
     Source: Brock, Lim, Ritchie, Weston 2017, "FreezeOut", arXiv:1706.04983.
 
@@ -75,7 +75,7 @@ class Progressive(LayerSource):
         self._share_of: dict[str, float] = {}
 
     def prepare(self) -> None:
-        """Give every layer its share of the training."""
+        """Compute the fraction of the training for each layer."""
         layers = self.layer_groups = _with_what_follows(self.find_groups())
         last = max(len(layers) - 1, 1)
         self.shares, self._share_of = {}, {}
@@ -86,12 +86,12 @@ class Progressive(LayerSource):
             self._share_of.update(dict.fromkeys(layer.parameters, share))
 
     def frozen_names(self, step: int, epoch: int) -> set[str]:
-        """Return the parameters of the layers whose share of the training is over."""
+        """Return the names of parameters in layers that are frozen."""
         passed = self._passed(step, epoch)
         return {name for name, share in self._share_of.items() if passed >= share}
 
     def learning_rate_scale(self, step: int, epoch: int) -> Mapping[str, float]:
-        """Return ``αᵢ(t) / α`` for each parameter that trains."""
+        """Return ``αᵢ(t) / α`` for each active parameter."""
         if not self.anneal:
             return {}
         passed = self._passed(step, epoch)
@@ -102,16 +102,16 @@ class Progressive(LayerSource):
         }
 
     def _passed(self, step: int, epoch: int) -> float:
-        """Return the share of the training that was over at the last change."""
+        """Return the fraction of the training at the last change."""
         return (self.timetable.begins(self.period(step, epoch)) - self.timetable.start) / self.total
 
     def may_freeze(self) -> set[str]:
-        """Return the parameters that freeze before the end."""
+        """Return the names of parameters that freeze before the end."""
         return {name for name, share in self._share_of.items() if share < 1.0}
 
 
 def _with_what_follows(layers: list[Layer]) -> list[Layer]:
-    """Return the layers, with what comes after the last block joined to it."""
+    """Join the layers after the last block to it."""
     end = max(place for place, layer in enumerate(layers) if layer.numbered)
     tail = tuple(name for layer in layers[end:] for name in layer.parameters)
     return [*layers[:end], Layer(layers[end].name, tail, True)]

@@ -1,4 +1,4 @@
-"""Sparse training with a topology that changes: SET and RigL."""
+"""Sparse training with a changing topology (SET, RigL)."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -30,24 +30,25 @@ RULES = {
     "gradient": {"drop": "magnitude", "grow_init": "zero", "anneal": "cosine"},
     "random": {"drop": "sign", "grow_init": "random", "anneal": "constant"},
 }
-"""The settings of each way of growing: RigL's and SET's."""
+"""The defaults of RigL (``gradient``) and SET (``random``)."""
 DROPS = ("magnitude", "sign")
 INITS = ("zero", "random")
 ANNEALS: dict[str, type[Ramp]] = {"cosine": Cosine, "linear": Linear}
 
 
 class PruneAndGrow(GradientSource):
-    """Trains a sparse network: now and then the smallest weights are dropped, and as many others grown.
+    """Trains a sparse network, and periodically replaces its smallest weights by others.
 
-    At first each weight tensor has a random mask of its density. At each change, of its ``n`` active entries
+    Initially each weight tensor has a random mask of its density. At each change, of its ``n`` active entries
 
-    1. a share ``f(t)`` is dropped, rounded down: those with the smallest ``|w|`` (``drop="magnitude"``), or
-       of the positive and of the negative ones each the share nearest to zero (``drop="sign"``);
-    2. as many are grown among all that are now inactive, those just dropped among them: those with the
-       largest ``|Σ g|`` of the dense gradient over the ``window`` steps before (``grow="gradient"``), or any
-       (``grow="random"``).
+    1. a fraction ``f(t)``, rounded down, is dropped: the entries with the smallest ``|w|``
+       (``drop="magnitude"``), or the same fraction of the positive and of the negative entries nearest to
+       zero (``drop="sign"``);
+    2. the same number is grown among all inactive entries, including those just dropped: the entries with
+       the largest ``|Σ g|`` of the dense gradient over the ``window`` steps before (``grow="gradient"``), or
+       random ones (``grow="random"``).
 
-    Entries outside the mask are held at zero. What the two published rules say besides:
+    Entries outside of the mask are zero. The two published rules also differ in these settings:
 
     =========================  ================  =============================================
     ``grow``                   RigL: gradient    SET: random
@@ -59,32 +60,32 @@ class PruneAndGrow(GradientSource):
     =========================  ================  =============================================
 
     ``f(t) = ½ α (1 + cos(π t / T))`` for ``anneal="cosine"``, with ``t`` counted from ``start`` and ``T`` =
-    ``stop − start``. Use ``frozen_state="zero"`` or ``"drop"``: grown entries then begin with empty moments.
+    ``stop − start``. With ``frozen_state="zero"`` or ``"drop"`` grown entries start with empty moments.
 
-    Tensors with one dimension (biases, norms) stay dense.
+    Tensors with one dimension (biases, norms) are dense.
 
     Args:
-        density: The share of entries that is active; a number or a schedule of the count. None: 0.1, or
-            what the level says.
-        level: What is dropped and grown: ``"entry"``, blocks (``"16x16"``, by their mean scores), or
-            ``"2:4"``: entries, of which 2 of every 4 of a row are active at all times.
+        density: The fraction of active entries; a number or a schedule of the count. None: 0.1, or that of
+            the level.
+        level: The unit that is dropped and grown: ``"entry"``, blocks (``"16x16"``, by their mean scores), or
+            ``"2:4"``: entries, of which 2 of every 4 of a row are always active.
         grow: ``"gradient"`` (RigL) or ``"random"`` (SET).
-        fraction: ``α``, the share that is exchanged at first.
-        drop: ``"magnitude"`` or ``"sign"``; None: what belongs to ``grow``.
-        grow_init: What grown entries begin with: ``"zero"``, or ``"random"``: a normal value with the
-            standard deviation that the tensor had at the beginning; None: what belongs to ``grow``.
-        anneal: How the share decreases: ``"cosine"``, ``"linear"`` or ``"constant"``; None: what belongs to
-            ``grow``, and ``"constant"`` where there is no ``stop``.
-        distribution: ``"uniform"`` (the same density everywhere) or ``"erk"`` (Erdős–Rényi–kernel: small
-            tensors are denser; the density of the whole is met).
-        dense: Globs of parameters that stay dense, such as the first layer.
-        window: Over how many steps (or epochs) the gradients are summed.
-        every: After how many steps (or epochs) the topology changes.
-        **timetable: ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`. ``stop`` ends the
-            exchange; RigL puts it at 75 % of the training. Cosine and linear annealing need it.
+        fraction: ``α``, the initial fraction.
+        drop: ``"magnitude"`` or ``"sign"``; None: the setting in the table.
+        grow_init: The initial value of grown entries: ``"zero"``, or ``"random"``: a normal value with the
+            initial standard deviation of the tensor; None: the setting in the table.
+        anneal: The schedule of the fraction: ``"cosine"``, ``"linear"`` or ``"constant"``; None: the setting
+            in the table, but ``"constant"`` without ``stop``.
+        distribution: ``"uniform"`` (the same density for all tensors) or ``"erk"`` (Erdős–Rényi–kernel:
+            small tensors are denser, with the same total density).
+        dense: Globs of parameters that are dense, such as the first layer.
+        window: The number of steps (or epochs) over which gradients are summed.
+        every: The number of steps (or epochs) between changes of the topology.
+        **timetable: ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`. The topology is
+            constant from ``stop``, in RigL after 75 % of the training. Cosine and linear annealing need it.
 
     Raises:
-        PolicyError: For an unknown option, a missing ``stop``, or if there is nothing to make sparse.
+        PolicyError: For an unknown option, a missing ``stop``, or if all parameters are dense.
 
     Source: Mocanu et al. 2018, Nature Communications 9:2383 (SET); Evci et al. 2020, "Rigging the Lottery",
     arXiv:1911.11134 (RigL, ERK).
@@ -141,7 +142,7 @@ class PruneAndGrow(GradientSource):
         self._first_values: dict[str, tuple[Tensor, Tensor]] = {}
 
     def prepare(self) -> None:
-        """Draw the first masks."""
+        """Compute the initial masks."""
         super().prepare()
         dense = match_any(self.dense, self.parameters, "parameter")
         self._shapes = shapes = {
@@ -168,11 +169,11 @@ class PruneAndGrow(GradientSource):
         if self.grow_init == "random":
             weights = {name: wide(full_tensor(self.parameters[name].detach())) for name in shapes}
             self._deviations = {name: float(w.double().std(correction=0)) for name, w in weights.items()}
-        # At count 0 the first masks are the draw itself; a later start is the first exchange.
+        # The initial masks are those of period 0, unless it starts later than at count 0.
         self.decided = 0 if self.timetable.start == 0 else -1
 
     def targets(self, count: int) -> dict[str, int]:
-        """Return how many entries (blocks) of each sparse tensor are active: its share, rounded up."""
+        """Return the number of active entries (or blocks) of each sparse tensor, rounded up."""
         shares = densities(self._shapes, density_at(self.density, count), self.distribution)
         size = 1 if self._blocks is None else self._blocks.rows * self._blocks.columns
         units = {name: math.prod(shape) // size for name, shape in self._shapes.items()}
@@ -182,7 +183,7 @@ class PruneAndGrow(GradientSource):
         }
 
     def _annealed(self) -> Schedule:
-        """Return ``f(t)``: the share of active entries that is exchanged at a count."""
+        """Return ``f(t)``, the fraction of active entries that is replaced at a count."""
         if self.anneal == "constant":
             return Constant(self.fraction)
         times = self.timetable
@@ -191,18 +192,18 @@ class PruneAndGrow(GradientSource):
         return ANNEALS[self.anneal](self.fraction, 0.0, steps=times.stop - times.start, begin=times.start)
 
     def gradient_names(self, step: int, epoch: int) -> set[str]:
-        """Return the sparse tensors; what stays dense needs no decision."""
+        """Return the names of the sparse tensors whose gradients are needed."""
         return super().gradient_names(step, epoch) & self._shapes.keys()
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
-        """Return the topology, or a new one if it is due and the gradients are there."""
+        """Return the topology, after a change if one is due and its window is full."""
         if self.overdue(step, epoch):
             self._exchange(self.period(step, epoch))
             self.decide(step, epoch)
         return {name: self._active.get(name, True) for name in self.parameters}
 
     def apply(self) -> None:
-        """Set grown entries to their first values, and those outside the mask to zero."""
+        """Set grown entries to their initial values, and entries outside of the mask to zero."""
         for name, active in self._active.items():
             parameter = self.parameters[name].detach()
             if name in self._first_values:
@@ -211,12 +212,12 @@ class PruneAndGrow(GradientSource):
         self._first_values = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the topology, the gradients gathered so far, and the deviations of first values."""
+        """Return the topology, the summed gradients, and the standard deviations of initial values."""
         own = {"active": dict(self._active), "deviations": dict(self._deviations)}
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
+        """Load the result of :meth:`state_dict`."""
         super().load_state_dict(state)
         self._active = {
             name: active.to(self.parameters[name].device) for name, active in state["active"].items()
@@ -240,7 +241,7 @@ class PruneAndGrow(GradientSource):
             self._active[name] = self._entries(name, kept | grown)
             grown = self._entries(name, grown)
             if self.grow_init == "random":
-                # RigL's rule leaves what comes back at once its value, SET's gives it a new one.
+                # Entries that are dropped and grown at once keep their value in RigL, but not in SET.
                 new = grown if self.grow == "random" else grown & ~active
                 indices = new.flatten().nonzero().flatten()
                 key = derive(self.seed, period, name, "prune_and_grow", "init")
@@ -250,7 +251,7 @@ class PruneAndGrow(GradientSource):
         return derive(self.seed, period, name, "prune_and_grow")
 
     def _grown(self, name: str, kept: Tensor, period: int, target: int, gradient: Tensor | None) -> Tensor:
-        """Return what grows beside what is kept: by a gradient, or at random."""
+        """Return the mask of entries (or blocks) to grow, by the gradient or at random."""
         key, pattern = self._key(name, period), self._pattern
         if pattern is not None and pattern.kept is not None:
             scores = (
@@ -264,31 +265,29 @@ class PruneAndGrow(GradientSource):
         return grown_entries(kept, gradient if pattern is None else pattern.pooled(gradient.abs()), target)
 
     def _entries(self, name: str, marks: Tensor) -> Tensor:
-        """Return a mask of entries, where blocks were marked."""
+        """Convert a mask of blocks to a mask of entries."""
         return marks if self._blocks is None else self._blocks.spread(marks, self._shapes[name])
 
     def _nothing(self, name: str) -> Tensor:
-        """Return a mask without an active entry, or block."""
+        """Return a mask without active entries (or blocks)."""
         nothing = torch.zeros(self._shapes[name], dtype=torch.bool, device=self.parameters[name].device)
         return nothing if self._blocks is None else self._blocks.blocks(nothing)
 
 
-# ---- one exchange
+# ---- one change of the topology
 
 
 def kept_entries(active: Tensor, weight: Tensor, fraction: float, target: int, drop: str) -> Tensor:
-    """Return the active entries that are not dropped.
+    """Return the mask of active entries that are not dropped.
 
     Args:
-        active: The mask so far.
-        weight: Values of the same shape.
-        fraction: The share ``ζ`` to drop (rounded down).
-        target: The most that may be active before the share is dropped; what has the smallest ``|w|`` goes.
-        drop: ``"magnitude"``: the share with the smallest ``|w|``; ``"sign"``: the share of the positive
-            entries that are smallest, and the share of the negative ones that are largest.
-
-    Returns:
-        The mask of what stays.
+        active: The current mask.
+        weight: The weights, in the same shape.
+        fraction: The fraction ``ζ`` to drop (rounded down).
+        target: The maximal number of active entries before the drop. Beyond it, those with the smallest
+            ``|w|`` are dropped first.
+        drop: ``"magnitude"`` drops the fraction with the smallest ``|w|``; ``"sign"`` the fraction of the
+            smallest positive entries, and that of the largest negative ones.
     """
     weight = weight.flatten()
     indices = active.flatten().nonzero().flatten()
@@ -306,12 +305,12 @@ def kept_entries(active: Tensor, weight: Tensor, fraction: float, target: int, d
 
 
 def grown_entries(kept: Tensor, gradient: Tensor, target: int) -> Tensor:
-    """Return the entries with the largest ``|gradient|`` that are not kept, until ``target`` are active.
+    """Return the mask of entries to grow: those with the largest ``|gradient|`` that are not kept.
 
     Args:
-        kept: Which entries are active already.
-        gradient: Of the same shape, without NaN.
-        target: How many entries are active then.
+        kept: The mask of active entries.
+        gradient: The gradient, in the same shape, without NaN.
+        target: The number of active entries after growing.
     """
     wanted = target - int(torch.count_nonzero(kept))
     if wanted >= kept.numel() - (target - wanted):
@@ -320,18 +319,18 @@ def grown_entries(kept: Tensor, gradient: Tensor, target: int) -> Tensor:
 
 
 def grown_at_random(kept: Tensor, key: int, target: int) -> Tensor:
-    """Return as many entries as :func:`grown_entries`, those of the highest random words.
+    """Return a random mask of entries to grow, with the same number as :func:`grown_entries`.
 
     Args:
-        kept: Which entries are active already.
-        key: 64 bits; the same key gives the same entries.
-        target: How many entries are active then.
+        kept: The mask of active entries.
+        key: The 64-bit key of the random numbers.
+        target: The number of active entries after growing.
     """
     wanted = target - int(torch.count_nonzero(kept))
     among = ~kept.flatten()
     candidates = max(int(torch.count_nonzero(among)), 1)
     share = wanted / candidates
-    # Coins leave few words to compare; a little more than wanted, so that they nearly always suffice.
+    # Sample slightly more candidates than needed, so that few random words have to be compared.
     share += 6.0 * math.sqrt(share / candidates)
     while True:
         low = bernoulli(key, max(1.0 - share, 0.0), 0, among.numel(), among.device)
@@ -345,17 +344,17 @@ def grown_at_random(kept: Tensor, key: int, target: int) -> Tensor:
 
 
 def normal_values(key: int, indices: Tensor, deviation: float) -> Tensor:
-    """Return normal values with mean 0 that depend on the key and each index alone, on every device alike.
+    """Return normal values with mean 0 as a function of the key and index, equal on all devices.
 
     Args:
-        key: 64 bits.
-        indices: Flat indices, ascending.
+        key: The 64-bit key of the random numbers.
+        indices: Flat indices in ascending order.
         deviation: The standard deviation.
 
     Returns:
-        A float64 tensor, one value an index.
+        A float64 tensor with one value per index.
     """
-    # Computed where every process computes alike: erfinv differs between devices in its last bits.
+    # On the CPU, since erfinv differs between devices in the last bits.
     words = words_at(key, indices.cpu())
     drawn = math.sqrt(2.0) * deviation * torch.erfinv((2.0 * words + 1.0) / 2.0**32 - 1.0)
     return drawn.to(indices.device)

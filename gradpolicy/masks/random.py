@@ -1,4 +1,4 @@
-"""Seeded random masks, drawn again by a timetable."""
+"""Seeded random masks that change by a timetable."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,15 +12,15 @@ from gradpolicy.tensors.seeded import RandomMask, check_level, density_of_level
 
 
 class Random(MaskSource):
-    """Every entry, row or tensor trains with the chance ``density``, drawn anew every ``every`` steps.
+    """Random masks with the probability ``density`` for each entry, row or tensor, every ``every`` steps.
 
-    The masks are seeded (by seed, step and name): a checkpoint holds no mask tensor. With ``rescale`` the
-    gradients of active entries are divided by the density, which keeps their expectation:
-    ``g ← g · mask / p``, as Child-Tuning_F does. (Adam divides such a factor out again; SGD does not.)
+    The masks are generated from (seed, step, name), so checkpoints contain no mask tensors. With ``rescale``
+    the gradients of active entries are divided by the density, which preserves their expectation:
+    ``g ← g · mask / p``, as in Child-Tuning_F. (Adam is invariant to such a factor; SGD is not.)
 
     Args:
-        density: The chance ``p``; a number or a schedule of the count.
-        level: What is drawn together: ``"entry"``, ``"row"``, ``"tensor"`` or blocks, ``"16x16"``; or
+        density: The probability ``p``; a number or a schedule of the count.
+        level: The unit of the masks: ``"entry"``, ``"row"``, ``"tensor"`` or blocks, ``"16x16"``; or
             ``"2:4"``: 2 of every 4 entries of a row.
         rescale: Divide the gradients by the density.
         **timetable: ``every``, ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`. Two random
@@ -55,26 +55,26 @@ class Random(MaskSource):
         self.rescale = check_flag("Random.rescale", rescale)
 
     def prepare(self) -> None:
-        """Check that the parameters divide into the level's pattern."""
+        """Check that the parameters are divisible by the level's pattern."""
         pattern = pattern_of(self.level)
         for name, parameter in self.parameters.items() if pattern else ():
             pattern.check(name, tuple(parameter.shape))  # type: ignore[union-attr]
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
-        """Return a seeded mask for each parameter; the same until the next change."""
+        """Return a seeded mask for each parameter, which is constant until the next change."""
         drawn_at, density = self._drawn(step, epoch)
         if density in (0.0, 1.0):
             return dict.fromkeys(self.parameters, density == 1.0)
         return {name: RandomMask(self.seed, drawn_at, name, density, self.level) for name in self.parameters}
 
     def gradient_scale(self, step: int, epoch: int) -> Mapping[str, float]:
-        """Return ``1 / p`` for each parameter if ``rescale`` is on."""
+        """Return ``1 / p`` for each parameter if ``rescale`` is True."""
         density = self._drawn(step, epoch)[1]
         if not self.rescale or density == 0.0:
             return {}
         return dict.fromkeys(self.parameters, 1.0 / density)
 
     def _drawn(self, step: int, epoch: int) -> tuple[int, float]:
-        """Return the count of the last draw, and its density."""
+        """Return the count of the last change, and its density."""
         drawn_at = self.timetable.begins(self.period(step, epoch))
         return drawn_at, density_at(self.density, drawn_at)

@@ -1,4 +1,4 @@
-"""Masks of rows: new tokens of an embedding, heads, any part that an index names."""
+"""Masks of rows, such as new tokens of an embedding or attention heads."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,22 +14,21 @@ Indices = int | str | slice | Tensor | Iterable[int | str | slice]
 
 
 class Rows(StaticSource):
-    """Only the given rows of each parameter train.
+    """Trains only some rows of each parameter.
 
     Args:
-        rows: What trains: a number (negative ones count from the end), a slice as Python writes it
-            (``"50257:"``, ``"2:10:2"``), a list of either, a flag for each row, a tensor or numpy array of
-            numbers or flags, or a whole index (``"3, 0, 5:"`` or ``"..., :2"``, or as a tuple with a slice in
-            it); the dimensions that an index leaves out train in full.
-        dim: The dimension that the rows are of (for an index with commas it has no meaning).
-        size: How many neighbouring rows one number stands for: with ``size=head_width`` the numbers are
-            attention heads.
+        rows: The rows that train: a number (negative ones count from the end), a slice in Python's syntax
+            (``"50257:"``, ``"2:10:2"``), a list of these, a flag for each row, a tensor or numpy array of
+            numbers or flags, or an index of several dimensions (``"3, 0, 5:"`` or ``"..., :2"``, or a tuple
+            that contains a slice).
+        dim: The dimension of the rows. It cannot be combined with an index of several dimensions.
+        size: The number of neighbouring rows that a number stands for: with ``size=head_width`` the numbers
+            are attention heads.
         **timetable: ``every``, ``unit``, ``start``, ``stop``, ``seed``: see
-            :class:`~gradpolicy.masks.base.MaskSource`. The masks never change, so that these make no
-            difference, which a warning says.
+            :class:`~gradpolicy.masks.base.MaskSource`. They have no effect, and give a warning.
 
     Raises:
-        PolicyError: If an index cannot be read, or a row does not exist in a parameter.
+        PolicyError: If an index is invalid, or a row does not exist in a parameter.
 
     Example:
         >>> import torch
@@ -61,7 +60,7 @@ class Rows(StaticSource):
             raise PolicyError(f"Rows: an index ({shown(rows)}) goes with neither dim nor size")
 
     def prepare(self) -> None:
-        """Mark the rows, and check that every parameter has them."""
+        """Compute the masks, and check that all parameters have the rows."""
         for name, parameter in self.parameters.items():
             what = f"{shown(name)} of shape {tuple(parameter.shape)}"
             if self._is_index:
@@ -72,7 +71,7 @@ class Rows(StaticSource):
             self._masks[name] = mask
 
     def _by_rows(self, parameter: Tensor, what: str) -> Tensor:
-        """Return a mask of size 1 in all other dimensions."""
+        """Return a mask that has size 1 in all other dimensions."""
         if not -parameter.dim() <= self.dim < parameter.dim():
             raise PolicyError(f"Rows.dim: {what} has no dimension {self.dim}")
         dim = self.dim % parameter.dim()
@@ -90,7 +89,7 @@ class Rows(StaticSource):
         """Set the entries at each index to True.
 
         Raises:
-            PolicyError: If one does not exist.
+            PolicyError: If an index does not exist.
         """
         for index in indices:
             try:
@@ -103,7 +102,7 @@ class Rows(StaticSource):
 
 
 def _read(rows: Any) -> tuple[list[Any], bool]:
-    """Return the parts of what was given, and True if they are together one index of several dimensions."""
+    """Return the parts of the argument, and True if together they are an index of several dimensions."""
     if isinstance(rows, str):
         parts = [_read_part(part) for part in rows.strip().removeprefix("[").removesuffix("]").split(",")]
         return parts, len(parts) > 1 or ... in parts
@@ -116,7 +115,7 @@ def _read(rows: Any) -> tuple[list[Any], bool]:
 
 
 def _read_part(text: str) -> Any:
-    """Return a number, a slice or an ellipsis, as Python writes them between brackets; else the text."""
+    """Parse a number, a slice or an ellipsis in Python's syntax; return other text unchanged."""
     numbers = [number.strip() for number in text.split(":")]
     if numbers == ["..."]:
         return ...

@@ -1,4 +1,4 @@
-"""AutoFreeze: layers freeze, from the input on, once their gradients have settled."""
+"""Freezing of layers whose gradients no longer change (AutoFreeze)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,20 +14,20 @@ from gradpolicy.tensors.sharding import full_tensor
 
 
 class Stable(GradientSource, LayerSource):
-    """Freezes the layers before the first one whose gradient still changes.
+    """Freezes the layers before the first layer whose gradient still changes.
 
-    Over each interval of ``every`` steps the gradients are summed. With ``Gₗ`` the L1 norm of layer ``l``'s
-    sum, the layer's change is ``ηₗ = |Gₗ' − Gₗ| / Gₗ'`` against the interval before. Of the layers that
-    train, those in front of the first with ``η`` at or above the ``percentile`` of them all are frozen, for
-    good. What lies before the first block (embeddings) freezes together with it; what lies after the
-    last one never does.
+    The gradients are summed over intervals of ``every`` steps. With ``Gₗ`` the L1 norm of layer ``l``'s sum
+    and ``Gₗ'`` that of the previous interval, the change of the layer is ``ηₗ = |Gₗ' − Gₗ| / Gₗ'``. The
+    active layers before the first one with ``η`` at or above the ``percentile`` of all active layers are
+    frozen permanently. Parameters before the first block (embeddings) freeze together with it; parameters
+    after the last block never freeze.
 
     Args:
-        percentile: From 0 (nothing freezes) to 100 (all before the layer that changes most).
-        every: The interval, in steps (or epochs).
-        **timetable: ``groups``: the layers, instead of the model's; what is in none of them always trains.
-            ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`. The first comparison comes
-            after two intervals from ``start``.
+        percentile: From 0 (nothing freezes) to 100 (all layers before that with the largest change freeze).
+        every: The interval in steps (or epochs).
+        **timetable: ``groups``: the layers, instead of the model's; parameters in no group always train.
+            ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`. The first comparison is two
+            intervals after ``start``.
 
     Raises:
         PolicyError: For a percentile outside [0, 100].
@@ -45,7 +45,7 @@ class Stable(GradientSource, LayerSource):
         self._front: set[str] = set()
 
     def prepare(self) -> None:
-        """Find the layers; all train."""
+        """Find the layers, which are all active at first."""
         super().prepare()
         found = self.find_groups()
         first = next(place for place, layer in enumerate(found) if layer.numbered)
@@ -54,45 +54,45 @@ class Stable(GradientSource, LayerSource):
         self.frozen, self.norms = 0, []
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
-        """Return one flag for each parameter; compare the interval before, if one is over."""
+        """Return one flag for each parameter, after a comparison at the end of an interval."""
         period = self.period(step, epoch)
         if period == 0 and self.decided < 0:
-            self.decide(step, epoch)  # the first interval begins
+            self.decide(step, epoch)  # the first interval starts
         elif period > 0 and self.overdue(step, epoch):
             self._compare()
             self.decide(step, epoch)
         return super().masks(step, epoch)
 
     def frozen_names(self, step: int, epoch: int) -> set[str]:
-        """Return the parameters of the layers that have settled."""
+        """Return the names of parameters in frozen layers."""
         return names_in(self.layer_groups[: self.frozen]) | (self._front if self.frozen else set())
 
     def wants_gradients(self, step: int, epoch: int) -> bool:
-        """Return True from ``start`` on, as long as another comparison is to come."""
+        """Return True from ``start`` to the last comparison."""
         count = self.count(step, epoch)
         return count >= self.timetable.start and self.timetable.next(count) is not None
 
     def gradient_names(self, step: int, epoch: int) -> set[str]:
-        """Return the parameters of the layers that still train."""
+        """Return the names of parameters in active layers."""
         if not self.wants_gradients(step, epoch):
             return set()
         return names_in(self.layer_groups[self.frozen :])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many layers have settled, and what the next comparison needs."""
+        """Return the number of frozen layers and the norms for the next comparison."""
         return {**super().state_dict(), "frozen": self.frozen, "norms": list(self.norms)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
+        """Load the result of :meth:`state_dict`."""
         super().load_state_dict(state)
         self.frozen, self.norms = state["frozen"], list(state["norms"])
 
     def may_freeze(self) -> set[str]:
-        """Return the parameters of the layers that may settle."""
+        """Return the names of parameters in layers that may freeze."""
         return self._front | names_in(self.layer_groups[:-1])
 
     def _compare(self) -> None:
-        """Take the interval's norms, and freeze what has settled since the interval before."""
+        """Compare the norms with those of the previous interval, and freeze layers."""
         sums = self.sums.get("gradient", {})
         norms = [
             sum(float(full_tensor(sums[name].abs().sum())) for name in layer.parameters if name in sums)
@@ -104,9 +104,9 @@ class Stable(GradientSource, LayerSource):
 
 
 def settled_layers(before: list[float], now: list[float], percentile: float) -> int:
-    """Return how many layers in front change less than the percentile of all.
+    """Return the number of leading layers whose change is less than the percentile of all.
 
-    ``η = |before − now| / before``; a layer without gradient before or now counts as unchanged.
+    ``η = |before − now| / before``. Layers without a gradient in either interval count as unchanged.
     """
     changes = torch.tensor(
         [

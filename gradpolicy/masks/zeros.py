@@ -1,4 +1,4 @@
-"""The zeros of a checkpoint, which stay zero."""
+"""Masks of the zeros of a checkpoint."""
 
 import warnings
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ from gradpolicy.tensors.sharding import full_tensor, zero_outside
 
 
 class Zeros(StaticSource):
-    """What is 0 when training begins stays 0: a pruned checkpoint keeps its sparsity.
+    """Keeps entries at 0 that are 0 at the start of training, so that a pruned checkpoint remains sparse.
 
-    The zeros are read from the weights at the start, so load the checkpoint before; a resumed run has those
-    of its own start. Tensors with one dimension (biases, norms), which often begin at 0, train as ever.
+    Load the checkpoint before the start of training, when the zeros are read. A resumed run uses the zeros of
+    the original start. Tensors with one dimension (biases, norms), which are often initialised to 0, always
+    train.
 
     Args:
-        **timetable: See :class:`~gradpolicy.masks.base.MaskSource`; a warning says that it makes no
-            difference.
+        **timetable: See :class:`~gradpolicy.masks.base.MaskSource`. It has no effect, and gives a warning.
 
     Example:
         >>> import torch
@@ -41,24 +41,24 @@ class Zeros(StaticSource):
                     self._masks[name] = True
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
-        """Return the masks, whatever the step."""
+        """Return the masks."""
         if all(mask is True for mask in self._masks.values()):
             warnings.warn("Zeros: no entry of a matrix is 0, so that all trains", stacklevel=2)
         return super().masks(step, epoch)
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Set to zero what was, also where another policy wrote to it."""
+        """Set masked entries to zero, which another policy may have modified."""
         for name, mask in self._masks.items():
             if isinstance(mask, Tensor):
                 zero_outside(self.parameters[name].detach(), mask)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the masks, since the weights that a resumed run begins with may be others."""
+        """Return the masks, since the initial weights of a resumed run may differ."""
         return {"masks": dict(self._masks)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
+        """Load the result of :meth:`state_dict`."""
         devices = {name: parameter.device for name, parameter in self.parameters.items()}
         self._masks = {
             name: mask.to(devices[name]) if isinstance(mask, Tensor) else mask

@@ -1,4 +1,4 @@
-"""The scores of :class:`~gradpolicy.masks.TopK`, one a file."""
+"""The scores of :class:`~gradpolicy.masks.TopK`, one per file."""
 
 from gradpolicy.masks.scores.fisher import Fisher as Fisher
 from gradpolicy.masks.scores.fisher import FisherBySample as FisherBySample
@@ -25,4 +25,4 @@ SCORES: dict[str, type[Score]] = {
     "lift": LIFT,
     "salun": SalUn,
 }
-"""Every score by the name that ``by`` takes; those that need a loader are given as objects."""
+"""All scores by their names for ``by``. Scores with a loader are passed as objects."""

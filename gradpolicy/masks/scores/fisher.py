@@ -1,4 +1,4 @@
-"""Fisher information, diagonal and empirical, of whole batches or of single samples."""
+"""Diagonal empirical Fisher information, by batch or by sample."""
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ class Fisher(Score):
 
 
 class FisherBySample(Fisher):
-    """``Σ gᵢ²`` of the gradients of single samples, of a loader of its own: the FISH mask.
+    """``Σ gᵢ²`` of the gradients of single samples from its own loader: the FISH mask.
 
     Source: Sung, Nair, Raffel 2021, arXiv:2111.09839.
     """

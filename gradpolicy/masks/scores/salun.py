@@ -6,7 +6,7 @@ from gradpolicy.masks.scores.score import Score
 
 
 class SalUn(Score):
-    """``|Σ ∇L|`` over the samples to forget: batches and a loss of its own are needed.
+    """``|Σ ∇L|`` over the samples to forget, from its own batches and loss.
 
     Source: Fan et al. 2024, arXiv:2310.12508.
     """

@@ -1,4 +1,4 @@
-"""A score: the inputs that it may ask for, and functions and classes as scores."""
+"""The base class of scores, and users' functions as scores."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,19 +10,19 @@ from gradpolicy.errors import PolicyError, shown, unknown
 from gradpolicy.imports import import_by_name
 
 INPUTS = ("weight", "initial", "gradient", "product", "second_moment", "activation_norm")
-"""What a score may ask for: the names that its arguments may have."""
+"""The valid names of a score's arguments."""
 GATHERED = ("gradient", "product", "second_moment", "activation_norm")
-"""What is summed over batches."""
+"""The inputs that are summed over batches."""
 
 
 class Score:
-    """What each entry of a parameter is worth; a subclass is a formula in :meth:`__call__`.
+    """Base class of scores of the entries of parameters, with a formula in :meth:`__call__`.
 
-    It asks for its inputs by the names of the arguments. All have the parameter's shape, but the last:
+    Its inputs are determined by the names of the arguments. All but the last have the parameter's shape:
 
     ===================  ===================================================================================
-    ``weight``           the weight ``w`` as it is
-    ``initial``          the weight from the start of training
+    ``weight``           the weight ``w``
+    ``initial``          the weight at the start of training
     ``gradient``         ``Σ g``
     ``product``          ``Σ w · g``
     ``second_moment``    ``Σ g²``
@@ -30,20 +30,20 @@ class Score:
                          and positions; it broadcasts to the weight
     ===================  ===================================================================================
 
-    The sums run over the training steps before a choice, or over the batches of a loader of the score's own.
+    The sums are over training steps before a choice, or over the batches of the score's own loader.
 
     Args:
-        batches: A loader, or a list of batches, to sum over instead: in one pass before the choice, without
-            an update, with all modules in ``eval`` mode. On many processes each must get the same batches.
-        loss: A function ``(model, batch) -> loss`` for them, or its dotted path.
+        batches: A loader or list of batches, over which the inputs are summed in a pass before the choice,
+            without updates and in ``eval`` mode. All processes must get the same batches.
+        loss: A function ``(model, batch) -> loss`` for these batches, or its dotted path.
 
     Attributes:
-        by_rows: True if a row's scores follow from that row's inputs alone, so that few are held at a time.
-        by_sample: True if gradients are taken sample by sample, which needs a loader.
+        by_rows: True if the scores of a row depend only on the inputs of this row, which saves memory.
+        by_sample: True if gradients are computed by sample, which requires batches.
 
     Raises:
-        PolicyError: If only one of batches and loss is given, sums by sample have no batches, or it can be
-            read once only.
+        PolicyError: If there is only one of ``batches`` and ``loss``, batches are required and missing, or
+            they can be read only once.
 
     Example:
         >>> import torch
@@ -79,7 +79,7 @@ class Score:
         raise TypeError(f"{type(self).__name__} must define __call__ with the inputs that it asks for")
 
     def __deepcopy__(self, memo: dict) -> "Score":
-        # A score has no state, and its batches may hold all data.
+        # A score has no state, and its batches may contain a whole dataset.
         return self
 
     def __repr__(self) -> str:
@@ -87,10 +87,10 @@ class Score:
 
 
 class FunctionScore(Score):
-    """A function of the user's as a score.
+    """A user's function as a score.
 
     Args:
-        function: Takes inputs of :class:`Score` by name, and returns the scores of whole tensors.
+        function: A function of inputs of :class:`Score` by name that returns the scores of a tensor.
     """
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
@@ -99,7 +99,7 @@ class FunctionScore(Score):
         self.asks = _asked(getattr(function, "__name__", "function"), function)
 
     def __call__(self, **inputs: Tensor) -> Tensor:  # type: ignore[override]
-        """Return what the function returns."""
+        """Return the result of the function."""
         return self.function(**inputs)
 
     def __repr__(self) -> str:
@@ -107,15 +107,15 @@ class FunctionScore(Score):
 
 
 def as_score(key: str, by: object, named: Mapping[str, type[Score]]) -> Score:
-    """Return a score by its name or dotted path, of a class, or of a function.
+    """Return the score for a name, a dotted path, a class or a function.
 
     Args:
-        key: The argument that an error names.
-        by: What was given.
+        key: The name of the argument, for errors.
+        by: The name, path, class, function or score.
         named: The scores by name.
 
     Raises:
-        PolicyError: If it is none of these, or asks for what there is not.
+        PolicyError: If it is of another type, or an input of the score does not exist.
     """
     if isinstance(by, str) and by in named:
         return named[by]()
@@ -133,7 +133,7 @@ def as_score(key: str, by: object, named: Mapping[str, type[Score]]) -> Score:
 
 
 def _asked(name: str, function: Callable[..., Tensor]) -> tuple[str, ...]:
-    """Return the names of a function's arguments; each must be an input."""
+    """Return the names of a function's arguments, which must be names of inputs."""
     parameters = inspect.signature(function).parameters.values()
     asked = tuple(
         each.name for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)

@@ -1,4 +1,4 @@
-"""SNIP: how much the loss changes to first order if the connection is cut."""
+"""SNIP: the first-order change of the loss if a weight is removed."""
 
 from torch import Tensor
 

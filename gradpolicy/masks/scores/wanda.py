@@ -1,4 +1,4 @@
-"""Wanda: weights by the activations that they multiply."""
+"""Wanda: the magnitude of weights times the norm of their input activations."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""Change: how far a weight has come since the start of training."""
+"""The absolute change of a weight since the start of training."""
 
 from torch import Tensor
 
