@@ -331,7 +331,7 @@ class Through:
     def _with_own_gradients(
         self, result: Any, ruled: list[Tensor], fed: list[tuple[Tensor, Tensor]], versions: list[int]
     ) -> Any:
-        """Return the result, with the own gradients of outputs without a rule passed to the detached inputs.
+        """Return the result, and pass the gradients of outputs without a rule to the detached inputs.
 
         Raises:
             PolicyError: In compiled code, or if the module modified its inputs in place.
@@ -372,7 +372,7 @@ class FeedInput(Function):
 
 
 class OwnGradient(Function):
-    """Passes the own gradient of an output to a module's inputs, which are detached for its other outputs.
+    """Passes an output's own gradient to the inputs of a module, which are detached for its other outputs.
 
     Autograd sums the gradients of all outputs at an input. So the module gets inputs that stop the gradient,
     and the gradient of this output alone is computed by a separate backward pass through the same graph.
