@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError, nearest, shown
+from gradpolicy.checks import BIAS_CORRECTIONS, FROZEN_STATES, check_choice
+from gradpolicy.errors import PolicyError
 from gradpolicy.optim.ages import Ages
 from gradpolicy.optim.kernels import EntryUpdate, select
 from gradpolicy.optim.layout import Layout, as_sharded, coarse_mask, local_mask, own_gradient
@@ -45,16 +46,9 @@ class Options(NamedTuple):
         Raises:
             PolicyError: If there is no such value.
         """
-        given = {option: value for option, value in options.items() if value is not None}
-        for option, value in given.items():
-            if value not in VALUES[option]:
-                hint = nearest(str(value), VALUES[option])
-                raise PolicyError(f"{option}: {shown(value)} does not exist; {hint}")
-        return self._replace(**given)
-
-
-VALUES = {"frozen_state": ("keep", "zero", "drop"), "bias_correction": ("entry", "tensor")}
-"""The allowed values of each option."""
+        valid = {"frozen_state": FROZEN_STATES, "bias_correction": BIAS_CORRECTIONS}
+        given = {key: value for key, value in options.items() if value is not None}
+        return self._replace(**{key: check_choice(key, value, valid[key]) for key, value in given.items()})
 
 
 class Mode(Enum):

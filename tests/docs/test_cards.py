@@ -10,6 +10,7 @@ from hydra.utils import instantiate
 import gradpolicy as gp
 from gradpolicy import policies
 from gradpolicy.masks import SOURCES
+from gradpolicy.masks.scores import SCORES
 from tests.docs.markdown import DOCS, ROOT, blocks, pictures
 
 CARDS = {
@@ -91,6 +92,12 @@ def test_every_source_has_a_card_and_a_line_in_the_overview(source: str) -> None
     assert card.exists(), f"write {card}, as the cards beside it are"
     link = f"[{source}]({card.name})"
     assert f"| {link} |" in overview.read_text(), f"add to the table in {overview}: | {link} | … |"
+
+
+def test_every_score_is_in_the_table_of_its_card() -> None:
+    names = set(re.findall(r"`(\w+)`", (DOCS / "masks" / "topk.md").read_text()))
+    missing = [name for name, score in SCORES.items() if not {name, score.__name__} & names]
+    assert not missing, f"docs/masks/topk.md: add {', '.join(missing)} to the table, in the column `by`"
 
 
 def test_every_card_is_of_a_source_and_every_config_of_the_overview_makes_it() -> None:

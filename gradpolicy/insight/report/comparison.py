@@ -164,6 +164,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
         >>> holm([0.01, 0.04, float("nan")])
         [0.02, 0.04, nan]
     """
+    # SciPy has corrections of the false discovery rate only, and statsmodels is not a dependency.
     given = pd.Series(list(p_values), dtype=float)
     ranked = given.dropna().sort_values()
     corrected = (ranked * np.arange(len(ranked), 0, -1)).cummax().clip(upper=1)
