@@ -1,6 +1,5 @@
 """How many entries are chosen, and which: densities, and exact selection by score."""
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -117,20 +116,6 @@ def highest(scores: Tensor, kept: int) -> Tensor:
         ties = (flat == threshold).nonzero().flatten()
         marks[ties[len(ties) - surplus :]] = False
     return marks.reshape(scores.shape)
-
-
-def highest_together(scores: Mapping[str, Tensor], kept: int) -> dict[str, Tensor]:
-    """Mark the ``kept`` highest scores of all tensors taken together, as :func:`highest` does."""
-    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in scores.values()))
-    parts: dict[str, Parts] = {
-        name: lambda tensor=tensor: iter(tensor.detach().flatten().split(CHUNK))  # type: ignore[misc]
-        for name, tensor in scores.items()
-    }
-    total = sum(tensor.numel() for tensor in scores.values())
-    return {
-        name: torch.cat(marks).reshape(scores[name].shape)
-        for name, marks in marks_of_highest(parts, kept, total, dtype)
-    }
 
 
 def marks_of_highest(

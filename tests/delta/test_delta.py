@@ -164,7 +164,7 @@ def test_the_names_that_compiling_adds_do_not_count(network: nn.Module, saved_ba
 # ---- what does not fit is refused, and nothing is written
 
 
-def test_another_base_is_refused_by_name(network: nn.Module, saved_base: dict, path: Path) -> None:
+def test_another_base_is_refused_by_name(saved_base: dict, path: Path) -> None:
     other = {name: tensor.clone() for name, tensor in saved_base.items()}
     other["1.running_mean"][4] = -0.0
     before = {name: tensor.clone() for name, tensor in other.items()}

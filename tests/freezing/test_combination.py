@@ -36,7 +36,7 @@ def test_the_optimizer_gets_seeded_masks_tensors_and_none(stack) -> None:
     assert stack.blocks[1].weight not in optimizer.masks
 
 
-def test_several_policies_mean_the_intersection(stack, tokens) -> None:
+def test_several_policies_mean_the_intersection(stack) -> None:
     mask = torch.rand(4, 4) < 0.5
     policies = {
         "layers": gp.Freeze(gp.masks.Layerwise(active=2, every=1)),

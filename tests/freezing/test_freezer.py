@@ -291,7 +291,7 @@ def test_an_optimizer_that_has_no_rate_of_a_layer_is_refused(stack, optimizer) -
         freezer.begin_step(0)
 
 
-def test_what_is_frozen_keeps_its_bits_also_where_rates_are_scaled(stack, tokens) -> None:
+def test_what_is_frozen_keeps_its_bits_also_where_rates_are_scaled(stack) -> None:
     optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.1))
     active = torch.zeros(3, 4, dtype=torch.bool)
     active[2] = True

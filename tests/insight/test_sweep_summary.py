@@ -61,7 +61,7 @@ def test_the_table_has_a_column_for_what_differs_and_marks_the_best(tmp_path: Pa
     assert {row["logger"] for row in rows} == {"csv"}
 
 
-def test_values_are_printed_with_three_digits_and_kept_in_full(tmp_path: Path) -> None:
+def test_values_are_printed_with_three_digits_and_kept_in_full() -> None:
     rates = (0.00375619614449984, 0.004815573400076287, 3)
     summary = SweepSummary([Result([f"optimizer.lr={rate}"], optimized=0.97083333) for rate in rates])
     shown = "\n".join(printed(summary))

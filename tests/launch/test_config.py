@@ -52,7 +52,7 @@ def test_a_wrong_argument_of_a_policy_is_refused_before_data_and_models_are_load
     )
 
 
-def test_help_and_config_are_told_without_torch(tmp_path: Path) -> None:
+def test_help_and_config_are_told_without_torch() -> None:
     for flags in (["--help"], ["--cfg", "job", "policy=guided"]):
         program = "import sys, train; train.start(); sys.exit(3 if 'torch' in sys.modules else 0)"
         done = subprocess.run([sys.executable, "-c", program, *flags], capture_output=True, cwd=ROOT)

@@ -272,7 +272,7 @@ def test_a_requeued_job_goes_on_with_the_same_command(train, tmp_path: Path, mon
 
 
 @pytest.mark.slow
-def test_loggers_go_on_with_what_they_stored(train, tmp_path: Path) -> None:
+def test_loggers_go_on_with_what_they_stored(train) -> None:
     loggers = ("logger=[csv,tensorboard,wandb,mlflow]", *QUIET)
     first = train(*loggers)
     record_before = RunRecord.load(first.run)

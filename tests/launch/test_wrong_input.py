@@ -206,7 +206,7 @@ def test_a_metric_that_no_one_logs_is_named_with_the_nearest(train) -> None:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_another_model_is_refused(train, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(train) -> None:
     other = train("model.model.width=8")
     message = train(f"ckpt_path={other.run}/checkpoints/last.ckpt").refusal
     assert "of another model" in message

@@ -57,7 +57,7 @@ def test_a_signal_saves_after_the_step_and_exits_with_its_number(
 
 
 def test_a_signal_of_a_former_fit_does_not_end_the_next(
-    tmp_path: Path, two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]
+    two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]
 ) -> None:
     saving, saves = SaveOnPreemption(), {"enable_checkpointing": True}
     with pytest.raises(SystemExit):

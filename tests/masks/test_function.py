@@ -170,6 +170,6 @@ def test_what_observes_is_shown_gradients(stack, tokens, kind: type[Watching]) -
     assert len(source.seen) == 2
 
 
-def test_what_says_that_it_needs_no_gradients_is_shown_none(stack) -> None:
+def test_what_says_that_it_needs_no_gradients_is_shown_none() -> None:
     refusing = type("Refusing", (Watching,), {"needs_gradients": False})
     assert not as_source(refusing()).wants_gradients(0, 0)

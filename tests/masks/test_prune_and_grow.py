@@ -147,7 +147,7 @@ def test_what_rigl_drops_and_grows_at_once_keeps_its_value(prepared) -> None:
     assert weight[after & ~before].all()
 
 
-def test_biases_and_named_tensors_stay_dense(prepared, stack) -> None:
+def test_biases_and_named_tensors_stay_dense(prepared) -> None:
     masks = prepared(sources(dense="embed.*")).masks(0, 0)
     dense = [name for name, mask in masks.items() if mask is True]
     assert dense == ["embed.weight", *[f"blocks.{i}.bias" for i in range(4)], "head.bias"]

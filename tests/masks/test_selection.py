@@ -16,9 +16,17 @@ from gradpolicy.masks.selection import (
     densities,
     density_at,
     highest,
-    highest_together,
     kept_count,
+    marks_of_highest,
 )
+
+
+def highest_together(scores: dict[str, torch.Tensor], kept: int) -> dict[str, torch.Tensor]:
+    """The marks of the highest scores of all tensors, each given as a whole."""
+    dtype = torch.cat([tensor.flatten() for tensor in scores.values()]).dtype
+    parts = {name: lambda tensor=tensor: iter([tensor.flatten()]) for name, tensor in scores.items()}
+    marks = marks_of_highest(parts, kept, sum(tensor.numel() for tensor in scores.values()), dtype)
+    return {name: torch.cat(each).reshape(scores[name].shape) for name, each in marks}
 
 
 @given(

@@ -275,7 +275,7 @@ def test_full_states_reach_optimizers_that_have_nothing_of_ours_yet(kind, frozen
     assert_same(model, resumed)
 
 
-def test_a_target_without_room_for_masks_is_told_so(tmp_path):
+def test_a_target_without_room_for_masks_is_told_so():
     def prepared():
         torch.manual_seed(0)
         weight = torch.nn.Parameter(torch.ones(6, 5))

@@ -259,7 +259,7 @@ def test_other_policies_that_are_installed_stay_in_force(two_layers, batch):
         two_layers(batch[0])
 
 
-def test_what_runs_only_without_gradient_is_not_met(two_layers, batch):
+def test_what_runs_only_without_gradient_is_not_met():
     class Draws(nn.Module):
         def forward(self, p):
             return p * torch.no_grad()(torch.bernoulli)(p)
