@@ -26,17 +26,6 @@ def test_a_run_without_an_audit_writes_none(train) -> None:
     assert "frozen entries" not in ended.out
 
 
-@pytest.mark.slow
-def test_a_resumed_run_counts_on(train, tmp_path) -> None:
-    settings = ("audit=full", f"hydra.run.dir={tmp_path / 'one'}")
-    train(*settings, "trainer.max_epochs=1")
-    first = json.loads((tmp_path / "one" / "audit.json").read_text())
-    train(*settings, "trainer.max_epochs=2", "ckpt_path=last")
-    second = json.loads((tmp_path / "one" / "audit.json").read_text())
-    assert second["intervals"] > first["intervals"] > 0
-    assert second["changed"] == 0
-
-
 def test_a_promise_that_did_not_hold_is_no_wrong_input(train, tmp_path, monkeypatch) -> None:
     (tmp_path / "moving.py").write_text(
         "import torch\nfrom lightning.pytorch import Callback\n\n\n"
