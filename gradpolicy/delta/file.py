@@ -119,11 +119,23 @@ def write_safetensors(
     try:
         with written_whole(Path(path)) as file:
             save_file(tensors, file.name, metadata)
+            _sort_metadata(Path(file.name))
             # safetensors creates files that only their owner can read.
             os.chmod(file.name, os.fstat(file.fileno()).st_mode)
             check_replaceable(path, mark)
     except (OSError, SafetensorError) as error:
         raise PolicyError(f"delta: {path} cannot be written: {brief(str(error), most=120)}") from error
+
+
+def _sort_metadata(path: Path) -> None:
+    """Sort the metadata in a header, which safetensors writes in random order (its issue 584)."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        file.seek(8)
+        file.write(text.ljust(size))
 
 
 def read(path: str | Path) -> Delta:
