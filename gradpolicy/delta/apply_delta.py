@@ -13,7 +13,7 @@ from gradpolicy.errors import PolicyError, shortened
 def apply(model: nn.Module | State, path: str | Path) -> None:
     """Apply a file's changes to its base, in place.
 
-    Nothing is written unless every parameter and buffer has the base's bits.
+    Nothing is written unless every parameter and buffer has the base's bits; replaced tensors may have any.
 
     Args:
         model: The base, as a module or a state_dict. If it is sharded, every process must call this.
@@ -29,7 +29,7 @@ def apply(model: nn.Module | State, path: str | Path) -> None:
 def revert(model: nn.Module | State, path: str | Path) -> None:
     """Revert a file's changes, in place, which restores the bits of the base.
 
-    Nothing is written unless the result is the base.
+    Nothing is written unless the result is the base. Replaced tensors are left as they are.
 
     Args:
         model: The result of :func:`gradpolicy.delta.apply`, as a module or a state_dict.
@@ -46,12 +46,15 @@ def _move(model: nn.Module | State, path: str | Path, start: int, end: int) -> N
     """Write the values of one side (old or new) if the model has the values of the other side."""
     delta = read(path)
     tensors = tensors_of(model)
-    check_same_tensors(tensors, delta.base, "delta: the model", f"the base of {path}")
+    check_same_tensors(tensors, [*delta.base, *delta.replaced], "delta: the model", f"the base of {path}")
     other_base, other_side = [], []
     for name, tensor in tensors.items():
-        expected, change = delta.base[name], delta.changes.get(name)
+        replaced, change = delta.replaced.get(name), delta.changes.get(name)
+        expected = delta.base[name] if replaced is None else print_of(replaced)
         if (tuple(tensor.shape), tensor.dtype) != (expected.shape, DTYPES[expected.dtype]):
             other_base.append(f"{name} (not {expected.dtype} {list(expected.shape)})")
+            continue
+        if replaced is not None:
             continue
         found = whole(tensor)
         if print_of(found if change is None else change.written_to(found, BASE)) != expected:
@@ -68,6 +71,8 @@ def _move(model: nn.Module | State, path: str | Path, start: int, end: int) -> N
         raise _not_at(start, delta, other_side, path)
     for name, change in delta.changes.items():
         overwrite(tensors[name], change.written_to(whole(tensors[name]), end))
+    for name, values in (delta.replaced if end == NEW else {}).items():
+        overwrite(tensors[name], values)
 
 
 def _not_at(start: int, delta: Delta, names: list[str], path: str | Path) -> PolicyError:

@@ -3,7 +3,8 @@
 Tensors, for each tensor NAME that changed:
 
 - ``values:NAME``: the base's values and the new ones; see :class:`gradpolicy.delta.change.Change`;
-- ``gaps:NAME``: the lines that they belong to; see :func:`gradpolicy.delta.change.encode`.
+- ``gaps:NAME``: the lines that they belong to; see :func:`gradpolicy.delta.change.encode`;
+- instead of both ``whole:NAME``, for a tensor that is replaced whatever the base has: the new values.
 
 Metadata: ``format``; ``base``: JSON, the digest, dtype and shape of every tensor of the base; ``same``: JSON,
 names that share the tensor of another name; ``checksum``: over all of this.
@@ -16,7 +17,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from gradpolicy.whole_file import written_whole
 FORMAT = "gradpolicy.delta 2"
 # The metadata that marks a delta, of any version, and the base that a run saves beside it.
 DELTA_MARK, BASE_MARK = ("format", "gradpolicy.delta"), ("gradpolicy", "base of a delta")
-_VALUES, _GAPS = "values", "gaps"
+_VALUES, _GAPS, _WHOLE = "values", "gaps", "whole"
 _LARGEST = 2**63 - 1
 
 
@@ -43,10 +44,12 @@ class Delta:
     Args:
         base: The fingerprint of each tensor of the base, in the order of their names.
         changes: The changes, by the tensor's name. Names that share a tensor share a change.
+        replaced: Further tensors, which are written whatever a model has; `base` does not have them.
     """
 
     base: Prints
     changes: Mapping[str, Change]
+    replaced: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -70,6 +73,8 @@ def write(path: str | Path, delta: Delta) -> None:
             continue
         tensors[f"{_VALUES}:{name}"] = change.values.contiguous()
         tensors[f"{_GAPS}:{name}"] = encode(change.lines)
+    # A copy each, as the format does not support tensors that share memory.
+    tensors.update({f"{_WHOLE}:{name}": tensor.clone() for name, tensor in delta.replaced.items()})
     metadata = {"format": FORMAT, "base": _compact(delta.base), "same": _compact(same)}
     metadata["checksum"] = _checksum(tensors, metadata)
     write_safetensors(path, tensors, metadata, DELTA_MARK)
@@ -172,9 +177,12 @@ def _checked(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Delta:
     if metadata.pop("checksum", None) != _checksum(tensors, metadata):
         raise ValueError("its content differs from its checksum")
     base = {name: _print(name, entry) for name, entry in _table(metadata, "base").items()}
-    changes = {}
+    changes, replaced = {}, {}
     for key in tensors:
         kind, _, name = key.partition(":")
+        if kind == _WHOLE and name not in base:
+            replaced[name] = tensors[key]
+            continue
         whole = {f"{_VALUES}:{name}", f"{_GAPS}:{name}"} <= tensors.keys()
         if kind not in (_VALUES, _GAPS) or name not in base or not whole:
             raise ValueError(f"it holds {shown(key)}, which belongs to no tensor of the base")
@@ -186,7 +194,7 @@ def _checked(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Delta:
         if not (valid and base.get(name) == base[owner]):
             raise ValueError(f"{shown(name)} cannot be the same as {shown(owner)}")
         shared[name] = changes[owner]
-    return Delta(base, dict(sorted({**changes, **shared}.items())))
+    return Delta(base, dict(sorted({**changes, **shared}.items())), dict(sorted(replaced.items())))
 
 
 def _table(metadata: Mapping[str, str], key: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.table import Table
 
 from gradpolicy.delta.file import Delta, read
-from gradpolicy.delta.state import DTYPES
+from gradpolicy.delta.state import DTYPES, print_of
 from gradpolicy.display import Displayed
 
 
@@ -19,7 +19,7 @@ class TensorInfo:
         name: Its name in the state_dict.
         dtype: Its dtype, such as ``"float32"``.
         shape: Its shape.
-        form: ``"entries"``, ``"rows"`` or ``"whole"``.
+        form: ``"entries"``, ``"rows"`` or ``"whole"``; ``"replaced"`` if the base's values do not matter.
         stored: The number of entries with a value in the file.
     """
 
@@ -38,9 +38,9 @@ class Info(Displayed):
         path: The file.
         bytes: Its size.
         base: The fingerprint of the base, 16 hexadecimal digits.
-        base_bytes: Bytes of the base's tensors.
-        entries: Number of entries of the base.
-        tensors: The tensors that changed, by name.
+        base_bytes: Bytes of the model's tensors.
+        entries: Number of entries of the model.
+        tensors: The tensors that changed, by name; replaced ones last.
     """
 
     path: Path
@@ -90,6 +90,9 @@ def describe(path: str | Path, delta: Delta) -> Info:
         for name, change in delta.changes.items()
     )
     sizes = [(math.prod(each.shape), DTYPES[each.dtype].itemsize) for each in delta.base.values()]
+    for name, new in delta.replaced.items():
+        tensors += (TensorInfo(name, print_of(new).dtype, tuple(new.shape), "replaced", new.numel()),)
+        sizes.append((new.numel(), new.itemsize))
     return Info(
         path=Path(path),
         bytes=Path(path).stat().st_size,

@@ -28,7 +28,7 @@ def merge(paths: Sequence[str | Path], weights: Sequence[float], out: str | Path
 
     Raises:
         PolicyError: If a file cannot be read or is damaged, the bases differ (names the tensors), a weight is
-            not finite, a value would not be finite, or `out` is another kind of file.
+            not finite, a value would not be finite, a file replaces tensors, or `out` is of another kind.
 
     Source: task arithmetic; Ilharco et al. 2023, arXiv:2212.04089.
     """
@@ -43,6 +43,8 @@ def merge(paths: Sequence[str | Path], weights: Sequence[float], out: str | Path
     deltas = [read(path) for path in paths]
     base = deltas[0].base
     for path, delta in zip(paths, deltas, strict=True):
+        for name in delta.replaced:
+            raise PolicyError(f"delta.merge: {path} replaces {shown(name)}, which is no change of its base")
         names = base.keys() | delta.base.keys()
         differing = sorted(name for name in names if base.get(name) != delta.base.get(name))
         if differing:

@@ -1,5 +1,6 @@
 """Write a delta file: the differences of a model from its base."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -11,27 +12,40 @@ from gradpolicy.delta.info import Info, describe
 from gradpolicy.delta.state import Print, State, check_same_tensors, print_of, tensors_of, whole
 from gradpolicy.errors import PolicyError, shown
 from gradpolicy.tensors.sharding import local_shard
+from gradpolicy.where import match_any
 
 
-def save(path: str | Path, model: nn.Module | State, base: nn.Module | State) -> Info:
+def save(
+    path: str | Path,
+    model: nn.Module | State,
+    base: nn.Module | State,
+    *,
+    replaces: str | Iterable[str] = (),
+) -> Info:
     """Write a file with the changes of parameters and buffers from a base to a model.
 
     Args:
         path: The safetensors file. An existing delta is replaced, but no other file.
         model: The model after the change. If it is sharded, every process must call this.
         base: The model before the change, with the same names, dtypes and shapes.
+        replaces: Globs of tensors that are saved whole, such as a new head: :func:`gradpolicy.delta.apply`
+            writes them whatever the model holds, and :func:`gradpolicy.delta.revert` leaves them. The base
+            need not have them.
 
     Returns:
         The content of the file.
 
     Raises:
-        PolicyError: If names, dtypes or shapes differ, the base is the model itself, or the file cannot be
-            written or is another kind of file.
+        PolicyError: If names, dtypes or shapes differ, the base is the model itself, a pattern matches
+            nothing, or the file cannot be written or is another kind of file.
     """
     check_replaceable(path)
     after, before = tensors_of(model), tensors_of(base)
+    chosen = match_any(replaces, after, "delta: replaces: tensor")
+    replaced = {name: whole(after.pop(name)) for name in sorted(chosen)}
+    before = {name: tensor for name, tensor in before.items() if name not in chosen}
     check_same_tensors(after, before, "delta: the model", "the base")
-    if after and all(_place(tensor) == _place(before[name]) for name, tensor in after.items()):
+    if after and all(place_of(tensor) == place_of(before[name]) for name, tensor in after.items()):
         raise PolicyError(
             "delta: the base shares the model's memory: keep a copy before training, such as "
             "copy.deepcopy(model.state_dict())"
@@ -47,18 +61,18 @@ def save(path: str | Path, model: nn.Module | State, base: nn.Module | State) ->
             )
         old = whole(old)
         prints[name] = print_of(old)
-        former, change = tied.get(_place(tensor), (None, None))
+        former, change = tied.get(place_of(tensor), (None, None))
         if former != prints[name]:
             change = difference(old, whole(tensor))
-            tied.setdefault(_place(tensor), (prints[name], change))
+            tied.setdefault(place_of(tensor), (prints[name], change))
         if change is not None:
             changes[name] = change
-    delta = Delta(prints, changes)
+    delta = Delta(prints, changes, replaced)
     write(path, delta)
     return describe(path, delta)
 
 
-def _place(tensor: Tensor) -> tuple[object, ...]:
+def place_of(tensor: Tensor) -> tuple[object, ...]:
     """Return the place of a tensor in memory, which is the same for tied names, on every process.
 
     If a process has no entries of it, the place is that of the storage, so that all processes gather the same

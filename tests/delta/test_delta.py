@@ -222,6 +222,58 @@ def test_a_base_of_another_kind_is_refused_by_name(
         gp.delta.apply(base, path)
 
 
+# ---- a new head
+
+
+@pytest.fixture
+def with_new_head(network: nn.Module, path: Path) -> tuple[State, State]:
+    """A base without the last layer, and the network after training, whose file is at `path`."""
+    base = {name: tensor for name, tensor in state(network).items() if not name.startswith("2.")}
+    change_entries(network, 0.1)
+    gp.delta.save(path, network, base, replaces=["2.*"])
+    return base, state(network)
+
+
+def test_a_new_head_is_applied_whatever_the_base_has(with_new_head: tuple[State, State], path: Path) -> None:
+    base, after = with_new_head
+    for seed in range(2):
+        torch.manual_seed(seed)
+        head = {"2.weight": torch.randn(5, 30), "2.bias": torch.randn(5)}
+        model = {**{name: tensor.clone() for name, tensor in base.items()}, **head}
+        gp.delta.apply(model, path)
+        assert same_bits(model, after)
+        gp.delta.revert(model, path)
+        assert same_bits(model, {**after, **base})
+    forms = {tensor.name: (tensor.form, tensor.stored) for tensor in gp.delta.info(path).tensors}
+    assert forms["2.weight"] == ("replaced", 150)
+    assert gp.delta.info(path).entries == sum(tensor.numel() for tensor in after.values())
+
+
+def test_the_rest_of_the_base_is_still_compared(with_new_head: tuple[State, State], path: Path) -> None:
+    base, after = with_new_head
+    model = {**base, "2.weight": torch.zeros(5, 30), "2.bias": torch.zeros(5)}
+    before = {name: tensor.clone() for name, tensor in model.items()}
+    for wrong, message in (
+        ({**model, "0.bias": base["0.bias"] + 1.0}, "another base"),
+        (
+            {**model, "2.bias": torch.zeros(4)},
+            r"another base .*: 2\.bias \(not float32 \[5\]\) differs",
+        ),
+        (base, "the model has no tensor 2.bias, 2.weight"),
+    ):
+        with pytest.raises(PolicyError, match=message):
+            gp.delta.apply(wrong, path)
+    assert same_bits(model, before)
+    with pytest.raises(PolicyError, match=r"replaces: tensor pattern 'head\.\*' matches nothing"):
+        gp.delta.save(path, after, base, replaces="head.*")
+
+
+def test_a_file_with_a_new_head_is_not_merged(with_new_head: tuple[State, State], path: Path) -> None:
+    with pytest.raises(PolicyError, match=r"change\.safetensors replaces '2\.bias', which is no change"):
+        gp.delta.merge([path], [0.5], path)
+    gp.delta.apply({**with_new_head[0], "2.weight": torch.zeros(5, 30), "2.bias": torch.zeros(5)}, path)
+
+
 # ---- merging
 
 

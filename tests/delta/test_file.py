@@ -107,6 +107,7 @@ MADE_UP: dict[str, tuple[Callable[[Content, Metadata], None], str]] = {
     "no_values": (replaced("values:a", torch.zeros(2, 0, 1)), "which no lines of"),
     "other_rows": (replaced("values:c", torch.zeros(2, 2, 4)), "shape"),
     "other_dtype": (replaced("values:b", torch.zeros(2, 1, 4).half()), "its values are torch.float16"),
+    "whole_of_the_base": (replaced("whole:a", torch.zeros(40, 10)), "'whole:a', which belongs to no tensor"),
     "unknown_name": (replaced("values:e", torch.zeros(2, 4)), "'values:e', which belongs to no tensor"),
     "gaps_alone": (
         lambda content, _: content.__delitem__("values:a"),
