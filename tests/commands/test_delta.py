@@ -46,6 +46,26 @@ def test_save_apply_revert_merge_and_info(files: Path, capsys: pytest.CaptureFix
     assert "w " in shown
 
 
+def test_to_peft_and_from_peft(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = {"a.weight": torch.zeros(40, 10), "head.weight": torch.zeros(4, 10)}
+    trained = {
+        "a.weight": torch.zeros(40, 10).index_fill(0, torch.tensor([3]), 1.0),
+        "head.weight": torch.ones(4, 10),
+    }
+    save_file(base, "layers.safetensors")
+    save_file({**trained, "head.weight": base["head.weight"]}, "trained.safetensors")
+    run("save", "trained.safetensors", "layers.safetensors", "--out", "rows.delta")
+    run("to-peft", "rows.delta", "--out", "adapter")
+    assert "wrote adapter" in capsys.readouterr().out
+    for words in ([], ["--base", "layers.safetensors"]):
+        run("from-peft", "adapter", *words, "--out", "back.delta")
+        assert Path("back.delta").read_bytes() == Path("rows.delta").read_bytes()
+    save_file(trained, "head.safetensors")
+    run("save", "head.safetensors", "layers.safetensors", "--replaces", "head.*", "--out", "head.delta")
+    run("apply", "layers.safetensors", "head.delta", "--out", "applied.safetensors")
+    assert load_file("applied.safetensors")["head.weight"].all()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -1,6 +1,9 @@
 """A file may come from a stranger: what is damaged, foreign or made up is refused in one line."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,6 +167,31 @@ def test_others_may_read_the_file_and_a_place_that_cannot_be_written_is_named(
     assert whole_file.stat().st_mode == (tmp_path / "plain").stat().st_mode
     with pytest.raises(PolicyError, match=r"nowhere.x\.safetensors cannot be written"):
         gp.delta.save(tmp_path / "nowhere" / "x.safetensors", {"a": torch.ones(3)}, {"a": torch.zeros(3)})
+
+
+SAVE = """
+import sys, torch, gradpolicy as gp
+base = {name: torch.zeros(30, 4) for name in ("a.weight", "ä\\n.weight", "head.weight")}
+after = {name: tensor + (name < "b") for name, tensor in base.items()}
+gp.delta.save(sys.argv[1] + "/delta", after, base, replaces="head.*")
+gp.delta.save(sys.argv[1] + "/plain", after, base)
+gp.delta.to_peft(sys.argv[1] + "/plain", sys.argv[1] + "/adapter")
+"""
+
+
+@pytest.mark.slow
+def test_equal_content_gives_equal_bytes_in_every_process(tmp_path: Path) -> None:
+    files = []
+    for seed in ("1", "2"):
+        folder = tmp_path / seed
+        folder.mkdir()
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        subprocess.run([sys.executable, "-c", SAVE, str(folder)], check=True, env=environment)
+        files.append(
+            {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+        )
+    assert len(files[0]) == 5
+    assert files[0] == files[1]
 
 
 def test_equal_content_gives_equal_bytes_again_and_again(whole_file: Path, tmp_path: Path) -> None:

@@ -1,0 +1,351 @@
+"""Adapters of PEFT: they load there with the same bits, and come back byte for byte."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import gradpolicy as gp
+from gradpolicy.errors import PolicyError
+
+State = dict[str, Tensor]
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 60,
+}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def llama(*, tied: bool, dtype: torch.dtype = torch.float32) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=tied)).to(dtype).eval()
+
+
+def bert(seed: int = 0) -> Any:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(seed)
+    return BertForSequenceClassification(BertConfig(**SIZES, num_labels=3)).eval()
+
+
+def train_tokens(model: Any) -> None:
+    with torch.no_grad():
+        for layer in {model.get_input_embeddings(), model.get_output_embeddings()}:
+            layer.weight[[5, 55]] -= 0.3
+
+
+def train_entries(model: nn.Module) -> None:
+    """Changes by which entries grow, shrink to almost nothing, and change their sign."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("q_proj.weight", "down_proj.weight", "query.weight")):
+                chosen = torch.rand(weight.shape, generator=generator) < 0.1
+                new = 0.1 ** (6 * torch.rand(weight.shape, generator=generator)) * weight.float().sign()
+                weight.copy_(torch.where(chosen, -new, weight))
+
+
+def check_in_peft(base: Any, model: Any, directory: Path) -> None:
+    """Check that PEFT gives the model's logits, and after merging the model's weights."""
+    from peft import PeftModel
+
+    tokens = torch.arange(12).view(2, 6) * 5
+    adapted = PeftModel.from_pretrained(copy.deepcopy(base), directory)
+    with torch.no_grad():
+        expected = model(tokens).logits
+        assert not torch.equal(base(tokens).logits, expected)
+        assert torch.equal(adapted(tokens).logits, expected)
+        merged = adapted.merge_and_unload()
+        assert torch.equal(merged(tokens).logits, expected)
+    assert all(torch.equal(merged.state_dict()[name], weight) for name, weight in model.state_dict().items())
+
+
+def adapter_of(directory: Path) -> tuple[dict[str, Any], State]:
+    config = json.loads((directory / "adapter_config.json").read_text())
+    return config, load_file(directory / "adapter_model.safetensors")
+
+
+# ---- there
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_of_tokens_give_the_same_bits_in_peft_and_come_back(
+    tied: bool, dtype: torch.dtype, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    base = llama(tied=tied, dtype=dtype)
+    model = copy.deepcopy(base)
+    train_tokens(model)
+    gp.delta.save(tmp_path / "a", model, base)
+    gp.delta.to_peft(tmp_path / "a", tmp_path / "adapter")
+    config, tensors = adapter_of(tmp_path / "adapter")
+    assert (config["peft_type"], config["token_indices"]) == ("TRAINABLE_TOKENS", [5, 55])
+    assert {tensor.shape for tensor in tensors.values()} == {(2, 32)}
+    check_in_peft(base, model, tmp_path / "adapter")
+    assert not [warning for warning in recwarn if "adapter" in str(warning.message)]
+    for given in (None, base, base.state_dict()):
+        gp.delta.from_peft(tmp_path / "adapter", tmp_path / "b", given)
+        assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_entries_of_linear_layers_give_the_same_bits_in_peft_and_come_back(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    base = llama(tied=False, dtype=dtype)
+    model = copy.deepcopy(base)
+    train_entries(model)
+    gp.delta.save(tmp_path / "a", model, base)
+    gp.delta.to_peft(tmp_path / "a", tmp_path / "adapter")
+    config, tensors = adapter_of(tmp_path / "adapter")
+    assert config["peft_type"] == "SHIRA"
+    assert {len(tensors[key]) for key in tensors if "q_proj.shira_weight" in key} == {config["r"] * 64}
+    check_in_peft(base, model, tmp_path / "adapter")
+    for given in (None, base):
+        gp.delta.from_peft(tmp_path / "adapter", tmp_path / "b", given)
+        assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
+
+
+def test_layers_with_biases_and_a_new_head_go_into_one_adapter(tmp_path: Path) -> None:
+    base = bert()
+    model = copy.deepcopy(base)
+    train_entries(model)
+    model.classifier.load_state_dict(bert(seed=1).classifier.state_dict())
+    with torch.no_grad():
+        model.classifier.bias += 1.0
+    gp.delta.save(tmp_path / "a", model, base, replaces="classifier.*")
+    gp.delta.to_peft(tmp_path / "a", tmp_path / "adapter")
+    assert adapter_of(tmp_path / "adapter")[0]["modules_to_save"] == ["classifier"]
+    check_in_peft(base, model, tmp_path / "adapter")
+    # Another new head in the base makes no difference.
+    other = copy.deepcopy(base)
+    other.classifier.load_state_dict(bert(seed=2).classifier.state_dict())
+    check_in_peft(other, model, tmp_path / "adapter")
+    for given in (None, other):
+        gp.delta.from_peft(tmp_path / "adapter", tmp_path / "b", given)
+        assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
+
+
+def test_equal_deltas_give_equal_directories(tmp_path: Path) -> None:
+    base = bert()
+    model = copy.deepcopy(base)
+    train_entries(model)
+    gp.delta.save(tmp_path / "a", model, base, replaces="classifier.*")
+    for name in ("one", "two"):
+        gp.delta.to_peft(tmp_path / "a", tmp_path / name)
+    one, two = (
+        {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("one", "two")
+    )
+    assert len(one) == 3
+    assert one == two
+
+
+# ---- back, from adapters that PEFT has written
+
+
+def test_adapters_that_peft_trained_become_deltas(tmp_path: Path) -> None:
+    from peft import ShiraConfig, TrainableTokensConfig, get_peft_model
+
+    base = llama(tied=True)
+    for name, config in (
+        ("tokens", TrainableTokensConfig(token_indices=[7, 3])),
+        ("shira", ShiraConfig(r=2, target_modules=["q_proj"])),
+    ):
+        adapted = get_peft_model(copy.deepcopy(base), config)
+        with torch.no_grad():
+            for parameter in adapted.parameters():
+                if parameter.requires_grad:
+                    parameter += torch.randn(parameter.shape)
+        adapted.save_pretrained(tmp_path / name)
+        with pytest.raises(PolicyError, match="the model without the adapter is needed as base"):
+            gp.delta.from_peft(tmp_path / name, tmp_path / f"{name}.delta")
+        gp.delta.from_peft(tmp_path / name, tmp_path / f"{name}.delta", base)
+        model = copy.deepcopy(base)
+        gp.delta.apply(model, tmp_path / f"{name}.delta")
+        expected = adapted.merge_and_unload().state_dict()
+        assert all(torch.equal(expected[key], weight) for key, weight in model.state_dict().items())
+
+
+def test_an_adapter_that_was_trained_further_needs_its_base(tmp_path: Path) -> None:
+    base = {"a.weight": torch.zeros(20, 4)}
+    model = {"a.weight": base["a.weight"].index_fill(0, torch.tensor([3]), 1.0)}
+    gp.delta.save(tmp_path / "a", model, base)
+    gp.delta.to_peft(tmp_path / "a", tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file({key: tensor + 1.0 for key, tensor in load_file(file).items()}, file)
+    with pytest.raises(PolicyError, match="has changed since it was written, so its base is needed"):
+        gp.delta.from_peft(tmp_path / "adapter", tmp_path / "b")
+    gp.delta.from_peft(tmp_path / "adapter", tmp_path / "b", base)
+    gp.delta.apply(base, tmp_path / "b")
+    assert base["a.weight"][3].tolist() == [2.0] * 4
+
+
+# ---- what the formats do not allow
+
+
+def changed(**places: object) -> Callable[[State], None]:
+    def change(state: State) -> None:
+        for name, place in places.items():
+            state[name.replace("__", ".")][place] += 1.0
+
+    return change
+
+
+REFUSED: dict[str, tuple[Callable[[State], None], tuple[str, ...], str]] = {
+    "nothing": (changed(), (), "no tensor differs from the base"),
+    "a bias": (changed(linear__bias=1), (), "'linear.bias' changed; PEFT has rows and entries"),
+    "a convolution": (changed(conv__weight=(0, 0, 0)), (), "'conv.weight' changed; PEFT"),
+    "entries of an embedding": (
+        changed(embed__weight=(1, 1)),
+        (),
+        "'embed.weight' is an embedding.* but 'embed.weight' changed in single entries",
+    ),
+    "both kinds": (
+        changed(embed__weight=1, linear__weight=(1, 1)),
+        (),
+        "'embed.weight' is an embedding.* but 'linear.weight' changed in single entries",
+    ),
+    "different rows": (
+        changed(embed__weight=1, linear__weight=2),
+        (),
+        "'embed.weight' is an embedding.* but 'linear.weight' changed in other rows than 'embed.weight'",
+    ),
+    "the head's bias": (
+        changed(embed__weight=1, linear__weight=1),
+        (),
+        r"but PEFT would drop 'linear.bias' \(peft issue 3649\)",
+    ),
+    "rows beside a new head": (
+        changed(embed__weight=1),
+        ("linear.*",),
+        "but 'linear.bias', which is replaced, has no place there",
+    ),
+    "a part of a module": (
+        changed(conv2d__weight=(1, 1)),
+        ("linear.weight",),
+        "PEFT replaces whole modules, but 'linear.bias' is not replaced",
+    ),
+    "too many entries": (
+        changed(linear__weight=slice(0, 7), thin__weight=(0, 0)),
+        (),
+        "'linear.weight' needs r = 3, and 'thin.weight' allows at most 0",
+    ),
+    "infinite": (
+        lambda state: state["linear.weight"].view(-1)[3:4].fill_(torch.inf),
+        (),
+        "'linear.weight' has values that no sum with the base gives",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_peft_cannot_hold_is_refused_with_its_name(kind: str, tmp_path: Path) -> None:
+    change, replaces, message = REFUSED[kind]
+    base = {
+        "embed.weight": torch.zeros(20, 6),
+        "linear.weight": torch.zeros(10, 6),
+        "linear.bias": torch.zeros(10),
+        "thin.weight": torch.zeros(1, 50),
+        "conv.weight": torch.zeros(4, 4, 4),
+        "conv2d.weight": torch.zeros(8, 8),
+    }
+    model = {name: tensor.clone() for name, tensor in base.items()}
+    change(model)
+    gp.delta.save(tmp_path / "a", model, base, replaces=replaces)
+    with pytest.raises(PolicyError, match=message) as caught:
+        gp.delta.to_peft(tmp_path / "a", tmp_path / "adapter")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_tied_names_need_one_that_is_the_input_embedding(tmp_path: Path) -> None:
+    for names, message in (
+        (("shared.weight", "head.weight"), "unclear which is the input embedding"),
+        (("a_embed.weight", "b_embed.weight"), "unclear which is the input embedding"),
+    ):
+        base, model = torch.zeros(20, 4), torch.zeros(20, 4)
+        model[3] = 1.0
+        gp.delta.save(tmp_path / "a", dict.fromkeys(names, model), dict.fromkeys(names, base))
+        with pytest.raises(PolicyError, match=message):
+            gp.delta.to_peft(tmp_path / "a", tmp_path / "adapter")
+    model[3, 1:] = 0.0
+    gp.delta.save(
+        tmp_path / "a", dict.fromkeys(("l.weight", "m.weight"), model), {"l.weight": base, "m.weight": base}
+    )
+    with pytest.raises(PolicyError, match="SHiRA has no tied weights"):
+        gp.delta.to_peft(tmp_path / "a", tmp_path / "adapter")
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    base, model = {"a.weight": torch.zeros(20, 4)}, {"a.weight": torch.zeros(20, 4)}
+    model["a.weight"][3] = 1.0
+    gp.delta.save(tmp_path / "a", model, base)
+    gp.delta.to_peft(tmp_path / "a", tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_no_directory_with_files_is_written_to(adapter: Path, tmp_path: Path) -> None:
+    before = {file: file.read_bytes() for file in adapter.iterdir()}
+    with pytest.raises(PolicyError, match="adapter is not empty; it is kept, so name another directory"):
+        gp.delta.to_peft(tmp_path / "a", adapter)
+    assert {file: file.read_bytes() for file in adapter.iterdir()} == before
+    with pytest.raises(PolicyError, match="cannot be written"):
+        gp.delta.to_peft(tmp_path / "a", tmp_path / "a")
+
+
+def edit(directory: Path, **values: object) -> None:
+    config = directory / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **values}))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"peft_type": "LORA"}, "peft_type in .*: unknown value 'LORA'; .*'SHIRA', 'TRAINABLE_TOKENS'"),
+        ({"token_indices": [20]}, r"'a.weight' does not fit \[20, 4\]: .*out of"),
+        ({"token_indices": [3, 4]}, "does not fit"),
+        ({"token_indices": "3"}, "does not fit"),
+    ],
+)
+def test_adapters_of_another_kind_are_refused(
+    values: dict[str, object], message: str, adapter: Path, tmp_path: Path
+) -> None:
+    edit(adapter, **values)
+    with pytest.raises(PolicyError, match=message):
+        gp.delta.from_peft(adapter, tmp_path / "b", {"a.weight": torch.zeros(20, 4)})
+
+
+def test_damaged_adapters_and_other_bases_are_refused(adapter: Path, tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match=r"unknown tensor 'a\.weight'; did you mean 'a\.weights'"):
+        gp.delta.from_peft(adapter, tmp_path / "b", {"a.weights": torch.zeros(20, 4)})
+    edit(adapter, peft_type="SHIRA")
+    for summands in (
+        {"shira_weight": torch.ones(1)},
+        {"shira_weight": torch.ones(1), "shira_indices": torch.tensor([[20], [0]], dtype=torch.int32)},
+        {"shira_weight": torch.ones(2), "shira_indices": torch.tensor([[1], [0]], dtype=torch.int32)},
+    ):
+        save_file(
+            {f"base_model.model.a.{key}": tensor for key, tensor in summands.items()},
+            adapter / "adapter_model.safetensors",
+        )
+        with pytest.raises(PolicyError, match=r"'a\.weight' does not fit \[20, 4\]"):
+            gp.delta.from_peft(adapter, tmp_path / "b", {"a.weight": torch.zeros(20, 4)})
+    (adapter / "adapter_config.json").write_text("{")
+    with pytest.raises(PolicyError, match=r"adapter_config\.json cannot be read: JSONDecodeError"):
+        gp.delta.from_peft(adapter, tmp_path / "b")
+    (adapter / "adapter_config.json").unlink()
+    with pytest.raises(PolicyError, match=r"adapter_config\.json cannot be read"):
+        gp.delta.from_peft(adapter, tmp_path / "b")
+    assert not (tmp_path / "b").exists()
