@@ -26,6 +26,7 @@ TARGETS: dict[str, tuple[str, ...]] = {"default": ()}
 if X86_64:
     TARGETS["avx2"] = ("-mavx2",)
     TARGETS["avx512"] = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
+WINDOWS = os.name == "nt"
 SWITCH = "GRADPOLICY_NATIVE"
 """If this environment variable is 0, the C kernels are not used."""
 FOLDER = Path(__file__).parent
@@ -84,7 +85,9 @@ def compiler() -> list[str]:
     named = os.environ.get("CC")
     if named:
         return [named] if shutil.which(named) else named.split()
-    return [name for name in ("cc", "gcc", "clang") if shutil.which(name)][:1]
+    # MSVC has other flags, and gcc does not align the stack for AVX there (GCC bug 54412).
+    names = () if WINDOWS else ("cc", "gcc", "clang")
+    return [name for name in names if shutil.which(name)][:1]
 
 
 def rule_defines(name: str) -> dict[str, str]:

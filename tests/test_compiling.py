@@ -54,6 +54,14 @@ def test_what_cannot_be_compiled_is_said_once(source: Path, monkeypatch, variabl
     assert len(warnings) == 1
 
 
+def test_on_windows_a_compiler_is_used_only_if_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "WINDOWS", True)
+    monkeypatch.delenv("CC", raising=False)
+    assert compiling.compiler() == []
+    monkeypatch.setenv("CC", "my-clang -m64")
+    assert compiling.compiler() == ["my-clang", "-m64"]
+
+
 def test_an_error_in_a_source_is_no_error_of_the_run(source: Path) -> None:
     source.write_text("int gradpolicy_twice(")
     with pytest.warns(UserWarning, match="failed"):

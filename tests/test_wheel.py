@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import textwrap
 import zipfile
 from pathlib import Path
 
@@ -81,6 +82,16 @@ def test_the_wheel_holds_every_config_and_the_kernels(wheel: Path) -> None:
     assert "gradpolicy/commands/starter/conf/train.yaml" in names
     assert "gradpolicy/conf/policy.schema.json" in names
     assert not any("/local/" in name for name in names)
+
+
+def test_the_wheel_passes_the_check_of_the_workflow(
+    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workflow = (ROOT / ".github" / "workflows" / "wheels.yml").read_text()
+    (check,) = re.findall(r"<<'END'\n(.*?)\n +END\n", workflow, flags=re.DOTALL)
+    (tmp_path / "check.py").write_text(textwrap.dedent(check))
+    monkeypatch.setenv("KERNELS", "True")
+    run(environment / "python", "-W", "error:gradpolicy:UserWarning", "check.py", cwd=tmp_path)
 
 
 def test_the_core_is_enough_for_a_loop_of_ones_own(environment: Path, tmp_path: Path) -> None:
