@@ -1,5 +1,7 @@
 """The how-to pages and the README: their snippets run, their links lead somewhere."""
 
+import contextlib
+import io
 import re
 import shlex
 import shutil
@@ -24,9 +26,9 @@ from gradpolicy.launch.config import (
 )
 from gradpolicy.launch.run import build_subject, make_run_plan
 from gradpolicy.policies import Policy
-from tests.docs.markdown import DOCS, ROOT, blocks, pictures, write_modules
+from tests.docs.markdown import DOCS, ROOT, all_blocks, blocks, pictures, write_modules
 
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted(DOCS.glob("*.md"))]
 # Their snippets are tested in test_cookbook.py.
 COOKBOOK = sorted((DOCS / "cookbook").glob("*.md"))
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -51,6 +53,19 @@ def test_the_python_of_a_page_runs(page, own_modules, tmp_path, monkeypatch):
     for block in python:
         exec(compile(block, page.name, "exec"), names)
     assert names["gp"] is gp
+
+
+def test_the_help_by_symptom_shows_what_its_python_prints():
+    names, printed, compared = {}, "", 0
+    for block in all_blocks(DOCS / "troubleshooting.md"):
+        if block.language == "python":
+            with contextlib.redirect_stdout(io.StringIO()) as output:
+                exec(compile(block.text, "troubleshooting", "exec"), names)
+            printed = output.getvalue()
+        elif block.language == "text" and printed:
+            assert printed == block.text
+            printed, compared = "", compared + 1
+    assert compared == 5
 
 
 def test_the_first_page_has_ten_lines_of_code_and_the_pictures_of_the_cookbook():
