@@ -50,6 +50,7 @@ def command(options: argparse.Namespace, outputs: Path) -> list[str]:
             else []
         ),
         "extras.plan=false",
+        "extras.traceback=true",
         *options.overrides,
         *(["ckpt_path=last"] if checkpoints(outputs) else []),
     ]

@@ -115,7 +115,8 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
         is_wrong_input = isinstance(error, wrong_input_errors())
         if not is_wrong_input and full_disk(error) is None:
             raise
-        if is_first_rank():
+        # The others report the same error, unless it is of one rank alone.
+        if is_first_rank() or show_traceback:
             report_error(error, show_traceback)
         return getattr(error, "exit_code", WRONG_INPUT if is_wrong_input else FAILED)
 

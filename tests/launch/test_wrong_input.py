@@ -334,6 +334,16 @@ def test_a_package_that_is_not_installed_is_named_with_the_extra_that_brings_it(
     )
 
 
+@pytest.mark.parametrize(("override", "shown"), [("seed=0", False), ("extras.traceback=true", True)])
+def test_other_ranks_report_an_error_only_with_a_traceback(
+    train, monkeypatch, override: str, shown: bool
+) -> None:
+    monkeypatch.setattr("lightning.fabric.utilities.rank_zero.rank_zero_only.rank", 1)
+    ended = train("policy.stop.modls=3", override)
+    assert ended.code == 2
+    assert ("error: policy.stop.modls" in ended.err) == shown
+
+
 def test_a_full_disk_ends_the_run_in_one_line_and_is_no_wrong_input(train, monkeypatch) -> None:
     def fail(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "/runs/config.yaml")
