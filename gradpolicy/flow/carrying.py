@@ -30,7 +30,7 @@ _NAME = "_gradpolicy_path"
 
 # True once any tensor has a path. Until then calls need not search their arguments. Global, since a path
 # belongs to a tensor, which any mode on any thread may get as an argument.
-_any_path = [False]
+any_path = [False]
 
 
 @dataclass(eq=False)
@@ -101,11 +101,6 @@ def is_discrete(value: Any) -> bool:
     return isinstance(value, Tensor) and not is_differentiable(value)
 
 
-def has_paths() -> bool:
-    """Return True if arguments may have paths; always in compiled code, where the search is free."""
-    return is_traced() or _any_path[0]
-
-
 def start_path(
     bound_rule: BoundRule,
     operation: str,
@@ -144,7 +139,7 @@ def start_path(
 def set_path(tensor: Tensor, path: GradientPath) -> Tensor:
     """Attach a path to a discrete tensor, and return the tensor."""
     if not is_traced():
-        _any_path[0] = True
+        any_path[0] = True
         path.version = tensor._version
     setattr(tensor, _NAME, path)
     return tensor
