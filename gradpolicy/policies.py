@@ -31,6 +31,7 @@ RuleLike = str | Rule | RuleFunction
 # Outputs of a module: indices, keys or attributes.
 Outputs = int | str | Iterable[int | str] | None
 WhenLike = When | Mapping[str, Any] | None
+MaskLike = MaskSource | Callable | Tensor | Mapping[str, Tensor]
 # A number, or a function of the step (or epoch) count that returns one.
 Scheduled = float | Callable[[int], float]
 # The same, or a tensor, which may be a parameter.
@@ -422,7 +423,32 @@ class UseRule(FlowPolicy):
         super().__init__(chosen, **where_and_when)
 
 
-class Freeze(Policy):
+class MaskPolicy(Policy):
+    """The base class of policies with a mask source for parameters.
+
+    Args:
+        mask: A mask source of :mod:`gradpolicy.masks`, a function ``(name, parameter, step) -> mask``, a mask
+            tensor, or a dict of masks by parameter name.
+        params: Globs on parameter names; a leading ``!`` excludes.
+        when: When the policy is active.
+
+    Raises:
+        PolicyError: For no params, or an invalid mask.
+    """
+
+    def __init__(self, mask: MaskLike, params: str | Iterable[str], when: WhenLike) -> None:
+        super().__init__(when)
+        self.mask = as_source(mask)
+        self.params = as_patterns(params)
+        if not self.params:
+            raise PolicyError(f"{type(self).__name__}.params: names no parameter; '*' means all of them")
+
+    def describe(self) -> list[str]:
+        """Return the arguments that distinguish this policy from others of its class, as code."""
+        return [repr(self.mask), f"params={list(self.params)}"]
+
+
+class Freeze(MaskPolicy):
     """Freezes parameter entries by masks that may change from step to step.
 
     Args:
@@ -443,7 +469,7 @@ class Freeze(Policy):
 
     def __init__(
         self,
-        mask: MaskSource | Callable | Tensor | Mapping[str, Tensor],
+        mask: MaskLike,
         *,
         params: str | Iterable[str] = "*",
         frozen_state: str = "keep",
@@ -451,11 +477,7 @@ class Freeze(Policy):
         buffers: str = "move",
         when: WhenLike = None,
     ) -> None:
-        super().__init__(when)
-        self.mask = as_source(mask)
-        self.params = as_patterns(params)
-        if not self.params:
-            raise PolicyError("Freeze.params: names no parameter; '*' means all of them")
+        super().__init__(mask, params, when)
         self.frozen_state = check_choice("Freeze.frozen_state", frozen_state, FROZEN_STATES)
         self.bias_correction = check_choice("Freeze.bias_correction", bias_correction, BIAS_CORRECTIONS)
         self.buffers = check_choice("Freeze.buffers", buffers, BUFFERS)
@@ -463,8 +485,7 @@ class Freeze(Policy):
     def describe(self) -> list[str]:
         """Return the arguments that distinguish this policy from others of its class, as code."""
         return [
-            repr(self.mask),
-            f"params={list(self.params)}",
+            *super().describe(),
             f"frozen_state={self.frozen_state!r}",
             f"bias_correction={self.bias_correction!r}",
             # As before there was a choice: checkpoints compare this.
@@ -472,7 +493,7 @@ class Freeze(Policy):
         ]
 
 
-class ForwardMask(Policy):
+class ForwardMask(MaskPolicy):
     """Has the forward pass see masked weights, while the gradient is that of all entries.
 
     ``y = f(w · m)`` and ``∂L/∂w := ∂L/∂(w · m)``: all entries train, those that the forward pass does not see
@@ -495,24 +516,20 @@ class ForwardMask(Policy):
 
     def __init__(
         self,
-        mask: MaskSource | Callable | Tensor | Mapping[str, Tensor],
+        mask: MaskLike,
         *,
         params: str | Iterable[str] = "*",
         decay: float = 0.0,
         when: WhenLike = None,
     ) -> None:
-        super().__init__(when)
-        self.mask = as_source(mask)
-        self.params = as_patterns(params)
-        if not self.params:
-            raise PolicyError("ForwardMask.params: names no parameter; '*' means all of them")
+        super().__init__(mask, params, when)
         self.decay = _factor("ForwardMask.decay", decay)
         if callable(decay) or isinstance(decay, Tensor) or decay < 0:
             raise PolicyError(f"ForwardMask.decay: must be a number of at least 0, got {shown(decay)}")
 
     def describe(self) -> list[str]:
         """Return the arguments that distinguish this policy from others of its class, as code."""
-        return [repr(self.mask), f"params={list(self.params)}", f"decay={self.decay!r}"]
+        return [*super().describe(), f"decay={self.decay!r}"]
 
 
 def _chosen_rule(key: str, rule: RuleLike, parameters: Mapping[str, Any] | None) -> Rule:

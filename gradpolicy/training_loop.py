@@ -20,7 +20,7 @@ from gradpolicy.freezing.row_gradients import has_row_gradient, takes_rows
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import wrapper_of
 from gradpolicy.optim.zero_redundancy import as_masked
-from gradpolicy.policies import ForwardMask, Freeze, Policy
+from gradpolicy.policies import Freeze, MaskPolicy, Policy
 from gradpolicy.rules.registry import keyword_names
 from gradpolicy.tensors.packed_mask import unpack_masks
 from gradpolicy.tensors.sharding import is_sharded
@@ -171,7 +171,7 @@ class _Loop(TrainingPolicies):
                 )
             times = [
                 policy.when,
-                *([policy.mask.timetable] if isinstance(policy, Freeze | ForwardMask) else []),
+                *([policy.mask.timetable] if isinstance(policy, MaskPolicy) else []),
             ]
             if any(each.unit == "epoch" for each in times) and self.steps_per_epoch is None:
                 raise PolicyError(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError, nearest, shown, under
 from gradpolicy.masks.base import MaskSource, StaticSource
-from gradpolicy.policies import ForwardMask, Freeze
+from gradpolicy.policies import MaskPolicy
 from gradpolicy.tensors.mask import (
     Mask,
     active_entries,
@@ -21,11 +21,11 @@ from gradpolicy.tensors.mask import (
 )
 from gradpolicy.tensors.seeded import RandomMask, derive
 
-MaskPolicy = TypeVar("MaskPolicy", Freeze, ForwardMask)
+Kind = TypeVar("Kind", bound=MaskPolicy)
 
 
 @dataclass(eq=False)
-class BoundPolicy(Generic[MaskPolicy]):
+class BoundPolicy(Generic[Kind]):
     """A policy with its parameters and the current masks of its source.
 
     Attributes:
@@ -39,7 +39,7 @@ class BoundPolicy(Generic[MaskPolicy]):
     """
 
     name: str
-    policy: MaskPolicy
+    policy: Kind
     parameters: dict[str, Tensor]
     masks: dict[str, Mask] = field(default_factory=dict)
     in_effect: bool = False

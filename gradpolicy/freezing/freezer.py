@@ -17,7 +17,7 @@ from gradpolicy.freezing.row_gradients import follow_shards, set_rows, set_whole
 from gradpolicy.freezing.still import StillModules
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.own_settings import check_settings
-from gradpolicy.policies import ForwardMask, Freeze
+from gradpolicy.policies import ForwardMask, Freeze, MaskPolicy
 from gradpolicy.rates import Rates, Settings, at, combined
 from gradpolicy.tensors.mask import Mask, as_tensor, intersect, same_mask
 from gradpolicy.tensors.row_gradient import ActiveRows
@@ -563,14 +563,14 @@ def check_same_options(name: str, policies: Mapping[str, Freeze]) -> None:
                 )
 
 
-def masks_never_change(policy: Freeze | ForwardMask) -> bool:
+def masks_never_change(policy: MaskPolicy) -> bool:
     """Return True if the masks never change after the first step."""
     times = policy.mask.timetable
     chosen_at_once = times.every is None and not times.start
     return chosen_at_once and not policy.mask.needs_gradients and policy.when == When()
 
 
-def _check_sources(policies: Mapping[str, Freeze | ForwardMask]) -> None:
+def _check_sources(policies: Mapping[str, MaskPolicy]) -> None:
     """Check that no two policies share a mask source.
 
     Raises:
