@@ -1,5 +1,6 @@
 """How many entries are chosen, and which: densities, and exact selection by score."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -139,11 +140,10 @@ def marks_of_highest(
     ties = kept - above
     for name, scores in parts.items():
         marks = []
-        for part in scores():
+        for keys in _keys(scores, bits):
             if not 0 < kept < total:
-                marks.append(torch.full_like(part, kept > 0, dtype=torch.bool))
+                marks.append(torch.full_like(keys, kept > 0, dtype=torch.bool))
                 continue
-            keys = _keys(part, bits)
             chosen = keys >= least
             equal = (keys == least).nonzero().flatten()
             chosen[equal[max(ties, 0) :]] = False
@@ -162,8 +162,7 @@ def _least_key(parts: Mapping[str, Parts], kept: int, bits: int) -> tuple[int, i
         first = shift == bits - DIGIT
         counts = torch.zeros(1 << DIGIT, dtype=torch.int64)
         for scores in parts.values():
-            for part in scores():
-                keys = _keys(part, bits)
+            for keys in _keys(scores, bits):
                 if not first:
                     keys = keys[(keys >> (shift + DIGIT)) == found]
                 # The highest digit has the sign.
@@ -177,13 +176,14 @@ def _least_key(parts: Mapping[str, Parts], kept: int, bits: int) -> tuple[int, i
     return found, above
 
 
-def _keys(scores: Tensor, bits: int) -> Tensor:
-    """Return whole numbers in the order of the scores: their bits, of negative ones turned round."""
+def _keys(parts: Parts, bits: int) -> Iterator[Tensor]:
+    """Yield whole numbers in the order of the scores: their bits, of negative ones turned round."""
     floats, whole = (torch.float64, torch.int64) if bits == 64 else (torch.float32, torch.int32)
-    # Negative zero becomes zero, and NaN comes last.
-    scores = torch.nan_to_num(scores.to(floats), nan=-math.inf, posinf=math.inf, neginf=-math.inf) + 0.0
-    keys = scores.view(whole)
-    return keys ^ ((keys >> (bits - 1)) & ((1 << (bits - 1)) - 1))
+    for scores in itertools.chain.from_iterable(part.split(CHUNK) for part in parts()):
+        # Negative zero becomes zero, and NaN comes last.
+        scores = torch.nan_to_num(scores.to(floats), nan=-math.inf, posinf=math.inf, neginf=-math.inf) + 0.0
+        keys = scores.view(whole)
+        yield keys ^ ((keys >> (bits - 1)) & ((1 << (bits - 1)) - 1))
 
 
 def _smallest(scores: Tensor, place: int) -> Tensor:

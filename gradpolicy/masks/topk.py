@@ -26,6 +26,7 @@ from gradpolicy.masks.selection import (
     marks_of_highest,
 )
 from gradpolicy.tensors.mask import Mask
+from gradpolicy.tensors.packed_mask import pack, unpack
 from gradpolicy.tensors.pattern import pattern_of
 from gradpolicy.tensors.seeded import check_level, density_of_level
 from gradpolicy.tensors.sharding import full_tensor, local_shard, shard_like
@@ -237,7 +238,8 @@ class TopK(GradientSource):
             self._norms.squares = {}
         doubles = {torch.float64, torch.complex128} & {p.dtype for p in self.parameters.values()}
         dtype = torch.float64 if doubles else torch.float32
-        chosen: dict[str, Mask] = {}
+        # As bits, so that all of them leave room for the computation of the next scores.
+        chosen: dict[str, Tensor] = {}
         for names in self._scopes():
             total = sum(math.prod(self._shape(name)) for name in names)
             parts = {name: functools.partial(self._units, name) for name in names}
@@ -251,11 +253,11 @@ class TopK(GradientSource):
                 else marks_of_highest(parts, kept_count(density, total), total, dtype)
             )
             for name, marks in found:
-                chosen[name] = self._as_mask(name, torch.cat(marks).reshape(self._shape(name)))
+                chosen[name] = pack(torch.cat(marks))
                 # What is not needed any more makes room for the masks.
                 for sums in self.sums.values():
                     sums.pop(name, None)
-        return {name: chosen[name] for name in self.parameters}
+        return {name: self._as_mask(name, chosen.pop(name)) for name in self.parameters}
 
     def _scopes(self) -> list[list[str]]:
         """Return the names of the parameters that are compared with each other."""
@@ -273,10 +275,11 @@ class TopK(GradientSource):
             return shape[0] // self._pattern.rows, math.prod(shape[1:]) // self._pattern.columns
         return (*shape[:1], *(1,) * (len(shape) - 1)) if self.level == "row" else (1,) * len(shape)
 
-    def _as_mask(self, name: str, marks: Tensor) -> Mask:
+    def _as_mask(self, name: str, packed: Tensor) -> Mask:
+        shape, own = tuple(self.parameters[name].shape), self._shape(name)
+        marks = unpack(packed, math.prod(own)).reshape(own)
         if self.level == "tensor":
             return bool(marks)
-        shape = tuple(self.parameters[name].shape)
         return marks if self._pattern is None else self._pattern.spread(marks, shape)
 
     def _best_of_rows(self, name: str, density: float) -> list[Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+import gradpolicy as gp
 from benchmarks.measure import HERE, Row, device_seconds, paired_ratio
 from benchmarks.optimizers import apart, peak_bytes, unmasked
 from gradpolicy import masks
@@ -66,8 +67,8 @@ def choice_memory() -> list[Row]:
 
 def _peak_of_choice(options: dict[str, Any]) -> int:
     peak = 0
-    for side in (32, 1024):  # The first loads what a choice runs.
-        parameters, gradients = tensors(20, side)
+    for _ in range(2):  # The first loads what a choice runs, and what matrix products keep.
+        parameters, gradients = tensors(20, 1024)
         source = masks.TopK(None if options.get("level") == "2:4" else 0.1, start=1, **options)
         source.setup(parameters, seed=0)
         if source.needs_gradients:
@@ -77,10 +78,45 @@ def _peak_of_choice(options: dict[str, Any]) -> int:
     return peak
 
 
+def training_memory() -> list[Row]:
+    """The peak of a training of three steps under TopK, relative to that of full training."""
+    full = apart(_peak_of_training, None)
+    return [
+        {
+            "what": f"TopK, before={before!r}, 10% of entries: peak of a training, of full training's",
+            "ratio": apart(_peak_of_training, {"before": before}) / full,
+            "target": 1.0,
+            "unit": "bytes",
+        }
+        for before in ("train", "freeze")
+    ]
+
+
+def _peak_of_training(options: dict[str, Any] | None) -> int:
+    peak = 0
+    for side in (32, 1024):  # The first loads what a training runs.
+        peak = peak_bytes(functools.partial(_train, side, options))
+    return peak
+
+
+def _train(side: int, options: dict[str, Any] | None) -> None:
+    model = torch.nn.Sequential(*[torch.nn.Linear(side, side, bias=False) for _ in range(20)]).to(HERE)
+    policies = [] if options is None else [gp.Freeze(masks.TopK(0.1, **options), frozen_state="drop")]
+    with gp.training(model, torch.optim.AdamW(model.parameters(), fused=True), policies) as optimizer:
+        for _ in range(3):
+            model(torch.ones(8, side, device=HERE)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def tensors(count: int, side: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Parameters, and a gradient for each."""
     parameters = {f"layers.{place}.weight": torch.randn(side, side, device=HERE) for place in range(count)}
     return parameters, {name: torch.randn_like(weight) for name, weight in parameters.items()}
 
 
-BENCHMARKS: dict[str, Callable[[], list[Row]]] = {"mask_choice": mask_choice, "choice_memory": choice_memory}
+BENCHMARKS: dict[str, Callable[[], list[Row]]] = {
+    "mask_choice": mask_choice,
+    "choice_memory": choice_memory,
+    "training_memory": training_memory,
+}

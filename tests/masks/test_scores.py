@@ -1,5 +1,7 @@
 """Scores: each against its published formula by hand, what a score may ask for, and what a choice costs."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -130,6 +132,21 @@ def test_lift_ranks_the_low_rank_approximation(model) -> None:
     u, s, v = torch.linalg.svd(model[0].weight.detach(), full_matrices=False)
     expected = (u[:, :2] @ torch.diag(s[:2]) @ v[:2]).abs()
     torch.testing.assert_close(source.scores()["w"], expected)
+
+
+@pytest.mark.parametrize("last", [0.5, 1e-2, 1e-5])
+@pytest.mark.parametrize("shape", [(40, 24), (24, 40), (24, 5, 3, 3)])
+def test_lift_is_exact_however_small_the_last_singular_value_of_its_rank_is(shape, last: float) -> None:
+    rank, columns = 8, math.prod(shape[1:])
+    left, right = (torch.linalg.qr(torch.randn(size, 24).double())[0] for size in (shape[0], columns))
+    values = torch.cat(
+        [torch.logspace(0, math.log10(last), rank), torch.full((24 - rank,), last / 2)]
+    ).double()
+    weight = ((left * values) @ right.T).float()
+    expected = ((left * values)[:, :rank] @ right[:, :rank].T).abs()
+    ours = scores.LIFT(rank)(weight.reshape(shape)).double()
+    torch.testing.assert_close(ours, expected.reshape(shape), rtol=0, atol=1e-6)
+    assert torch.equal(scores.LIFT(24)(weight), weight.abs())
 
 
 def test_salun_is_the_saliency_on_the_forget_set_alone(model, batches) -> None:

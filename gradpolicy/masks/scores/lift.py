@@ -7,6 +7,15 @@ from gradpolicy.checks import check_whole
 from gradpolicy.errors import PolicyError
 from gradpolicy.masks.scores.score import Score
 
+ROWS = 256
+"""How many rows of a matrix are converted at a time."""
+LEAST_SHARE = 1e-2
+"""Below this share of the greatest eigenvalue, the rank's last one is computed in double precision.
+
+The eigenvalues are squares of singular values ``σ``, so that the error of the subspace is ``σ₁ / 2σᵣ`` times
+that of a singular value decomposition: here at most 5 times.
+"""
+
 
 class LIFT(Score):
     """``|U_r S_r V_rᵀ|``, the best approximation of rank ``r`` of a weight matrix.
@@ -25,9 +34,38 @@ class LIFT(Score):
         """Return the scores."""
         if weight.dim() < 2:
             raise PolicyError("LIFT: is of matrices; leave vectors such as biases out of params")
-        left, values, right = torch.linalg.svd(weight.flatten(1), full_matrices=False)
-        best = (left[:, : self.rank] * values[: self.rank]) @ right[: self.rank]
-        return best.abs().reshape(weight.shape)
+        return approximation(weight.flatten(1), self.rank).abs().reshape(weight.shape)
 
     def __repr__(self) -> str:
         return f"LIFT(rank={self.rank})"
+
+
+def approximation(matrix: Tensor, rank: int) -> Tensor:
+    """Return the best approximation of a rank, ``W V_r V_rᴴ``.
+
+    ``V_r`` are the eigenvectors of ``WᴴW`` with the greatest eigenvalues, which need less time and memory
+    than a singular value decomposition.
+
+    Args:
+        matrix: ``W``, of single or double precision.
+        rank: The rank ``r``.
+    """
+    if rank >= min(matrix.shape):
+        return matrix
+    if matrix.shape[0] < matrix.shape[1]:
+        return approximation(matrix.mH, rank).mH
+    for dtype in dict.fromkeys((matrix.dtype, torch.promote_types(matrix.dtype, torch.float64))):
+        values, vectors = torch.linalg.eigh(_gram(matrix, dtype))
+        if values[-rank] > LEAST_SHARE * values[-1]:
+            break
+    basis = vectors[:, -rank:].to(matrix.dtype)
+    return matrix @ basis @ basis.mH
+
+
+def _gram(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``WᴴW``, computed in a dtype."""
+    gram = matrix.new_zeros(matrix.shape[1], matrix.shape[1], dtype=dtype)
+    for rows in matrix.split(ROWS):
+        rows = rows.to(dtype)
+        gram.addmm_(rows.mH, rows)
+    return gram
