@@ -11,7 +11,10 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import gradpolicy as gp
+
 pytest_plugins = ["tests.support_matrix"]
+
 torch.set_num_threads(1)
 
 
@@ -111,6 +114,30 @@ class Stack(nn.Module):
 @pytest.fixture
 def stack() -> Stack:
     return Stack()
+
+
+@pytest.fixture
+def moves() -> Callable[..., list[float]]:
+    """Tells how far SGD at the rate 1 moves a weight in each step, for a gradient of 1."""
+
+    def of(policies: Any, steps: int = 6, halves: bool = False, **settings: Any) -> list[float]:
+        """Keyword arguments as training's; a scheduler may halve the rate after each step."""
+        model = nn.Linear(1, 1, bias=False).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) if halves else None
+        found = []
+        with gp.training(model, optimizer, policies, **settings) as masked:
+            for _ in range(steps):
+                before = model.weight.item()
+                model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+                masked.step()
+                masked.zero_grad()
+                found.append(round(before - model.weight.item(), 12))
+                if scheduler is not None:
+                    scheduler.step()
+        return found
+
+    return of
 
 
 @pytest.fixture

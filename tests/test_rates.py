@@ -111,21 +111,7 @@ def test_a_scheduler_sets_the_rate_that_factors_are_on(stack, tokens) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
-def moves(policies: Any, steps: int = 6, **settings: Any) -> list[float]:
-    """How far SGD at the rate 1 moves a weight in each step, for a gradient of 1."""
-    model = nn.Linear(1, 1, bias=False).double()
-    found = []
-    with gp.training(model, torch.optim.SGD(model.parameters(), lr=1.0), policies, **settings) as optimizer:
-        for _ in range(steps):
-            before = model.weight.item()
-            model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(round(before - model.weight.item(), 12))
-    return found
-
-
-def test_rates_follow_a_schedule_and_hold_in_their_phase() -> None:
+def test_rates_follow_a_schedule_and_hold_in_their_phase(moves) -> None:
     ramp = gp.schedules.Linear(0.0, 1.0, steps=4)
     assert moves([gp.Rates({"*": ramp})]) == [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
     assert moves([gp.Rates({"*": 0.5}, when={"start": 1, "stop": 3})]) == [1.0, 0.5, 0.5, 1.0, 1.0, 1.0]
@@ -133,13 +119,13 @@ def test_rates_follow_a_schedule_and_hold_in_their_phase() -> None:
     assert moves([epochs], steps_per_epoch=2) == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
 
 
-def test_factors_of_several_policies_are_multiplied_and_another_setting_is_the_last_ones() -> None:
+def test_factors_of_several_policies_are_multiplied_and_another_setting_is_the_last_ones(moves) -> None:
     first = gp.Rates({"*": {"lr": 0.5, "weight_decay": 0.1}})
     second = gp.Rates({"*": {"lr": 0.5, "weight_decay": 0.0}}, when={"start": 1})
     assert moves([first, second], 2)[1] == 0.25
 
 
-def test_rates_and_a_sources_own_are_multiplied() -> None:
+def test_rates_and_a_sources_own_are_multiplied(moves) -> None:
     source = gp.masks.Progressive(total=100, first=0.5, scale=False)
     alone = moves({"out": gp.Freeze(source)}, 3)
     source = gp.masks.Progressive(total=100, first=0.5, scale=False)

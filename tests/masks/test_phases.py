@@ -13,6 +13,11 @@ from gradpolicy.errors import PolicyError
 STALL = {"metric": "val/loss", "patience": 2, "min_delta": 0.1}
 
 
+def thawing(phases: list) -> gp.Freeze:
+    """A policy with these phases."""
+    return gp.Freeze(gp.masks.Phases(phases))
+
+
 def phases_of(source, counts: list[tuple[int, int]]) -> list[int]:
     """The phase that holds at each step and epoch."""
     return [source.masks(step, epoch) and source.phase for step, epoch in counts]
@@ -102,43 +107,25 @@ def test_the_best_weights_come_back_and_nothing_else_changes(prepared, stack: nn
     assert all(torch.equal(value, seen[2][name]) for name, value in stack.state_dict().items())
 
 
-def moves(phases, steps: int = 6, halves: bool = False, rates=()) -> list[float]:
-    """How far SGD at the rate 1 moves a weight in each step, for a gradient of 1; a scheduler may halve."""
-    model = nn.Linear(1, 1, bias=False).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) if halves else None
-    found = []
-    with gp.training(model, optimizer, [gp.Freeze(gp.masks.Phases(phases)), *rates]) as optimizer:
-        for _ in range(steps):
-            before = model.weight.item()
-            model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(round(before - model.weight.item(), 12))
-            if scheduler is not None:
-                scheduler.step()
-    return found
-
-
-def test_a_phase_has_a_rate_and_settings_of_its_own() -> None:
-    phases = [
+def test_a_phase_has_a_rate_and_settings_of_its_own(moves) -> None:
+    thaw = [
         {"params": "*", "until": {"steps": 2}},
         {"params": "weight", "until": {"steps": 2}, "lr": 0.01, "maximize": True},
         {"params": {"weight": {"lr": 0.5}}, "lr": 7.0},
     ]
-    assert moves(phases) == [1.0, 1.0, -0.01, -0.01, 0.5, 0.5]
+    assert moves([thawing(thaw)]) == [1.0, 1.0, -0.01, -0.01, 0.5, 0.5]
     # What a scheduler does to the optimizer's rate it does to the phase's.
-    assert moves(phases, halves=True) == [1.0, 0.5, -0.0025, -0.00125, 0.03125, 0.015625]
-    assert moves(phases, rates=[gp.Rates({"*": 2.0})]) == [2.0, 2.0, -0.02, -0.02, 1.0, 1.0]
+    assert moves([thawing(thaw)], halves=True) == [1.0, 0.5, -0.0025, -0.00125, 0.03125, 0.015625]
+    assert moves([thawing(thaw), gp.Rates({"*": 2.0})]) == [2.0, 2.0, -0.02, -0.02, 1.0, 1.0]
 
 
-def test_a_schedule_of_a_phase_begins_with_it() -> None:
+def test_a_schedule_of_a_phase_begins_with_it(moves) -> None:
     # finetuning-scheduler#1: how to change the learning-rate scheduler between phases.
     warm_up = gp.schedules.Linear(0.0, 0.4, steps=2)
-    phases = [{"params": "*", "until": {"steps": 2}}, {"params": "*", "lr": warm_up}]
-    assert moves(phases) == [1.0, 1.0, 0.0, 0.2, 0.4, 0.4]
+    thaw = [{"params": "*", "until": {"steps": 2}}, {"params": "*", "lr": warm_up}]
+    assert moves([thawing(thaw)]) == [1.0, 1.0, 0.0, 0.2, 0.4, 0.4]
     # It takes the place of the optimizer's scheduler.
-    assert moves(phases, halves=True) == [1.0, 0.5, 0.0, 0.2, 0.4, 0.4]
+    assert moves([thawing(thaw)], halves=True) == [1.0, 0.5, 0.0, 0.2, 0.4, 0.4]
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -191,6 +178,30 @@ def test_finetuning_scheduler_6_another_optimizer_begins_with_another_block(stac
         optimizer.step()
         peer.zero_grad()
     assert all(map(torch.equal, stack.state_dict().values(), peer.state_dict().values()))
+
+
+def test_finetuning_scheduler_6_what_a_phase_thaws_may_have_another_optimizer(stack, tokens) -> None:
+    peer = copy.deepcopy(stack.double())
+    entries = [
+        {"params": "head.*", "optimizer": torch.optim.SGD, "lr": 0.1, "momentum": 0.9},
+        {"params": "*", "optimizer": torch.optim.AdamW, "lr": 0.01},
+    ]
+    thaw = [{"params": "head.*", "until": {"steps": 3}}, {"params": ["head.*", "blocks.*"]}]
+    with gp.training(stack, gp.Optimizers(stack, entries), [thawing(thaw)]) as optimizer:
+        for _ in range(6):
+            stack(tokens).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    sgd = torch.optim.SGD(peer.head.parameters(), lr=0.1, momentum=0.9)
+    adamw = torch.optim.AdamW(peer.blocks.parameters(), lr=0.01)
+    for step in range(6):
+        peer(tokens).square().mean().backward()
+        sgd.step()
+        if step >= 3:
+            adamw.step()
+        peer.zero_grad()
+    for ours, theirs in zip(stack.parameters(), peer.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
 def test_a_setting_that_the_optimizer_has_not_is_refused_before_the_first_step(stack: nn.Module) -> None:
