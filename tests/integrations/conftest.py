@@ -67,6 +67,7 @@ def train(tmp_path: Path) -> Callable[..., tuple[Trainer, GradientPoliciesCallba
             model,
             TrainingArguments(**{**defaults, **settings}),
             train_dataset=data or make_data(),
+            eval_dataset=data or make_data(),
             callbacks=[callback, *callbacks],
         )
         prepare(trainer)

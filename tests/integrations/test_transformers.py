@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 from small_bert import VOCABULARY, ddp_policies, make_bert, make_data, train_with_lightning
 from transformers import Trainer, TrainerCallback
 
@@ -402,6 +403,82 @@ def test_the_backward_pass_skips_what_is_frozen_unless_it_is_compiled(train, ber
     # The callback's own step_begin comes first.
     assert watch.requires_grad[0]["bert.pooler.dense.weight"] is compiled
     assert all(parameter.requires_grad for parameter in bert.parameters())
+
+
+# ---- what is evaluated
+
+
+class Begins(TrainerCallback):
+    """Notes the weights at the beginning of each update."""
+
+    def __init__(self):
+        self.weights = []
+
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        self.weights.append(bits(model))
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+# The first evaluation is the best of three: the classifier's rate is too large to learn anything.
+STALLS = {"metric": "eval_loss", "patience": 2}
+
+
+def test_a_phase_ends_by_what_the_trainer_evaluates_and_resumes_bit_for_bit(train):
+    def phases():
+        head = {"params": "classifier.*", "until": STALLS, "best": True}
+        return {"thaw": gp.Freeze(gp.masks.Phases([head, {"params": "*", "lr": 1e-3}]))}
+
+    whole, begins = make_bert(hidden_dropout_prob=0.1), Begins()
+    trainer, _ = train(whole, phases(), callbacks=(begins,), **EVALUATED)
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert losses[0] < min(losses[1:3])
+    start, best, last, second, after = (begins.weights[step] for step in (0, 2, 5, 6, 7))
+    assert not torch.equal(last["classifier.weight"], best["classifier.weight"])
+    assert same(second, best)
+    for name, value in start.items():
+        assert torch.equal(value, second[name]) != name.startswith("classifier."), name
+    assert not torch.equal(after["bert.pooler.dense.weight"], start["bert.pooler.dense.weight"])
+    for step in (4, 6, 8):
+        resumed = make_bert(hidden_dropout_prob=0.1)
+        train(resumed, phases(), resume=f"{trainer.args.output_dir}/checkpoint-{step}", **EVALUATED)
+        assert same(bits(resumed), bits(whole)), step
+
+
+def test_the_end_of_the_last_phase_ends_the_training_with_its_best_weights(train, bert):
+    begins = Begins()
+    policies = {
+        "thaw": gp.Freeze(gp.masks.Phases([{"params": "classifier.*", "until": STALLS, "best": True}]))
+    }
+    trainer, _ = train(bert, policies, callbacks=(begins,), **EVALUATED)
+    assert trainer.state.global_step == 6
+    assert same(bits(bert), begins.weights[2])
+
+
+# ---- masks of the forward pass
+
+
+@pytest.mark.parametrize("by", ["magnitude", "snip"])
+def test_masked_weights_train_as_under_lightning_and_resume_bit_for_bit(train, tmp_path, by):
+    def policies():
+        source = gp.masks.TopK(0.5, by=by, within="tensor", every=3)
+        return {"seen": gp.ForwardMask(source, params="*dense.weight", decay=0.01)}
+
+    def prepare(trainer):
+        trainer.model_accepts_loss_kwargs = False
+
+    settings = {"save_strategy": "steps", "save_steps": 4, "prepare": prepare}
+    ours, theirs = make_bert(), make_bert()
+    trainer, _ = train(ours, policies(), **settings)
+    train_with_lightning(theirs, policies(), tmp_path)
+    assert same(bits(ours), bits(theirs))
+    saved = Path(trainer.args.output_dir) / "checkpoint-8"
+    for weight in (
+        each for name, each in load_file(saved / "model.safetensors").items() if "dense.w" in name
+    ):
+        assert float((weight != 0).float().mean()) == pytest.approx(0.5, abs=0.01)
+    resumed = make_bert()
+    train(resumed, policies(), resume=str(saved), **settings)
+    assert same(bits(resumed), bits(ours))
 
 
 # ---- beginnings and ends
