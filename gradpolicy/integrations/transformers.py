@@ -98,6 +98,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         """Install all policies: the model and the optimizer are prepared, and a checkpoint is loaded."""
         self.remove()  # auto_find_batch_size starts again after running out of memory
         self._trainer = trainer = _calling_trainer()
+        self._evaluated: dict[str, float] = {}
         _check_supported(trainer)
         model, wrapped = trainer.model, trainer.model_wrapped
         assert model is not None
@@ -200,8 +201,15 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Hand what was evaluated during the training to mask sources, such as phases that end by it."""
-        if self._trainer is not None and self.freezer is not None:
-            self.freezer.report(kwargs["metrics"])
+        if self._trainer is None or self.freezer is None:
+            return
+        # The Trainer evaluates each of several datasets by itself.
+        self._evaluated |= kwargs["metrics"]
+        datasets = self._trainer.eval_dataset
+        names = datasets if isinstance(datasets, dict) else ()
+        if all(f"eval_{name}_runtime" in self._evaluated for name in names):
+            metrics, self._evaluated = self._evaluated, {}
+            self.freezer.report(metrics)
             self._stop_if_finished(state, control)
 
     def _stop_if_finished(self, state: TrainerState, control: TrainerControl) -> None:

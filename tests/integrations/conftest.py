@@ -45,6 +45,7 @@ def train(tmp_path: Path) -> Callable[..., tuple[Trainer, GradientPoliciesCallba
         prepare: Callable[[Trainer], None] = lambda trainer: None,
         kind: type[Trainer] = Trainer,
         data: list | None = None,
+        evaluated: dict[str, list] | None = None,
         log: bool = True,
         **settings: Any,
     ) -> tuple[Trainer, GradientPoliciesCallback]:
@@ -67,7 +68,7 @@ def train(tmp_path: Path) -> Callable[..., tuple[Trainer, GradientPoliciesCallba
             model,
             TrainingArguments(**{**defaults, **settings}),
             train_dataset=data or make_data(),
-            eval_dataset=data or make_data(),
+            eval_dataset=evaluated or data or make_data(),
             callbacks=[callback, *callbacks],
         )
         prepare(trainer)

@@ -444,12 +444,13 @@ def test_a_phase_ends_by_what_the_trainer_evaluates_and_resumes_bit_for_bit(trai
         assert same(bits(resumed), bits(whole)), step
 
 
-def test_the_end_of_the_last_phase_ends_the_training_with_its_best_weights(train, bert):
+@pytest.mark.parametrize(("metric", "several"), [("eval_loss", False), ("eval_b_loss", True)])
+def test_the_end_of_the_last_phase_ends_the_training_with_its_best_weights(train, bert, metric, several):
     begins = Begins()
-    policies = {
-        "thaw": gp.Freeze(gp.masks.Phases([{"params": "classifier.*", "until": STALLS, "best": True}]))
-    }
-    trainer, _ = train(bert, policies, callbacks=(begins,), **EVALUATED)
+    phase = {"params": "classifier.*", "until": {**STALLS, "metric": metric}, "best": True}
+    policies = {"thaw": gp.Freeze(gp.masks.Phases([phase]))}
+    evaluated = {"a": make_data(samples=4), "b": make_data(), "c": make_data(samples=4)} if several else None
+    trainer, _ = train(bert, policies, callbacks=(begins,), evaluated=evaluated, **EVALUATED)
     assert trainer.state.global_step == 6
     assert same(bits(bert), begins.weights[2])
 
