@@ -215,7 +215,7 @@ def has_key(path: Path, key: str) -> bool:
 
 
 def read_unsharded(path: Path) -> dict[str, Any]:
-    """Return the unsharded part that the first rank saved; nothing if torch alone wrote the directory."""
+    """Return the unsharded part that the first rank saved; an empty dict if torch wrote the directory."""
     return load_file(path / UNSHARDED) if (path / UNSHARDED).is_file() else {}
 
 

@@ -22,7 +22,7 @@ class Ages(NamedTuple):
     """Which of a parameter's entries are active, and how many updates each has had: an immutable value.
 
     Attributes:
-        signed: Signed ages of all blocks or, with `index`, of the active blocks alone.
+        signed: Signed ages of all blocks or, with `index`, of the active blocks only.
         block: Consecutive entries in memory that share an age.
         entries: Number of entries on this process.
         active: How many of them are active.
@@ -150,7 +150,7 @@ class Ages(NamedTuple):
         return ages.packed() if pack else ages
 
     def packed(self) -> Ages:
-        """Return the ages of the active blocks alone, from those of all blocks."""
+        """Return the ages with those of active blocks only, from those of all blocks."""
         index = _index_of(self.signed > 0)
         signed = self.repacked(self.signed, None, index, self.block, 1, 0)
         return self._replace(signed=signed, index=index)

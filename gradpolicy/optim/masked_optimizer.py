@@ -165,7 +165,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The wrapped optimizer's state; under "drop" moments are 1-D, of the active entries alone."""
+        """The wrapped optimizer's state; under "drop" moments are 1-D, of active entries only."""
         return self.inner.state
 
     @state.setter
@@ -497,7 +497,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
             age = 0 if is_constant else masked.updates if by_tensor else None
             updates.append(masked.entry_update(group, names, gradient, age))
         sign, *settings = rule.settings(group)
-        # Half-precision weights may have state of full precision, which torch alone takes.
+        # Half-precision weights may have state of full precision, which only the kernels in torch support.
         dtypes = {value.dtype for each in updates for value in (each.gradient, *each.state.values())}
         kernels = select(device, dtype, *dtypes, rule_kernel=rule.kernel)
         kernels.update(rule, (sign / self._scale, *settings), rows, updates)

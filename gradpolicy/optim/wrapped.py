@@ -97,7 +97,7 @@ class Wrapped:
 
 
 class ParameterState:
-    """The state of a parameter, which the wrapped optimizer keeps: dense, or of the active entries alone.
+    """The state of a parameter, which the wrapped optimizer keeps: dense, or of active entries only.
 
     With an index in its ages, what the update rule keeps for each entry is a vector of the active entries.
 

@@ -180,7 +180,7 @@ def derive(*parts: int | str) -> int:
 
 
 def shuffled(items: int, *parts: int | str) -> list[int]:
-    """Return a permutation of ``range(items)`` that depends on the parts alone."""
+    """Return a permutation of ``range(items)`` that depends only on the parts."""
     return sorted(range(items), key=lambda item: (derive(*parts, item), item))
 
 
