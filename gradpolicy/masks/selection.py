@@ -1,4 +1,4 @@
-"""How many entries are chosen, and which: densities, and exact selection by score."""
+"""Densities, and exact selection of the highest scores."""
 
 import itertools
 import math
@@ -11,20 +11,20 @@ from gradpolicy.checks import check_call, check_share
 from gradpolicy.schedules import Constant, Ramp
 
 Density = Callable[[int], float]
-"""A schedule: the share at a count of effective steps (or epochs, as the source's ``unit`` says)."""
+"""A schedule of the density by the count of effective steps (or epochs, by the source's ``unit``)."""
 DISTRIBUTIONS = ("uniform", "erk")
 Parts = Callable[[], Iterator[Tensor]]
-"""A function that gives a tensor's scores, each time anew, in flat parts from first to last."""
+"""A function that computes a tensor's scores in flat parts, from first to last."""
 CHUNK = 1 << 16
-"""How many scores are held at a time."""
+"""The number of scores in memory at a time."""
 DIGIT = 16
-"""How many bits of a score one pass over all of them finds."""
+"""The number of bits of a score that are found by a pass over all scores."""
 ROUNDING = 1e-14
-"""By so large a part of it the product of a share and a count may miss a whole number."""
+"""The relative rounding error of the product of a fraction and a count."""
 
 
 def as_density(key: str, value: float | Density) -> Density:
-    """Return a schedule; a number becomes a constant one.
+    """Convert a number to a constant schedule, and check a schedule.
 
     Args:
         key: The argument that an error names.
@@ -76,13 +76,13 @@ def densities(shapes: Mapping[str, Sequence[int]], density: float, distribution:
         over = {name for name in shapes if name not in full and factor * raw[name] > 1.0}
         if not over:
             break
-        # One at a time, the densest: filling it changes the factor for the others.
+        # One at a time, the densest first, since it changes the factor for the others.
         full.add(max(over, key=raw.__getitem__))
     return {name: 1.0 if name in full else factor * raw[name] for name in shapes}
 
 
 def kept_count(density: float, count: int) -> int:
-    """Return how many of ``count`` entries a density keeps: those at or above its percentile.
+    """Return the number of ``count`` entries for a density: those at or above its percentile.
 
     ``k = n − ⌈(1 − p)(n − 1)⌉ = 1 + ⌊p (n − 1)⌋``, which is ``p · n`` where that is a whole number; 0 for
     density 0.
@@ -92,11 +92,11 @@ def kept_count(density: float, count: int) -> int:
     return min(1 + math.floor(density * (count - 1) * (1.0 + ROUNDING)), count)
 
 
-# ---- which entries
+# ---- selection
 
 
 def highest(scores: Tensor, kept: int) -> Tensor:
-    """Mark the ``kept`` highest scores; of equal ones those with the lowest index. NaN comes last.
+    """Return the mask of the ``kept`` highest scores, and the first ones of equal scores. NaN is lowest.
 
     Args:
         scores: Any shape.
@@ -108,7 +108,7 @@ def highest(scores: Tensor, kept: int) -> Tensor:
     flat = scores.detach().flatten()
     if kept <= 0 or kept >= flat.numel():
         return torch.full_like(scores, kept > 0, dtype=torch.bool)
-    # A sum is NaN where an entry is, and is the cheapest pass over all of them.
+    # The sum is NaN if any score is, and is the cheapest test.
     flat = torch.where(flat.isnan(), -math.inf, flat) if bool(flat.sum().isnan()) else flat
     threshold = _smallest(flat, flat.numel() - kept)
     marks = flat >= threshold
@@ -122,16 +122,16 @@ def highest(scores: Tensor, kept: int) -> Tensor:
 def marks_of_highest(
     parts: Mapping[str, Parts], kept: int, total: int, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[str, list[Tensor]]]:
-    """Mark the highest scores of all tensors together, of which only a part is held at a time.
+    """Return masks of the highest scores of all tensors together, with only a part in memory at a time.
 
     Args:
-        parts: For each tensor a function that gives its scores anew, in flat parts.
-        kept: How many are marked.
-        total: How many scores there are.
-        dtype: What they are compared in: float64 or, for anything else, float32.
+        parts: For each tensor a function that computes its scores in flat parts.
+        kept: The number of highest scores.
+        total: The number of scores.
+        dtype: The dtype of comparisons: float64 or, for all others, float32.
 
     Yields:
-        Each name, with the marks of its parts.
+        Each name with the masks of its parts.
     """
     bits = 64 if dtype == torch.float64 else 32
     least, above = 0, 0
@@ -153,9 +153,9 @@ def marks_of_highest(
 
 
 def _least_key(parts: Mapping[str, Parts], kept: int, bits: int) -> tuple[int, int]:
-    """Return the key of the score in place ``kept`` from the top, and how many keys are above it.
+    """Return the key of the ``kept``-th highest score, and the number of higher keys.
 
-    Each pass over the scores counts 16 bits of the keys that begin as the one sought does.
+    Each pass over the scores finds the next 16 bits of the key, from counts of keys with the same prefix.
     """
     found, above = 0, 0
     for shift in range(bits - DIGIT, -1, -DIGIT):
@@ -165,10 +165,10 @@ def _least_key(parts: Mapping[str, Parts], kept: int, bits: int) -> tuple[int, i
             for keys in _keys(scores, bits):
                 if not first:
                     keys = keys[(keys >> (shift + DIGIT)) == found]
-                # The highest digit has the sign.
+                # The highest digit includes the sign.
                 digits = (keys >> shift) + (1 << (DIGIT - 1)) if first else (keys >> shift) & 0xFFFF
                 counts += torch.bincount(digits, minlength=1 << DIGIT).cpu()
-        # How many scores have this digit or a higher one.
+        # The number of scores with this digit or a higher one.
         reached = counts.flip(0).cumsum(0).flip(0)
         digit = int((reached >= kept - above).nonzero()[-1])
         above += int(reached[digit] - counts[digit])
@@ -177,20 +177,20 @@ def _least_key(parts: Mapping[str, Parts], kept: int, bits: int) -> tuple[int, i
 
 
 def _keys(parts: Parts, bits: int) -> Iterator[Tensor]:
-    """Yield whole numbers in the order of the scores: their bits, of negative ones turned round."""
+    """Yield integers in the order of the scores: their bits, inverted for negative scores."""
     floats, whole = (torch.float64, torch.int64) if bits == 64 else (torch.float32, torch.int32)
     for scores in itertools.chain.from_iterable(part.split(CHUNK) for part in parts()):
-        # Negative zero becomes zero, and NaN comes last.
+        # Negative zero becomes zero, and NaN the lowest score.
         scores = torch.nan_to_num(scores.to(floats), nan=-math.inf, posinf=math.inf, neginf=-math.inf) + 0.0
         keys = scores.view(whole)
         yield keys ^ ((keys >> (bits - 1)) & ((1 << (bits - 1)) - 1))
 
 
 def _smallest(scores: Tensor, place: int) -> Tensor:
-    """Return the value at a place of the flat scores as they are sorted, from 0."""
+    """Return the value at an index of the sorted flat scores."""
     if scores.device.type != "cpu" or scores.dtype not in (torch.float32, torch.float64):
         return torch.kthvalue(scores, place + 1).values
-    # Twenty times as fast as torch where few scores are equal.
+    # Twenty times as fast as torch if few scores are equal.
     scores = scores.clone()
     scores.numpy().partition(place)
     return scores[place].clone()

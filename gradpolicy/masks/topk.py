@@ -1,4 +1,4 @@
-"""Masks of the entries that score highest, by whatever score."""
+"""Masks of the entries with the highest scores."""
 
 import functools
 import itertools
@@ -36,7 +36,7 @@ BEFORE = ("train", "freeze")
 
 
 class TopK(GradientSource):
-    """The share ``density`` of entries (rows, tensors) with the highest scores trains.
+    """Trains the fraction ``density`` of entries (rows, tensors) with the highest scores.
 
     ============  ==============================================  ==========================================
     ``by``        score of an entry                               known as
@@ -45,37 +45,37 @@ class TopK(GradientSource):
     magnitude     ``|w|``                                         also ``weight``
     fisher        ``Σ g²`` (diagonal of the empirical Fisher)     Child-Tuning_D
     movement      ``−Σ w · g``                                    movement pruning
-    change        ``|w − w₀|``, w₀ from the start of training     lottery-ticket sparse fine-tuning
+    change        ``|w − w₀|``, w₀ at the start of training       lottery-ticket sparse fine-tuning
     snip          ``|Σ w · g|``                                   SNIP
-    wanda         ``|w| · ‖x‖₂``, x what the layer gets           Wanda
-    lift          ``|w|`` after an approximation of low rank      LIFT
+    wanda         ``|w| · ‖x‖₂`` with the layer's input x         Wanda
+    lift          ``|w|`` after a low-rank approximation          LIFT
     ============  ==============================================  ==========================================
 
-    ``by`` may also be a function of what it asks for, ``lambda weight, gradient: …``, its dotted path, or a
+    ``by`` may also be a function of a score's inputs, ``lambda weight, gradient: …``, its dotted path, or a
     :class:`~gradpolicy.masks.scores.Score`: one of these; ``FisherBySample`` or ``SalUn`` of the same module,
-    which have a loader of their own; or a subclass.
+    which have their own loader; or a subclass.
 
-    Sums run over the ``window`` effective steps before a choice; the score of a row or tensor is the mean of
-    its entries'. ``k = n − ⌈(1 − p)(n − 1)⌉`` of ``n`` are chosen (``p · n`` where that is whole), of equal
-    scores the first.
+    Sums are over the ``window`` effective steps before a choice. The score of a row or tensor is the mean of
+    its entries' scores. ``k = n − ⌈(1 − p)(n − 1)⌉`` of ``n`` are chosen (``p · n`` if that is a whole
+    number), and the first ones of equal scores.
 
     Args:
-        density: The share that trains; a number or a schedule of the count. None: 0.1, or what the
-            level says.
+        density: The fraction that trains; a number or a schedule of the count. None: 0.1, or that of the
+            level.
         by: The score, as above.
-        largest: Choose the highest scores, or the lowest.
-        within: ``"model"``: the highest of all parameters together; ``"tensor"``: of each by itself;
-            ``"row"``: of each row; groups, each as globs: of each group's parameters together.
-        level: What is chosen: ``"entry"``, ``"row"``, ``"tensor"``, ``"2:4"`` (the best 2 of every 4 entries
-            of a row) or blocks, ``"16x16"``.
-        window: How many steps of gradients are summed.
-        before: What happens until there are scores: ``"train"`` (everything) or ``"freeze"`` (nothing moves
-            while gradients are gathered, as Child-Tuning_D and FISH do it).
-        rewind: With ``by="change"``: put the weights back to w₀ when the entries are first chosen, and begin
-            with empty optimizer state, as lottery-ticket fine-tuning does.
-        every: After how many steps (or epochs) entries are chosen anew; None: once.
+        largest: True for the highest scores, False for the lowest.
+        within: The entries that are compared: ``"model"``: those of all parameters; ``"tensor"``: those of
+            each parameter; ``"row"``: those of each row; groups of globs: those of each group's parameters.
+        level: The unit of choice: ``"entry"``, ``"row"``, ``"tensor"``, ``"2:4"`` (the best 2 of every 4
+            entries of a row) or blocks, ``"16x16"``.
+        window: The number of steps whose gradients are summed.
+        before: Before the first choice, ``"train"`` trains all entries, and ``"freeze"`` none, as in
+            Child-Tuning_D and FISH.
+        rewind: With ``by="change"``: reset the weights to w₀ and the optimizer state at the first choice, as
+            in lottery-ticket fine-tuning.
+        every: The number of steps (or epochs) between choices; None: one choice.
         **timetable: ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`. With ``by="change"``,
-            ``start`` says how long the weights move before the choice.
+            ``start`` is the number of steps before the choice, in which the weights change.
 
     Raises:
         PolicyError: For an unknown option.
@@ -117,7 +117,7 @@ class TopK(GradientSource):
         if within == "row" and level != "entry":
             raise PolicyError("TopK.within: 'row' goes with level='entry'")
         self._pattern = pattern_of(level)
-        # Entries are what is chosen, also N of every M of them.
+        # True if entries are chosen, including N of every M entries.
         self._by_entry = level == "entry" or (self._pattern is not None and self._pattern.kept is not None)
         self._in_rows = self._by_entry and (level != "entry" or within == "row")
         self.before = check_choice("TopK.before", before, BEFORE)
@@ -136,11 +136,11 @@ class TopK(GradientSource):
         self._initial: dict[str, Tensor] = {}
         self._norms: ActivationNorms | None = None
         self._to_rewind = False
-        # How many batches of the score's loader are read; None: all.
+        # The number of batches of the score's loader that are read; None means all.
         self._most_batches: int | None = None
 
     def prepare(self) -> None:
-        """Keep the weights that changes are measured from, and find layers whose inputs are asked for."""
+        """Copy the initial weights, and register hooks on layers, if the score needs them."""
         super().prepare()
         self._masks = dict.fromkeys(self.parameters, self.before == "train")
         self._initial = {}
@@ -159,14 +159,14 @@ class TopK(GradientSource):
             self._norms = ActivationNorms(self.model, self.parameters, lambda: self.gathers)
 
     def release(self) -> None:
-        """Take the hooks off the layers."""
+        """Remove the hooks from the layers."""
         if self._norms is not None:
             self._norms.close()
         self._norms = None
 
     @torch.no_grad()
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
-        """Return the last choice, or a new one if it is due and the scores are there."""
+        """Return the last choice, or a new one if one is due and its window is full."""
         if self.overdue(step, epoch):
             self._to_rewind = self.rewind and self.decided < 0
             changed = self.timetable.begins(self.period(step, epoch))
@@ -176,18 +176,18 @@ class TopK(GradientSource):
 
     @property
     def resets_state(self) -> bool:
-        """True if the weights go back to w₀: their optimizer then begins anew."""
+        """True if the weights are reset to w₀."""
         return self._to_rewind
 
     def apply(self) -> None:
-        """Put the weights back to w₀, once, if ``rewind`` is on."""
+        """Reset the weights to w₀, once, if ``rewind`` is True."""
         if self._to_rewind:
             for name, parameter in self.parameters.items():
                 local_shard(parameter.detach()).copy_(local_shard(self._initial[name]))
             self._to_rewind = False
 
     def scores(self) -> dict[str, Tensor]:
-        """Return the score of each entry, row, tensor or block; −∞ where there was no gradient."""
+        """Return the score of each entry, row, tensor or block; −∞ without a gradient."""
         return {
             name: torch.cat([part.flatten() for part in self._units(name)]).reshape(self._shape(name))
             for name in self.parameters
@@ -195,7 +195,7 @@ class TopK(GradientSource):
 
     @torch.no_grad()
     def preview(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Mask] | None:
-        """Return the choice by one step's gradients, or one batch; None by how far weights moved."""
+        """Return the choice by the gradients of one step or batch; None for changes of weights."""
         if "initial" in self.score.asks:
             return None
         self.sums = {}
@@ -205,18 +205,18 @@ class TopK(GradientSource):
         return self._choose(density_at(self.density, self.timetable.start))
 
     def describe(self) -> dict[str, Any]:
-        """Return the arguments, without those that are as ever."""
+        """Return the arguments, without the default of ``largest``."""
         described = super().describe()
         return {key: value for key, value in described.items() if (key, value) != ("largest", True)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the masks, the gradients gathered so far, and w₀ where it is needed."""
+        """Return the masks, the sums, and w₀ if it is needed."""
         initial = {name: full_tensor(weight) for name, weight in self._initial.items()}
         squares = dict(self._norms.squares) if self._norms is not None else {}
         return {**super().state_dict(), "masks": dict(self._masks), "initial": initial, "squares": squares}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
+        """Load the result of :meth:`state_dict`."""
         super().load_state_dict(state)
         self._masks = {
             name: mask.to(self.parameters[name].device) if isinstance(mask, Tensor) else mask
@@ -238,13 +238,13 @@ class TopK(GradientSource):
             self._norms.squares = {}
         doubles = {torch.float64, torch.complex128} & {p.dtype for p in self.parameters.values()}
         dtype = torch.float64 if doubles else torch.float32
-        # As bits, so that all of them leave room for the computation of the next scores.
+        # As bits, to save memory for the computation of the next scores.
         chosen: dict[str, Tensor] = {}
         for names in self._scopes():
             total = sum(math.prod(self._shape(name)) for name in names)
             parts = {name: functools.partial(self._units, name) for name in names}
             if len(names) == 1 and not self.score.by_rows:
-                # What is computed as a whole, and held as one, is computed once.
+                # Scores of a single whole tensor are computed once.
                 whole = list(self._units(names[0]))
                 parts = {names[0]: functools.partial(iter, whole)}
             found = (
@@ -254,7 +254,7 @@ class TopK(GradientSource):
             )
             for name, marks in found:
                 chosen[name] = pack(torch.cat(marks))
-                # What is not needed any more makes room for the masks.
+                # Free the memory of sums that are no longer needed.
                 for sums in self.sums.values():
                     sums.pop(name, None)
         return {name: self._as_mask(name, chosen.pop(name)) for name in self.parameters}
@@ -267,7 +267,7 @@ class TopK(GradientSource):
         return [list(group.parameters) for group in groups]
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of what is chosen of a parameter: of its entries, rows, blocks, or one."""
+        """Return the shape of the units of a parameter: of its entries, rows or blocks, or of size 1."""
         shape = tuple(self.parameters[name].shape)
         if self._by_entry:
             return shape
@@ -283,7 +283,7 @@ class TopK(GradientSource):
         return marks if self._pattern is None else self._pattern.spread(marks, shape)
 
     def _best_of_rows(self, name: str, density: float) -> list[Tensor]:
-        """Return the marks of the best N of every M entries, or of every row's best."""
+        """Return the marks of the best N of every M entries, or of the best entries of each row."""
         pattern, width = self._pattern, math.prod(self._shape(name)[1:])
         if pattern is not None:
             return [pattern.best(part) for part in self._units(name)]
@@ -291,7 +291,7 @@ class TopK(GradientSource):
         return [highest(row, kept_count(density, width)) for row in rows]
 
     def _units(self, name: str) -> Iterator[Tensor]:
-        """Yield the scores of what is chosen, flat, a part of the tensor at a time."""
+        """Yield the flat scores of the units, for a part of the tensor at a time."""
         parts = self._entries(name)
         if self._by_entry:
             yield from (part.flatten() for part in parts)
@@ -305,7 +305,7 @@ class TopK(GradientSource):
             yield torch.as_tensor(mean, dtype=sums[0][1])[None]
 
     def _entries(self, name: str) -> Iterator[Tensor]:
-        """Yield the scores of the entries, some rows at a time; −∞ where there was no gradient."""
+        """Yield the scores of the entries, for some rows at a time; −∞ without a gradient."""
         weight = full_tensor(self.parameters[name].detach())
         inputs: dict[str, Tensor | None] = {"weight": weight}
         for kind in self.score.asks:

@@ -1,4 +1,4 @@
-"""LIFT: the principal weights, those largest after a low-rank approximation."""
+"""LIFT: the magnitude of weights after a low-rank approximation."""
 
 import torch
 from torch import Tensor
@@ -8,9 +8,9 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.masks.scores.score import Score
 
 ROWS = 256
-"""How many rows of a matrix are converted at a time."""
+"""The number of rows of a matrix that are converted at a time."""
 LEAST_SHARE = 1e-2
-"""Below this share of the greatest eigenvalue, the rank's last one is computed in double precision.
+"""The ratio of the ``r``-th to the largest eigenvalue below which double precision is used.
 
 The eigenvalues are squares of singular values ``σ``, so that the error of the subspace is ``σ₁ / 2σᵣ`` times
 that of a singular value decomposition: here at most 5 times.
@@ -21,7 +21,7 @@ class LIFT(Score):
     """``|U_r S_r V_rᵀ|``, the best approximation of rank ``r`` of a weight matrix.
 
     Args:
-        rank: The rank ``r``; a matrix of a lower rank is taken as it is.
+        rank: The rank ``r``; a matrix of a lower rank is unchanged.
 
     Source: Liu et al. 2025, arXiv:2506.00772.
     """
@@ -41,13 +41,13 @@ class LIFT(Score):
 
 
 def approximation(matrix: Tensor, rank: int) -> Tensor:
-    """Return the best approximation of a rank, ``W V_r V_rᴴ``.
+    """Return the best approximation of rank ``r``, ``W V_r V_rᴴ``.
 
-    ``V_r`` are the eigenvectors of ``WᴴW`` with the greatest eigenvalues, which need less time and memory
+    ``V_r`` are the eigenvectors of ``WᴴW`` with the largest eigenvalues, which need less time and memory
     than a singular value decomposition.
 
     Args:
-        matrix: ``W``, of single or double precision.
+        matrix: ``W``, in single or double precision.
         rank: The rank ``r``.
     """
     if rank >= min(matrix.shape):
@@ -63,7 +63,7 @@ def approximation(matrix: Tensor, rank: int) -> Tensor:
 
 
 def _gram(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``WᴴW``, computed in a dtype."""
+    """Return ``WᴴW`` in a dtype."""
     gram = matrix.new_zeros(matrix.shape[1], matrix.shape[1], dtype=dtype)
     for rows in matrix.split(ROWS):
         rows = rows.to(dtype)
