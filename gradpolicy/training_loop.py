@@ -19,7 +19,7 @@ from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.freezing.row_gradients import has_row_gradient, takes_rows
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import wrapper_of
-from gradpolicy.optim.zero_redundancy import as_masked
+from gradpolicy.optim.zero_redundancy import as_masked, deepspeed_refused
 from gradpolicy.policies import Freeze, MaskPolicy, Policy
 from gradpolicy.rules.registry import keyword_names
 from gradpolicy.tensors.packed_mask import unpack_masks
@@ -149,7 +149,8 @@ class _Loop(TrainingPolicies):
         self.steps_per_epoch, self.scaler = steps_per_epoch, scaler
         whole = getattr(model, "_orig_mod", model)
         self._outer, self._ddp = model, whole if isinstance(whole, DistributedDataParallel) else None
-        self.model = model if self._ddp is None else self._ddp.module
+        wraps = self._ddp is not None or type(model).__name__ == "DeepSpeedEngine"
+        self.model: Any = whole.module if wraps else model
         self._owner: dict[Tensor, MaskedOptimizer] = {}
         # In this update: factors on gradients, and the parameters whose whole gradient a source needs.
         self._scales: Mapping[str, float] = {}
@@ -184,6 +185,8 @@ class _Loop(TrainingPolicies):
     def begin(self, optimizers: Sequence[Any], toggle_requires_grad: bool) -> list[MaskedOptimizer]:
         """Install all policies. Masks are set before the first forward pass."""
         for each in optimizers or [()]:
+            if type(each).__module__.startswith("deepspeed"):
+                raise deepspeed_refused(type(each).__name__)
             if not isinstance(each, torch.optim.Optimizer):
                 raise PolicyError(f"training: needs an optimizer, or a list of them; got {shown(each)}")
         # A plain optimizer that has loaded a state with masks keeps it in its param groups.

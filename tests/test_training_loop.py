@@ -727,6 +727,10 @@ def test_what_cannot_act_as_written_is_an_error_in_the_first_step(policies, mess
             ({"optimizer": optimizer}, "needs an optimizer, or a list of them")
             for optimizer in (None, "adamw", [], [nn.Linear(1, 1)], Net().parameters())
         ),
+        (
+            {"optimizer": type("DeepSpeedZeroOptimizer", (), {"__module__": "deepspeed.runtime"})()},
+            r"integrations\.deepspeed\.training: .* give it the engine",
+        ),
         ({"model": adamw(Net())}, "needs the model first"),
         ({"steps_per_epoch": 0}, r"training.steps_per_epoch"),
     ],

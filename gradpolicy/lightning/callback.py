@@ -110,7 +110,11 @@ class GradientPolicies(TrainingPolicies, Callback):
         self._install_flow(pl_module, STEP_POINTS)
         if self.optimizer_policies:
             if isinstance(trainer.strategy, DeepSpeedStrategy):
-                raise deepspeed_refused(type(trainer.strategy).__name__)
+                raise deepspeed_refused(
+                    type(trainer.strategy).__name__,
+                    "here use trainer=ddp, trainer=zero1 (sharded optimizer state) or trainer=fsdp2 "
+                    "(everything sharded)",
+                )
             trainer.strategy.optimizers = self._install_freeze(pl_module, trainer.strategy.optimizers)
         self._check_installed(pl_module, trainer.optimizers)
         # The same configuration also runs on one process, which sends nothing.

@@ -91,8 +91,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     def __new__(cls, inner: Any = None, *options: Any, **named: Any) -> MaskedOptimizer:
         """Create an instance of the subclass for this optimizer."""
-        kinds = [kind for kind in MaskedOptimizer._kinds if kind.wraps(inner)]
-        return super().__new__(kinds[0] if cls is MaskedOptimizer and kinds else cls)
+        kinds = MaskedOptimizer._kinds if cls is MaskedOptimizer else []
+        return super().__new__(next((kind for kind in kinds if kind.wraps(inner)), cls))
 
     @classmethod
     def wraps(cls, optimizer: Any) -> bool:

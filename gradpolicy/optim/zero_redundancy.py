@@ -59,7 +59,7 @@ class MaskedZero(MaskedOptimizer):
         """Return True for a ZeroRedundancyOptimizer.
 
         Raises:
-            PolicyError: If it is DeepSpeed's, which does not support freezing.
+            PolicyError: If it is DeepSpeed's, which only `integrations.deepspeed` can wrap.
         """
         if type(optimizer).__module__.startswith("deepspeed"):
             raise deepspeed_refused(type(optimizer).__name__)
@@ -121,13 +121,10 @@ def as_masked(optimizer: Optimizer) -> MaskedOptimizer:
     return optimizer if isinstance(optimizer, MaskedOptimizer) else MaskedOptimizer(optimizer)
 
 
-def deepspeed_refused(
-    what: str,
-    instead: str = "use trainer=ddp, trainer=zero1 (sharded optimizer state) or trainer=fsdp2 (everything "
-    "sharded)",
-) -> PolicyError:
-    """Return the error that says why there is no freezing under DeepSpeed, and what to use instead."""
+def deepspeed_refused(what: str, instead: str = "give it the engine") -> PolicyError:
+    """Return the error that says where policies work under DeepSpeed, and what to do instead."""
     return PolicyError(
-        f"{what}: freeze policies are refused under DeepSpeed: its engine updates flat copies of the weights "
-        f"within its own step, where masks, ages and moments are out of reach; {instead}"
+        f"{what}: freeze policies are refused under DeepSpeed except in a loop of your own, with "
+        "gradpolicy.integrations.deepspeed.training: its engine updates partitions of the weights within its "
+        f"own step; {instead}"
     )

@@ -1053,10 +1053,16 @@ def test_an_operation_that_a_test_never_meets_ends_it(two_layers, loader, make_t
         )
 
 
+@pytest.mark.supports(
+    *("tensors", "rows", "entries"),
+    loop="lightning",
+    processes="deepspeed",
+    no="only in a plain loop, since DeepSpeed loads checkpoints before policies are installed",
+)
 def test_under_deepspeed_freezing_is_refused(two_layers):
     class Engine(DeepSpeedStrategy):
         def __init__(self):
-            """DeepSpeed itself is not installed."""
+            """Do without DeepSpeed."""
 
     callback = gp.GradientPolicies({"half": gp.Freeze(half, params="head.weight")})
     with pytest.raises(gp.PolicyError, match="refused under DeepSpeed"):

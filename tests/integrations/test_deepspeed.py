@@ -1,0 +1,291 @@
+"""Policies with a DeepSpeed engine: two ranks train what one process trains, and frozen bits stay."""
+
+import functools
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import gradpolicy as gp
+from tests.docs.markdown import DOCS, blocks
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+
+from networks import perceptron
+from process_pool import ProcessPool
+
+INSTALLED = importlib.util.find_spec("deepspeed") is not None
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not INSTALLED, reason="deepspeed is not installed"),
+    pytest.mark.xdist_group("deepspeed"),
+]
+# Importing DeepSpeed takes seconds, and a minute on a busy machine.
+PATIENCE = 300.0
+STEPS, BATCH = 8, 16
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[ProcessPool]:
+    """Two processes joined by gloo."""
+    with ProcessPool(2, "gloo") as pool:
+        yield functools.partial(pool, timeout=PATIENCE)  # type: ignore[misc]
+
+
+# --- what runs on the ranks
+
+
+def policies(frozen_state: str) -> dict[str, Any]:
+    """Entries, rows and whole layers freeze by turns, and a gradient is scaled."""
+    return {
+        "entries": gp.Freeze(gp.masks.Random(0.5, every=2), params="*", frozen_state=frozen_state),
+        "rows": gp.Freeze(
+            gp.masks.Random(0.7, level="row", every=2), params="4.weight", frozen_state=frozen_state
+        ),
+        "layers": gp.Freeze(
+            gp.masks.Layerwise(active=2, every=3), params=["*.weight", "!0.*"], frozen_state=frozen_state
+        ),
+        "slow": gp.Scale(0.5, modules="2"),
+    }
+
+
+def network() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model whose second layer never trains, and an optimizer with two param groups."""
+    model = perceptron(6, 9, 8, 7, 3)
+    model[2].requires_grad_(False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() == 2], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0, "lr": 0.02},
+    ]
+    return model, torch.optim.AdamW(groups, lr=0.05)
+
+
+def data(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return torch.randn(BATCH, 6, generator=generator), torch.randint(3, (BATCH,), generator=generator)
+
+
+def engine_for(stage: int, optimizer: Any = None, micro_batches: int = 2, **settings: Any) -> Any:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    # What it would compile for the CPU takes minutes; gloo does as well.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    model, adam = network()
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH // dist.get_world_size() // micro_batches,
+        "gradient_accumulation_steps": micro_batches,
+        "gradient_clipping": 0.1,
+        "zero_optimization": {"stage": stage, "sub_group_size": 20, **settings.pop("zero", {})},
+        **settings,
+    }
+    made = adam if optimizer is None else optimizer(model.parameters())
+    schedule = functools.partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step))
+    return deepspeed.initialize(model=model, optimizer=made, config=config, lr_scheduler=schedule)[0]
+
+
+def weights(engine: Any) -> dict[str, Tensor]:
+    """Copies of the whole weights."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    model = engine.module
+    with GatheredParameters(list(model.parameters()), enabled=engine.zero_optimization_stage() == 3):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def train(engine: Any, optimizer: gp.MaskedOptimizer, steps: range, factor: float = 1.0) -> None:
+    """Update by inputs times a factor; check that frozen entries keep their bits."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for step in steps:
+        before = weights(engine)
+        x, y = data(step)
+        for part in range(engine.gradient_accumulation_steps()):
+            own = slice(size * part + rank, None, size * engine.gradient_accumulation_steps())
+            dtype = next(engine.module.parameters()).dtype
+            engine.backward(cross_entropy(engine(factor * x[own].to(dtype)).float(), y[own]))
+            engine.step()
+        after = weights(engine)
+        for name, parameter in engine.module.named_parameters():
+            if parameter.requires_grad:
+                frozen = ~optimizer.get_mask(parameter).expand(before[name].shape)
+                assert torch.equal(after[name][frozen], before[name][frozen]), name
+            else:
+                assert torch.equal(after[name], before[name]), name
+
+
+def trained(stage: int, frozen_state: str, resume_at: int | None, folder: str, zero: dict[str, Any]) -> Any:
+    """The weights after training, perhaps in two engines, and the updates that were counted."""
+    from gradpolicy.integrations.deepspeed import training
+
+    engine = engine_for(stage, zero=zero)
+    with training(engine, policies(frozen_state), seed=1) as optimizer:
+        train(engine, optimizer, range(resume_at or STEPS))
+        if resume_at is not None:
+            engine.save_checkpoint(folder)
+    if resume_at is not None:
+        engine = engine_for(stage, zero=zero)
+        with training(engine, policies(frozen_state), seed=1) as optimizer:
+            engine.load_checkpoint(folder)
+            train(engine, optimizer, range(resume_at, STEPS))
+    return weights(engine), optimizer.effective_steps
+
+
+def in_bfloat16(stage: int) -> tuple[int, int]:
+    """Train, with one update whose gradients are NaN; count the updates and those that were skipped."""
+    from gradpolicy.integrations.deepspeed import training
+
+    engine = engine_for(stage, bf16={"enabled": True, "check_grad_overflow": True})
+    with training(engine, policies("zero"), seed=1) as optimizer:
+        train(engine, optimizer, range(3))
+        train(engine, optimizer, range(3, 4), factor=float("nan"))
+        train(engine, optimizer, range(4, STEPS))
+        return optimizer.effective_steps, engine.skipped_steps
+
+
+def refused(case: str, folder: str) -> str:
+    """What an engine or policy that does not work is refused with."""
+    from gradpolicy.integrations.deepspeed import training
+
+    zero = {"elastic_checkpoint": True} if case == "elastic_checkpoint" else {}
+    adadelta = functools.partial(torch.optim.Adadelta, lr=0.1) if case == "no rule" else None
+    stage = 0 if case == "stage 0" else 1
+    engine = engine_for(stage, adadelta, zero=zero, zero_allow_untested_optimizer=True)
+    freeze: dict[str, Any] = {
+        "gradients": {"a": gp.Freeze(gp.masks.TopK(0.5, by="gradient"))},
+        "writes": {"a": gp.Freeze(gp.masks.Zeros())},
+        "tensor": {"a": gp.Freeze(gp.masks.Random(0.5), bias_correction="tensor")},
+        "rates": {"a": gp.Rates({"0.*": 0.1})},
+        "forward": {"a": gp.ForwardMask(gp.masks.Random(0.5), params="0.weight")},
+        "phases": {"a": gp.Freeze(gp.masks.Phases([{"params": "*", "lr": 0.1}]))},
+        "states": {
+            "a": gp.Freeze(gp.masks.Random(0.5)),
+            "b": gp.Freeze(gp.masks.Random(0.5), frozen_state="zero"),
+        },
+    }
+    if case == "loaded before":
+        with training(engine, policies("keep")):
+            engine.save_checkpoint(folder)
+        engine = engine_for(1)
+        engine.load_checkpoint(folder)
+    given = engine.module if case == "model" else engine
+
+    def attempt() -> None:
+        with training(given, freeze.get(case, policies("keep"))) as optimizer:
+            engine(data(0)[0])
+            optimizer.age(engine.module[0].weight)
+
+    with pytest.raises(gp.PolicyError) as error:
+        attempt()
+    return str(error.value)
+
+
+# --- tests
+
+
+def on_one_process(frozen_state: str) -> dict[str, Tensor]:
+    """What the plain loop trains on one process with whole batches."""
+    model, optimizer = network()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    with gp.training(model, optimizer, policies(frozen_state), seed=1) as masked:
+        for step in range(STEPS):
+            x, y = data(step)
+            cross_entropy(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            masked.step()
+            masked.zero_grad()
+            schedule.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.supports(
+    *("tensors", "rows", "entries", "frozen_state", "flow", "accumulation", "clipping", "resume"),
+    loop="plain",
+    processes="deepspeed",
+)
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_ranks_equal_one_process_and_resume_bit_for_bit(
+    ranks: ProcessPool, stage: int, frozen_state: str, tmp_path: Path
+) -> None:
+    (first, updates), (second, _) = ranks(trained, stage, frozen_state, None, "", {})
+    assert updates == STEPS
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    torch.testing.assert_close(first, on_one_process(frozen_state), rtol=0, atol=1e-6)
+    (resumed, updates), _ = ranks(trained, stage, frozen_state, 3, str(tmp_path), {})
+    assert updates == STEPS
+    assert all(torch.equal(first[name], resumed[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("stage", "setting"),
+    [
+        (2, {"round_robin_gradients": True}),
+        (2, {"parameter_alignment": True}),
+        (2, {"contiguous_gradients": False}),
+        (1, {"contiguous_gradients": False, "overlap_comm": False}),
+        (3, {"stage3_param_persistence_threshold": 0}),
+    ],
+)
+def test_settings_that_move_parameters_change_nothing(
+    ranks: ProcessPool, stage: int, setting: dict[str, Any]
+) -> None:
+    (first, _), _ = ranks(trained, stage, "zero", None, "", setting)
+    torch.testing.assert_close(first, on_one_process("zero"), rtol=0, atol=1e-6)
+
+
+@pytest.mark.supports("mixed precision", loop="plain", processes="deepspeed")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_in_bfloat16_frozen_bits_stay_and_a_skipped_update_does_not_count(
+    ranks: ProcessPool, stage: int
+) -> None:
+    assert ranks(in_bfloat16, stage) == [(STEPS - 1, 1)] * 2
+
+
+@pytest.mark.supports(
+    *("gradient sources", "forward masks", "rates", "no update rule"),
+    loop="plain",
+    processes="deepspeed",
+    no="a rank has partitions, which hold parts of several parameters",
+)
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("stage 0", "policies need zero_optimization with stage 1, 2 or 3"),
+        ("model", "needs what deepspeed.initialize returns first, got Sequential"),
+        ("no rule", r"Adadelta has no update rule.*torch_adam"),
+        ("elastic_checkpoint", "elastic and universal checkpoints hold moments without masks"),
+        ("gradients", r"policy.a: does not work with DeepSpeed: TopK needs whole gradients"),
+        ("writes", "Zeros may write to weights"),
+        ("tensor", "bias_correction='tensor'"),
+        ("rates", "Rates acts on the model's parameters"),
+        ("forward", "ForwardMask acts on the model's parameters"),
+        ("phases", "parameters cannot have learning rates of their own"),
+        ("loaded before", "load_checkpoint was called before the block"),
+        ("age", "ages belong to partitions"),
+        ("states", "frozen_state: must be the same .* policy.a: 'keep', policy.b: 'zero'"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused(ranks: ProcessPool, case: str, message: str, tmp_path: Path) -> None:
+    assert all(re.search(message, each) for each in ranks(refused, case, str(tmp_path)))
+
+
+def test_the_page_runs_on_two_ranks(tmp_path: Path) -> None:
+    program = blocks(DOCS / "integrations" / "deepspeed.md", "python")[0]
+    # What DeepSpeed would compile for the CPU takes minutes; gloo does as well.
+    ahead = 'import deepspeed\ndeepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False\n'
+    (tmp_path / "train.py").write_text(ahead + program)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(launch, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
