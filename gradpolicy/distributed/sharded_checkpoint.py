@@ -162,9 +162,9 @@ def check_manifest(path: Path) -> bool:
         UnreadableError: If a file is missing or damaged.
     """
     manifest = path / MARKER
-    written = manifest.read_bytes() if manifest.is_file() else b""
-    if not written:
+    if not manifest.is_file():
         return False
+    written = manifest.read_bytes()
     try:
         files = dict(json.loads(written)["files"])
     except (ValueError, KeyError, TypeError) as error:
