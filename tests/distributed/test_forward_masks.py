@@ -31,6 +31,7 @@ def trained(by: str, ranks: int, resumed_at: int | None = None) -> dict[str, Ten
     return found
 
 
+@pytest.mark.supports("forward masks", loop="plain", processes="ddp")
 @pytest.mark.parametrize("by", ["magnitude", "snip"])
 def test_two_ranks_train_as_one(pair: ProcessPool, by: str) -> None:
     alone = trained(by, 1)

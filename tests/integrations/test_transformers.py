@@ -423,6 +423,7 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps"
 STALLS = {"metric": "eval_loss", "patience": 2}
 
 
+@pytest.mark.supports("phases", loop="huggingface")
 def test_a_phase_ends_by_what_the_trainer_evaluates_and_resumes_bit_for_bit(train):
     def phases():
         head = {"params": "classifier.*", "until": STALLS, "best": True}
@@ -458,6 +459,7 @@ def test_the_end_of_the_last_phase_ends_the_training_with_its_best_weights(train
 # ---- masks of the forward pass
 
 
+@pytest.mark.supports("forward masks", loop="huggingface")
 @pytest.mark.parametrize("by", ["magnitude", "snip"])
 def test_masked_weights_train_as_under_lightning_and_resume_bit_for_bit(train, tmp_path, by):
     def policies():
