@@ -36,7 +36,7 @@ from gradpolicy.optim.masked_parameter import MaskedParameter, Options
 from gradpolicy.optim.other_optimizers import first_state, is_torchs_own
 from gradpolicy.optim.wrapped import Wrapped
 from gradpolicy.tensors.packed_mask import unpack, written_once
-from gradpolicy.tensors.sharding import is_sharded
+from gradpolicy.tensors.sharding import is_sharded, plain_parts
 
 Record = dict[str, Any]
 """The saved mask of one parameter: "ages" (a tensor), "held" if its state is not dense, and settings."""
@@ -88,7 +88,12 @@ def save(
         # A process may have dropped all of its state while others have theirs.
         begun = bool(wrapped.optimizer.state) or effective_steps > 0
         # The next mask changes which tensors a state has, so the saved one is a dict of its own.
-        own = _dense_state(masked, begun) if dense else _renamed(record, state.get(index, {}))
+        if dense:
+            own = _dense_state(masked, begun)
+        elif masked.rule is None:
+            own = masked.dense_state()
+        else:
+            own = _renamed(record, state.get(index, {}))
         if own:
             state[index] = own
     # Processes gather shards in this order; the order of first updates may differ between them.
@@ -167,7 +172,8 @@ def _dense_state(masked: MaskedParameter, begun: bool) -> dict[str, Any]:
     """
     state, optimizer = masked.dense_state(), masked.state.wrapped.optimizer
     if masked.rule is not None and begun:
-        return {**masked.state.initial(masked.group, masked.updates), **state}
+        whole = {**masked.state.initial(masked.group, masked.updates), **state}
+        return masked.rule.dense_state(whole, masked.parameter.detach())
     if begun and not state and (is_sharded(masked.parameter) or is_torchs_own(optimizer)):
         # Torch expects the same entries whatever is frozen; restoring removes them again.
         return first_state(optimizer, masked.group, masked.parameter)
@@ -258,6 +264,7 @@ def _checksum(state: dict[str, Any]) -> int:
     """Return a checksum of some values of each part of a parameter's state."""
     found = 0
     for key, value in sorted(state.items()):
+        value = plain_parts(value)[0] if isinstance(value, Tensor) and not is_sharded(value) else value
         if not isinstance(value, Tensor):
             found = zlib.crc32(repr(value).encode(), found)
         elif value.dim() or key == "step":  # torch casts other numbers to the parameter's dtype

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -20,11 +20,13 @@ from gradpolicy.optim.layout import fitting_mask
 from gradpolicy.optim.masked_parameter import MaskedParameter, Mode, Options
 from gradpolicy.optim.other_optimizers import is_torchs_own
 from gradpolicy.optim.own_settings import applied, as_settings, check_settings, places_of, with_settings
+from gradpolicy.optim.stand_ins import in_parts
 from gradpolicy.optim.update_rules import Group, UpdateRule
+from gradpolicy.optim.update_rules.schedule_free import ScheduleFreeSGD
 from gradpolicy.optim.update_rules.sgd import begin_momenta
 from gradpolicy.optim.wrapped import Wrapped
 from gradpolicy.tensors.row_gradient import ActiveRows
-from gradpolicy.tensors.sharding import is_sharded, local_shard
+from gradpolicy.tensors.sharding import is_sharded, plain_parts
 
 Member = tuple[MaskedParameter, Tensor]
 """A parameter and its gradient."""
@@ -38,13 +40,18 @@ class MaskedOptimizer(torch.optim.Optimizer):
     """An optimizer that updates only the entries that masks leave active.
 
     Frozen entries keep their value bit for bit, whatever the optimizer, the weight decay or the gradient.
-    While every entry is active, the wrapped optimizer's own step runs, untouched.
+    While every entry is active, the wrapped optimizer's own step runs, untouched. (Schedule-free optimizers
+    count for a param group; there a parameter that has had a mask always moves by the update rule.)
 
     An optimizer with an update rule (Adam, AdamW, SGD and others in `gradpolicy.optim.update_rules.RULES`)
     is exact for every entry: it moves as that optimizer would move it if run on that entry alone, over its
     active steps. `gradpolicy.update_rule` adds an optimizer of your own.
 
-    Any other optimizer steps as it is; afterwards frozen entries and their state are put back. There
+    An optimizer in `SUBMATRIX_RULES` there (Muon, Adafactor, 8-bit AdamW) is exact for rows, and Muon for
+    columns: it steps the active ones as a parameter of their own.
+
+    Under any other mask or optimizer the whole tensor is stepped; afterwards frozen entries and their state
+    are put back. There
 
     - a step count belongs to the whole tensor,
     - an entry whose state was emptied restarts as at the optimizer's first step: most state at 0, an
@@ -52,7 +59,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
     - "drop" frees memory only for tensors that are frozen as a whole.
 
     The first mask on some entries of a tensor warns of this. If state has no value for each entry (SOAP,
-    8-bit state), only whole tensors can be frozen.
+    Shampoo, 8-bit state), such a mask is an error.
 
     Args:
         inner: The optimizer to wrap. `param_groups`, `state` and `defaults` are its own.
@@ -132,7 +139,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
         self._tables: dict[tuple[object, ...], tuple[Tensor, bool]] = {}
         self._closure_needed = self._wrapped.needs_closure
         # Some third-party optimizers, such as SAM, call the closure themselves, more than once.
-        self._calls_closure_itself = self._wrapped.rule is None and not is_torchs_own(self.inner)
+        described = self._wrapped.rule is not None or self._wrapped.submatrix is not None
+        self._calls_closure_itself = not described and not is_torchs_own(self.inner)
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("inner", "_options", "_wrapped", "_masked", "effective_steps", "_only_probed", "saves_dense")
@@ -193,6 +201,28 @@ class MaskedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, as the wrapped optimizer does."""
         self.inner.zero_grad(set_to_none=set_to_none)
+
+    def train(self) -> None:
+        """Do what the wrapped optimizer's `train` does, if it has one; frozen entries do not change."""
+        self._switch("train")
+
+    def eval(self) -> None:
+        """Do what the wrapped optimizer's `eval` does, if it has one; frozen entries do not change."""
+        self._switch("eval")
+
+    @torch.no_grad()
+    def _switch(self, name: str) -> None:
+        """Let a schedule-free optimizer switch between the weights of training and those of evaluation."""
+        switch, state, masked = getattr(self.inner, name, None), self.inner.state, self._masked
+        if switch is None:
+            return
+        before = {p: p.detach().clone() for p, own in masked.items() if not own.is_full}
+        dense = {p: masked[p].dense_state() if p in masked else own for p, own in state.items()}
+        self.inner.state = defaultdict(dict, dense)
+        switch()
+        self.inner.state = state
+        for parameter, value in before.items():
+            parameter.copy_(torch.where(self.get_mask(parameter), parameter, value))
 
     # --- masks and settings
 
@@ -275,6 +305,14 @@ class MaskedOptimizer(torch.optim.Optimizer):
         masked = self._masked.setdefault(parameter, self._known(parameter))
         if mask is not None and masked.group.get("differentiable", False):
             raise PolicyError(f"{name}: an optimizer with differentiable=True cannot freeze entries")
+        if (
+            isinstance(masked.rule, ScheduleFreeSGD)
+            and not masked.group["train_mode"]
+            and masked.state.values
+        ):
+            before = masked.mask().expand(parameter.shape)
+            if not torch.equal(before, torch.ones_like(before) if mask is None else mask.expand_as(before)):
+                raise PolicyError(f"{name}: call train() of the optimizer before its mask changes")
         return masked, mask
 
     def get_mask(self, parameter: Tensor) -> Tensor:
@@ -420,9 +458,9 @@ class MaskedOptimizer(torch.optim.Optimizer):
         result = None
         if closure is not None or work.own_gradients or self._steps_without_gradients():
             stepped = self._masked.values() if self._closure_needed else work.by_optimizer
-            with _hidden_gradients(work.hidden), self._scaling():
+            with _hidden_gradients(work.hidden), self._scaling(), in_parts(self._wrapped, work.by_part):
                 result = self._step_inner([masked for masked in stepped if not masked.is_full], closure)
-        for masked in work.by_optimizer:
+        for masked in (*work.by_optimizer, *(masked for masked, _ in work.by_part)):
             masked.count_update()
         for masked in work.on_others:
             masked.count_update_on_others()
@@ -453,6 +491,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
                     work.hidden.append(parameter)
                     if mode is Mode.BY_RULE:
                         members.append((masked, gradient))
+                    elif mode is Mode.BY_PART:
+                        work.by_part.append((masked, gradient))
                     elif mode is Mode.ON_OTHERS:
                         work.on_others.append(masked)
             for own, places in places_of([m.parameter for m, _ in members], self._wrapped.settings).items():
@@ -538,7 +578,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
         inner = self.inner
         hooks = (inner._optimizer_step_pre_hooks.keys() - {self._guard}, inner._optimizer_step_post_hooks)
         # Learning-rate schedulers replace an optimizer's step.
-        return self._wrapped.rule is None or any(hooks) or "step" in vars(inner)
+        rule = self._wrapped.rule
+        return rule is None or rule.counts_in_group or any(hooks) or "step" in vars(inner)
 
     def _step_inner(self, frozen: Iterable[MaskedParameter], closure: Callable[[], Any] | None) -> Any:
         """Step the wrapped optimizer; frozen entries of these parameters do not change."""
@@ -660,6 +701,7 @@ class _Work:
 
     Attributes:
         by_rule: Parameters that the update rule moves, with their gradients, by param group.
+        by_part: Parameters whose active rows or columns the wrapped optimizer updates, with their gradients.
         by_optimizer: Masked parameters that the wrapped optimizer updates.
         on_others: Masked parameters that only other processes update.
         hidden: Parameters whose gradients the wrapped optimizer must not apply.
@@ -667,6 +709,7 @@ class _Work:
     """
 
     by_rule: list[tuple[Group, list[Member]]] = field(default_factory=list)
+    by_part: list[Member] = field(default_factory=list)
     by_optimizer: list[MaskedParameter] = field(default_factory=list)
     on_others: list[MaskedParameter] = field(default_factory=list)
     hidden: list[Tensor] = field(default_factory=list)
@@ -691,7 +734,7 @@ def bytes_of(state: Mapping[Any, Any]) -> int:
     total = 0
     for value in state.values():
         if isinstance(value, Tensor):
-            total += local_shard(value).nbytes
+            total += sum(part.nbytes for part in plain_parts(value))
         elif isinstance(value, Mapping):
             total += bytes_of(value)
     return total

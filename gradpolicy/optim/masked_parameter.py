@@ -23,6 +23,7 @@ from gradpolicy.optim.other_optimizers import (
     initial_value,
     warn_of_putting_back,
 )
+from gradpolicy.optim.submatrix import SubmatrixState
 from gradpolicy.optim.update_rules import Group
 from gradpolicy.optim.wrapped import ParameterState, Wrapped
 from gradpolicy.tensors.row_gradient import ActiveRows, RowGradient, whole_gradient
@@ -56,6 +57,7 @@ class Mode(Enum):
 
     PLAIN = "the wrapped optimizer's own update is right as it stands"
     BY_RULE = "the update rule moves the active entries"
+    BY_PART = "the wrapped optimizer updates the active rows or columns as a parameter of their own"
     PUT_BACK = "the wrapped optimizer updates it, then frozen entries are put back"
     FROZEN = "nothing changes it"
     ON_OTHERS = "it is frozen on this process and trains on others"
@@ -73,6 +75,7 @@ class MaskedParameter:
     Attributes:
         parameter, options: As given.
         rule: How the optimizer moves one entry; None where no update rule describes it.
+        submatrix: Which rows or columns the optimizer can step alone; None if it steps whole tensors.
         layout: The order of this process's entries in memory.
         state: Access to the optimizer's state of the parameter.
         ages: Which of this process's entries are active, and their ages.
@@ -89,7 +92,9 @@ class MaskedParameter:
     ) -> None:
         self.parameter, self.options, self.rule = parameter, options, wrapped.rule
         self.layout = Layout.of(parameter)
-        self.state = ParameterState(parameter, wrapped, self.layout)
+        self.submatrix = None if is_sharded(parameter) else wrapped.submatrix
+        kind = ParameterState if self.submatrix is None else SubmatrixState
+        self.state = kind(parameter, wrapped, self.layout)
         self.mask_shape: tuple[int, ...] | None = None
         self.empty_mask: Tensor | None = None
         self.copies: dict[str, Tensor] = {}
@@ -101,6 +106,7 @@ class MaskedParameter:
         self.updates = self.state.count() if updates is None else updates
         self.ages = Ages.all_active(self.updates, self.layout.size, local_shard(self.parameter).device)
         self.frozen_everywhere = False
+        self.state.part = self.state.held = None
 
     # --- properties
 
@@ -119,13 +125,20 @@ class MaskedParameter:
         """How a step treats the parameter."""
         if self.frozen_everywhere:
             return Mode.FROZEN
-        ages = self.ages
+        ages, rule = self.ages, self.rule
+        if self.state.part is not None:
+            return Mode.BY_PART
         if ages.active == ages.entries:
-            by_age = self.rule is not None and self.options.bias_correction == "entry"
-            return Mode.BY_RULE if by_age and ages.signed.numel() > 1 else Mode.PLAIN
-        if self.rule is None:
+            by_rule = rule is not None and (self._differs_by_age or rule.counts_in_group)
+            return Mode.BY_RULE if by_rule else Mode.PLAIN
+        if rule is None:
             return Mode.PUT_BACK
         return Mode.BY_RULE if ages.active else Mode.ON_OTHERS
+
+    @property
+    def _differs_by_age(self) -> bool:
+        """True if entries are of different ages, and these count."""
+        return self.options.bias_correction == "entry" and self.ages.signed.numel() > 1
 
     def mask(self) -> Tensor:
         """Return the mask as it was set."""
@@ -172,12 +185,13 @@ class MaskedParameter:
             )
         if self.ages.signed.device != self.parameter.device:
             self.ages, self.copies, self.rows = self.ages.to(self.parameter.device), {}, None
-        values = self.state.values
-        if values or self.rule is None or not self.layout.size:
+            self.state.to(self.parameter.device)
+        values, rule = self.state.values, self.rule
+        if values or (rule is None and self.submatrix is None) or not self.layout.size:
             return values
         # Where other processes update their parts, a process without active entries has no state.
         counted = self.ages.oldest > 0 or (self.updates > 0 and not is_sharded(self.parameter))
-        if counted and (self.rule.state(self.group) or self.rule.tensor_state(self.group, 0)):
+        if counted and (rule is None or rule.state(self.group) or rule.tensor_state(self.group, 0)):
             self.ages, self.updates = self.ages.restarted(), 0
         return values
 
@@ -198,7 +212,8 @@ class MaskedParameter:
         """
         self.options = self.options.changed(frozen_state=frozen_state, bias_correction=bias_correction)
         self.follow()
-        self.mask_shape = None if mask is None else tuple(mask.shape)
+        self.state.take_over()
+        shape = None if mask is None else tuple(mask.shape)
         if mask is None:
             mask = torch.ones((1,) * self.parameter.dim(), dtype=torch.bool, device=self.parameter.device)
         if is_sharded(self.parameter):
@@ -207,6 +222,7 @@ class MaskedParameter:
             self._set_flags(*self.layout.blocks_of(mask, self.parameter))
         else:
             self._take_empty_mask(mask)
+        self.mask_shape = shape
         self._finish_change()
 
     def _take_empty_mask(self, mask: Tensor) -> None:
@@ -221,7 +237,8 @@ class MaskedParameter:
         """Change ages and state so that only these blocks are active."""
         active, forget = int(flags.count_nonzero()) * block, self.options.forget
         partly = 0 < active < self.layout.size
-        if partly and self.rule is None:
+        part = self._find_part(flags, block) if partly else None
+        if partly and self.rule is None and part is None:
             optimizer = self.state.wrapped.optimizer
             check_entries_can_freeze(optimizer, self.group, self.parameter)
             warn_of_putting_back(optimizer, forget)
@@ -231,15 +248,21 @@ class MaskedParameter:
         if not is_sharded(self.parameter):
             self.frozen_everywhere = not active
         fine = min(self.ages.block, block)
-        source = self.ages.index_by(fine)
+        source, self.state.part = self.ages.index_by(fine), part
         self.ages = self.ages.turned(flags, block, active, forget=forget, pack=self._packs(partly))
         self._arrange(source, fine)
-        if partly and forget and self.rule is None:
+        if partly and forget and self.rule is None and part is None:
             self._put_back(entry_state(self.state.values, self.parameter), {})
+
+    def _find_part(self, flags: Tensor, block: int) -> ActiveRows | None:
+        """Return the rows or columns to step alone under a mask on some entries, given by its blocks."""
+        rule = self.submatrix
+        return None if rule is None else rule.part(self.layout.spread(flags, block), self.parameter)
 
     def _packs(self, partly: bool) -> bool:
         """Return True if only active blocks keep ages and state."""
-        return partly and self.options.frozen_state == "drop" and self.rule is not None
+        exact = self.rule is not None or self.state.part is not None
+        return partly and self.options.frozen_state == "drop" and exact
 
     def _arrange(self, source: Tensor | None, block: int) -> None:
         """Pack, unpack or empty the state to match the ages and options.
@@ -268,10 +291,14 @@ class MaskedParameter:
 
     def _finish_change(self) -> None:
         """Complete state and count if the wrapped optimizer makes the next updates."""
-        mode, self.rows = self.mode, None
+        by_age, self.rows = self.submatrix is not None and self.submatrix.by_age, None
+        if self.is_full and self._rows_differ():
+            rows = torch.arange(self.parameter.shape[0], device=self.parameter.device)
+            self.state.part = ActiveRows(rows, 0)
+        mode = self.mode
         if mode is not Mode.PUT_BACK:
             self.copies = {}
-        if self.rule is None or mode is not Mode.PLAIN:
+        if not (self.rule is not None or by_age) or mode is not Mode.PLAIN:
             return
         if self.options.bias_correction == "entry" and self.layout.size:
             age = int(self.ages.dense().abs()) - 1
@@ -279,8 +306,15 @@ class MaskedParameter:
                 self.updates = 0
                 return
             self._set_count(age)
-        if self.updates or self.state.values:
+        if self.rule is not None and (self.updates or self.state.values):
             self.state.completed(self.group, self.ages, self.updates)
+
+    def _rows_differ(self) -> bool:
+        """Return True if the optimizer's own step would be wrong for some rows, all of which are active."""
+        rule = self.submatrix
+        if rule is None or self.options.bias_correction == "tensor" or not self.state.values:
+            return False
+        return self._differs_by_age if rule.by_age else rule.begins and bool((self.age() == 0).any())
 
     def _set_count(self, updates: int) -> None:
         self.updates = updates
@@ -342,6 +376,7 @@ class MaskedParameter:
         """
         self.ages = Ages.of(signed, block, self.layout.size)
         active = self.ages.active
+        self.state.part = self._find_part(signed > 0, block) if 0 < active < self.layout.size else None
         if not is_sharded(self.parameter):
             self.frozen_everywhere = not active
         if self._packs(0 < active < self.layout.size):
@@ -398,7 +433,8 @@ class MaskedParameter:
         self.follow()
         if self.rows is None and self.mode is Mode.BY_RULE and not self.is_full:
             self.rows = self._find_rows()
-        return self.rows
+        of_matrix = self.parameter.dim() > 1 and not self.is_full
+        return self.state.part if self.state.part is not None and of_matrix else self.rows
 
     def _find_rows(self) -> ActiveRows | None:
         parameter = self.parameter
@@ -416,10 +452,41 @@ class MaskedParameter:
         counts_blocks = self.ages.index is not None or self.ages.block > 1
         return self.layout.plain and counts_blocks and gradient.holds(self.active_rows())
 
+    def parts(self) -> list[ActiveRows]:
+        """Return the rows or columns that the optimizer steps as one parameter, or as one for each age."""
+        part, rule = self.state.part, self.submatrix
+        assert part is not None
+        assert rule is not None
+        if not rule.by_age or self.options.bias_correction == "tensor":
+            return [part]
+        ages = self._ages_of(part)
+        return [part._replace(positions=part.positions[ages == age]) for age in ages.unique()]
+
+    def _ages_of(self, rows: ActiveRows) -> Tensor:
+        """Return the age of each of some rows or columns: that of its oldest entry."""
+        ages = self.age()
+        others = [dim for dim in range(ages.dim()) if dim != rows.dim]
+        own = ages.amax(others) if others else ages
+        return own.expand(self.parameter.shape[rows.dim or 0])[rows.positions]
+
+    def part_state(self, rows: ActiveRows, gradient: Tensor) -> dict[str, Any]:
+        """Return the state of rows or columns that are to be stepped alone by this gradient."""
+        state, rule = self.state.of_part(rows), self.submatrix  # type: ignore[attr-defined]
+        if not state or rule is None or self.options.bias_correction == "tensor":
+            return state
+        if rule.by_age:
+            age, step = int(self._ages_of(rows)[0]), state["step"]
+            state["step"] = torch.full_like(step, age) if isinstance(step, Tensor) else age
+        elif rule.begins and bool((young := self._ages_of(rows) == 0).any()):
+            rule.begin(state, gradient, young)
+        return state
+
     def count_update(self) -> None:
         """Count an update of the active entries."""
         self.updates += 1
         self.ages = self.ages.counted()
+        if self.state.part is not None:
+            self.state.set_count(self.updates)
 
     def count_update_on_others(self) -> None:
         """Count an update that other processes made of their parts of the tensor."""

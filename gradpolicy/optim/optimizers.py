@@ -150,6 +150,10 @@ class MaskedOptimizers(MaskedOptimizer):
         for each in set(self._owners.values()):
             each.set_settings(settings)
 
+    def _switch(self, name: str) -> None:
+        for each in self.inner.optimizers:
+            each._switch(name)  # type: ignore[attr-defined]
+
     @torch.no_grad()
     def _update(self, closure: Callable[[], Any] | None) -> Any:
         is_probed = self.is_probed

@@ -17,13 +17,18 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, under
-from gradpolicy.optim.update_rules import Group, rule_for
+from gradpolicy.optim.update_rules import Group, rule_for, submatrix_rule_for
+from gradpolicy.tensors.sharding import is_composed, is_sharded
 
 AS_PARAMETER = "as the parameter"
 OF_THE_TENSOR = ("step", "mu_product", "eta", "mu")
 """State that torch's optimizers keep once per tensor, even if the tensor is a scalar."""
 _QUANTISED = "keeps one scale for a block of entries in its state"
-_REFUSED = {"soap": "keeps its moments in a rotated basis", "4bit|8bit|fp8|quantized": _QUANTISED}
+_REFUSED = {
+    "soap": "keeps its moments in a rotated basis",
+    "shampoo": "keeps statistics that mix all rows and all columns",
+    "4bit|8bit|fp8|quantized": _QUANTISED,
+}
 """Parts of the names of optimizers whose state has no value for each entry, with the reason."""
 
 
@@ -51,6 +56,7 @@ def entry_state(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor
         if isinstance(value, Tensor)
         and value.shape == parameter.shape
         and value.dtype != torch.bool
+        and not is_composed(value)
         and (value.dim() or key not in OF_THE_TENSOR)
     }
 
@@ -157,7 +163,7 @@ def check_state_of_entries(optimizer: torch.optim.Optimizer, state: Mapping[str,
         PolicyError: If some is.
     """
     tensors = [value for value in state.values() if isinstance(value, Tensor) and value.numel() > 1]
-    if any(value.element_size() == 1 and value.dtype != torch.bool for value in tensors):
+    if any(is_composed(each) or (each.element_size() == 1 and each.dtype != torch.bool) for each in tensors):
         raise _refused(optimizer, _QUANTISED)
 
 
@@ -179,10 +185,13 @@ def put_back_remark(optimizer: torch.optim.Optimizer, forget: bool) -> str:
         more = "; a step count is the whole tensor's, also for an entry that thaws with empty state"
     else:
         more = " and their state from earlier steps"
+    rule = submatrix_rule_for(optimizer)
+    exact = ["whole tensors", *("rows", "columns")[: 0 if rule is None else len(rule.dims)]]
     return (
         f"{type(optimizer).__name__} steps whole tensors, and frozen entries are put back afterwards: what "
-        f"it computes from several entries takes zeros for frozen gradients{more}; to move each entry as if "
-        "alone, freeze whole tensors, describe the optimizer by gradpolicy.update_rule, or train with AdamW"
+        f"it computes from several entries takes zeros for frozen gradients{more}; to move active entries as "
+        f"if alone, freeze {' or '.join(exact)}, describe the optimizer by gradpolicy.update_rule, or train "
+        "with AdamW"
     )
 
 
@@ -194,12 +203,12 @@ def warn_of_putting_back(optimizer: torch.optim.Optimizer, forget: bool) -> None
 
 
 def put_back_remarks(
-    masks: Mapping[str, Mapping[str, bool]], parameters: Mapping[str, Tensor], optimizers: Any
+    masks: Mapping[str, Mapping[str, tuple[Any, bool]]], parameters: Mapping[str, Tensor], optimizers: Any
 ) -> Iterator[str]:
     """Yield a remark for each policy on some entries of parameters whose optimizer has no update rule.
 
     Args:
-        masks: For each policy, the parameters that its masks freeze in part, with True if they lose state.
+        masks: For each policy, the masks that freeze a parameter in part, with True if entries lose state.
         parameters: The parameters by name.
         optimizers: The optimizers.
 
@@ -215,9 +224,21 @@ def put_back_remarks(
     }
     for policy, names in masks.items():
         remarks: dict[str, None] = {}
-        for name, forget in names.items():
+        for name, (mask, forget) in names.items():
             if (place := places.get(id(parameters[name]))) is not None:
                 with under(f"policy.{policy}"):
+                    if _steps_part(place[0], mask, parameters[name]):
+                        continue
                     check_entries_can_freeze(*place, parameters[name])
                 remarks[put_back_remark(place[0], forget)] = None
         yield from (f"{policy}: {remark}" for remark in remarks)
+
+
+def _steps_part(optimizer: torch.optim.Optimizer, mask: Any, parameter: Tensor) -> bool:
+    """Return True if a mask leaves rows or columns active that the optimizer can step alone."""
+    rule = submatrix_rule_for(optimizer)
+    if rule is None or is_sharded(parameter):
+        return False
+    if hasattr(mask, "materialize"):
+        mask = mask.materialize(parameter.shape, parameter.device)
+    return rule.part(mask.expand(parameter.shape), parameter) is not None

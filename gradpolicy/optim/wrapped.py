@@ -14,7 +14,8 @@ from gradpolicy.optim.kernels import select
 from gradpolicy.optim.layout import Layout
 from gradpolicy.optim.other_optimizers import reset_state
 from gradpolicy.optim.own_settings import Settings, with_settings
-from gradpolicy.optim.update_rules import Group, rule_for
+from gradpolicy.optim.update_rules import Group, rule_for, submatrix_rule_for
+from gradpolicy.tensors.row_gradient import ActiveRows
 from gradpolicy.tensors.sharding import local_shard
 
 
@@ -27,12 +28,13 @@ class Wrapped:
     Attributes:
         optimizer: As given.
         rule: How it moves one entry; None where no update rule describes it.
+        submatrix: Which rows or columns it can step alone; None for no optimizer that has such a rule.
         settings: Settings of single parameters, which replace those of their param groups.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self.rule = rule_for(optimizer)
+        self.rule, self.submatrix = rule_for(optimizer), submatrix_rule_for(optimizer)
         self.settings: dict[Tensor, Settings] = {}
         self._places: dict[int, tuple[int, int]] = {}
 
@@ -57,9 +59,12 @@ class Wrapped:
         Raises:
             PolicyError: If it is not the optimizer's.
         """
-        group = self.optimizer.param_groups[self._place_of(parameter)[0]]
-        own = self.settings.get(parameter)
+        group, own = self.plain_group_of(parameter), self.settings.get(parameter)
         return with_settings(group, own) if own else group
+
+    def plain_group_of(self, parameter: Tensor) -> Group:
+        """Return the param group that a parameter is in."""
+        return self.optimizer.param_groups[self._place_of(parameter)[0]]
 
     def name_of(self, parameter: Tensor) -> str:
         """Return the name of a parameter for messages.
@@ -105,10 +110,31 @@ class ParameterState:
         parameter: The parameter.
         wrapped: The optimizer.
         layout: The parameter's layout.
+
+    Attributes:
+        part: The rows or columns that the optimizer steps alone; None where it does not.
+        held: The rows or columns that have state; None for all, and where single entries may have it.
     """
+
+    part: ActiveRows | None = None
+    held: ActiveRows | None = None
 
     def __init__(self, parameter: Tensor, wrapped: Wrapped, layout: Layout) -> None:
         self.parameter, self.wrapped, self.layout = parameter, wrapped, layout
+
+    def take_over(self) -> None:
+        """Make what a param group has counted so far each entry's own, where the rule counts for entries."""
+        rule, values = self.wrapped.rule, self.values
+        for name, value in rule.group_state(self.group).items() if rule is not None and values else ():
+            if values.get(name) is None:
+                values[name] = self._filled(value, None)
+
+    def to(self, device: torch.device) -> None:
+        """Follow the parameter to another device; the optimizer's state does so by itself."""
+        both = [
+            rows and rows._replace(positions=rows.positions.to(device)) for rows in (self.part, self.held)
+        ]
+        self.part, self.held = both
 
     @property
     def group(self) -> Group:
@@ -195,15 +221,16 @@ class ParameterState:
 
     def dense(self, ages: Ages) -> dict[str, Any]:
         """Return the state as the wrapped optimizer itself would hold it."""
+        rule = self.wrapped.rule
         state = {name: value for name, value in self.values.items() if value is not None}
         if ages.index is not None:
-            assert self.wrapped.rule is not None
-            starts = self.wrapped.rule.state(self.group)
+            assert rule is not None
+            starts = rule.state(self.group)
             for name, value in self.of_entries(ages).items():
                 start = starts.get(name, 0.0)
                 flat = ages.repacked(value, ages.index, None, ages.block, ages.block, start)
                 state[name] = self.layout.shaped(flat, self.parameter)
-        return state
+        return state if rule is None else rule.dense_state(state, self.parameter.detach())
 
     def arrange(self, source: Tensor | None, block: int, ages: Ages, forget: bool) -> None:
         """Repack the state of each entry for new ages, one tensor after the other.

@@ -260,11 +260,11 @@ def _budget(
 
 def _partly_frozen(
     policies: Mapping[str, Freeze], masks: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, bool]]:
+) -> dict[str, dict[str, tuple[Any, bool]]]:
     """Return the parameters that each policy freezes in part, and True if frozen entries lose their state."""
     return {
         name: {
-            key: policy.frozen_state != "keep"
+            key: (mask, policy.frozen_state != "keep")
             for key, mask in masks[name].items()
             if 0.0 < mask_share(mask) < 1.0 and getattr(mask, "level", None) != "tensor"
         }

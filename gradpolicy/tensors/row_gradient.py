@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +49,15 @@ class ActiveRows(NamedTuple):
         if len(dims) != 1 or dims[0] > 1 or mask.dim() < 2:
             return None
         return cls(mask.flatten().nonzero().flatten(), dims[0])
+
+    @classmethod
+    def of_slices(cls, mask: Tensor, dims: Iterable[int]) -> ActiveRows | None:
+        """Return the active slices along one of some dimensions; None for a mask that cuts such slices."""
+        for dim in dims:
+            flags = mask[tuple(slice(None) if each == dim else slice(1) for each in range(mask.dim()))]
+            if torch.equal(flags.expand_as(mask), mask):
+                return cls(flags.flatten().nonzero().flatten(), dim)
+        return None
 
     def is_same(self, other: ActiveRows) -> bool:
         """Return True if both are the same rows."""

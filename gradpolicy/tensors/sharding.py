@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gradpolicy.finite import all_finite
 
@@ -15,6 +16,17 @@ from gradpolicy.finite import all_finite
 def is_sharded(tensor: Tensor) -> bool:
     """Return True for a DTensor, without importing ``torch.distributed.tensor``."""
     return hasattr(tensor, "to_local")
+
+
+def is_composed(tensor: Tensor) -> bool:
+    """Return True for a tensor that is made up of others, such as codes and scales, and not sharded."""
+    return is_traceable_wrapper_subclass(tensor) and not is_sharded(tensor)
+
+
+def plain_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the plain tensors of this process that make up a tensor, most often one."""
+    local: Any = local_shard(tensor)
+    return [getattr(local, name) for name in local.__tensor_flatten__()[0]] if is_composed(local) else [local]
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from gradpolicy.optim.update_rules import RULES, rule_for
 WITH_RULE = {
     name: getattr(importlib.import_module(package), name)
     for package, _, name in (path.rpartition(".") for path in RULES)
+    if package != "schedulefree"  # which count for a param group, and train in a mode of their own
 }
 """The optimizers that the table of update rules has, by name."""
 

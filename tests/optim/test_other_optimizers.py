@@ -19,7 +19,6 @@ EXAMPLES = {
     "Adadelta": torch.optim.Adadelta,
     "Adafactor": lambda weights: torch.optim.Adafactor(weights, lr=0.1),
     "Muon": lambda weights: torch.optim.Muon(weights, lr=0.1),
-    "ScalableShampoo": lambda weights: pytorch_optimizer.ScalableShampoo(weights, lr=0.1),
     "Lamb": lambda weights: pytorch_optimizer.Lamb(weights, lr=0.1),
     "Prodigy": lambda weights: pytorch_optimizer.Prodigy(weights),
     "MARS": lambda weights: pytorch_optimizer.MARS(weights, lr=1e-4),
@@ -83,6 +82,14 @@ def test_one_with_a_rule_needs_no_word(state):
             lambda weights: pytorch_optimizer.SOAP(weights, lr=0.1),
             "SOAP keeps its moments in a rotated basis",
         ),
+        (
+            lambda weights: pytorch_optimizer.Shampoo(weights, lr=0.1),
+            "Shampoo keeps statistics that mix all rows and all columns",
+        ),
+        (
+            lambda weights: pytorch_optimizer.ScalableShampoo(weights, lr=0.1),
+            "ScalableShampoo keeps statistics",
+        ),
         (lambda weights: Blockwise8bit(weights, lr=0.1), "Blockwise8bit keeps one scale for a block"),
         (lambda weights: pytorch_optimizer.FlashAdamW(weights, lr=0.1), "FlashAdamW keeps one scale"),
         (Packs, "Packs keeps one scale for a block of entries"),
@@ -118,6 +125,7 @@ def test_the_plan_says_it_too():
     (line,) = planned(KINDS["Muon"], gp.Freeze(gp.masks.Random(0.5))).warnings
     assert line.startswith("half: Muon steps whole tensors")
     assert planned(KINDS["Muon"], gp.Freeze(gp.masks.Random(0.5, level="tensor"))).warnings == ()
+    assert planned(KINDS["Muon"], gp.Freeze(gp.masks.Random(0.5, level="row"))).warnings == ()
     assert planned(torch.optim.AdamW, gp.Freeze(gp.masks.Random(0.5))).warnings == ()
 
 

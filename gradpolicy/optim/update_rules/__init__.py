@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 
 from gradpolicy.errors import PolicyError
+from gradpolicy.optim.update_rules.adafactor import Adafactor
 from gradpolicy.optim.update_rules.adagrad import Adagrad
 from gradpolicy.optim.update_rules.adam import Adam
+from gradpolicy.optim.update_rules.adam_8bit import Adam8bit
 from gradpolicy.optim.update_rules.adamax import Adamax
-from gradpolicy.optim.update_rules.base import Group, State, UpdateRule
+from gradpolicy.optim.update_rules.base import Group, State, SubmatrixRule, UpdateRule
 from gradpolicy.optim.update_rules.lion import Lion
+from gradpolicy.optim.update_rules.muon import Muon
 from gradpolicy.optim.update_rules.nadam import NAdam
 from gradpolicy.optim.update_rules.radam import RAdam
 from gradpolicy.optim.update_rules.rmsprop import RMSprop
+from gradpolicy.optim.update_rules.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
 from gradpolicy.optim.update_rules.sgd import SGD
 
-__all__ = ["Group", "State", "UpdateRule", "rule_for", "update_rule"]
+__all__ = ["Group", "State", "SubmatrixRule", "UpdateRule", "rule_for", "submatrix_rule_for", "update_rule"]
 
+T = TypeVar("T")
 RULES: dict[str, type[UpdateRule]] = {
     "torch.optim.Adam": Adam,
     "torch.optim.AdamW": Adam,
@@ -30,8 +36,19 @@ RULES: dict[str, type[UpdateRule]] = {
     "torch.optim.RAdam": RAdam,
     "torch.optim.Adamax": Adamax,
     "pytorch_optimizer.Lion": Lion,
+    "schedulefree.AdamWScheduleFree": ScheduleFreeAdamW,
+    "schedulefree.SGDScheduleFree": ScheduleFreeSGD,
 }
 """By package and name of the optimizer, so that none of these packages must be imported."""
+SUBMATRIX_RULES: dict[str, type[SubmatrixRule]] = {
+    "torch.optim.Muon": Muon,
+    "torch.optim.Adafactor": Adafactor,
+    "bitsandbytes.Adam8bit": Adam8bit,
+    "bitsandbytes.AdamW8bit": Adam8bit,
+    "torchao.Adam8bit": Adam8bit,
+    "torchao.AdamW8bit": Adam8bit,
+}
+"""The same for optimizers that step rows or columns as parameters of their own."""
 _REGISTERED: dict[type[torch.optim.Optimizer], type[UpdateRule]] = {}
 
 
@@ -79,12 +96,26 @@ def update_rule(
 
 def rule_for(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
     """Return the rule that describes an optimizer's own `step`; None if there is none."""
+    known = _described(optimizer, RULES, _REGISTERED)
+    rule = None if known is None else known(optimizer)
+    return rule if rule is not None and all(map(rule.supports, optimizer.param_groups)) else None
+
+
+def submatrix_rule_for(optimizer: torch.optim.Optimizer) -> SubmatrixRule | None:
+    """Return the rule by which an optimizer steps rows or columns alone; None if there is none."""
+    known = _described(optimizer, SUBMATRIX_RULES, {})
+    return None if known is None else known(optimizer)
+
+
+def _described(
+    optimizer: torch.optim.Optimizer, rules: Mapping[str, T], registered: Mapping[type, T]
+) -> T | None:
+    """Return what describes the class that an optimizer has its `step` from."""
     step = inspect.unwrap(type(optimizer).step)
     for kind in type(optimizer).__mro__:
-        known = _REGISTERED.get(kind) or RULES.get(f"{_package(kind)}.{kind.__name__}")
+        known = registered.get(kind) or rules.get(f"{_package(kind)}.{kind.__name__}")
         if known is not None and inspect.unwrap(kind.step) is step:  # type: ignore[attr-defined]
-            rule = known(optimizer)
-            return rule if all(map(rule.supports, optimizer.param_groups)) else None
+            return known
     return None
 
 

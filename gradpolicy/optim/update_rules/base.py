@@ -1,12 +1,15 @@
-"""Update rules: how one entry of a parameter moves under an optimizer."""
+"""Update rules: how an optimizer moves an entry, or a submatrix, of a parameter."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from gradpolicy.tensors.row_gradient import ActiveRows
 
 Group = dict[str, Any]
 """One of the param groups of an optimizer."""
@@ -31,10 +34,13 @@ class UpdateRule(ABC):
         names: Every name that `state` may have.
         kernel: Name of the C body of `update`, a file of this folder; empty if there is none. In it the state
             of these names is a, b and c, in that order.
+        counts_in_group: True if the optimizer counts its steps once for a param group. A parameter that has
+            had a mask then always moves by the rule, which counts for each entry.
     """
 
     names: tuple[str, ...] = ()
     kernel = ""
+    counts_in_group = False
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -50,6 +56,14 @@ class UpdateRule(ABC):
     def tensor_state(self, group: Group, updates: int) -> dict[str, float]:
         """Return the state that the optimizer keeps once per tensor, after a number of updates."""
         return {"step": float(updates)}
+
+    def group_state(self, group: Group) -> dict[str, float]:
+        """Return the state of entries that the optimizer's own step keeps once for a param group."""
+        return {}
+
+    def dense_state(self, state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+        """Return the state of a whole parameter as the optimizer itself would have it."""
+        return state
 
     def updates(self, state: dict[str, Any], group: Group) -> int:
         """Return the number of updates of a tensor, by the optimizer's state."""
@@ -108,3 +122,55 @@ def weight_decay_terms(group: Group, decoupled: bool) -> tuple[float, float]:
 def sign_of(group: Group) -> float:
     """Return the factor of the gradient: -1 where the objective is maximized."""
     return -1.0 if group.get("maximize") else 1.0
+
+
+class SubmatrixRule:
+    """Which rows or columns an optimizer can update as a parameter of their own, and what state is theirs.
+
+    For optimizers that compute the update of an entry from others of its tensor. They are exact for a mask
+    that leaves whole rows or columns active: these move as under the same optimizer run on them alone.
+
+    Args:
+        optimizer: The optimizer that the rule describes.
+
+    Attributes:
+        dims: The dimensions whose slices can train alone: 0 are rows, 1 columns.
+        by_age: True if rows do not depend on each other, but on the tensor's step count. Rows of different
+            ages are then updated as different parameters.
+        begins: True if `begin` has anything to do.
+    """
+
+    dims: tuple[int, ...] = (0,)
+    by_age = begins = False
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def names(self, parameter: Tensor) -> tuple[str, ...]:
+        """Return the state that belongs to the rows or columns; any other is the tensor's, and carries on."""
+        raise NotImplementedError
+
+    def part(self, mask: Tensor, parameter: Tensor) -> ActiveRows | None:
+        """Return the rows or columns that alone are active; None if the optimizer must step the whole tensor.
+
+        Args:
+            mask: Bool, of the parameter's dimensions, to which it broadcasts; some entries are active.
+            parameter: The parameter.
+
+        Raises:
+            PolicyError: If the optimizer cannot step with this mask.
+        """
+        return ActiveRows.of_slices(mask, self.dims)
+
+    def begin(self, state: dict[str, Any], gradient: Tensor, young: Tensor) -> None:
+        """Set the state of rows before their first update, where it does not begin at 0.
+
+        Args:
+            state: The state of active rows, not empty.
+            gradient: Their gradient.
+            young: True for each row that has had no update (bool, 1-D).
+        """
+
+    def each(self, function: Callable[..., Tensor], *values: Any) -> Any:
+        """Apply a function to state, or to each tensor that makes it up."""
+        return function(*values)

@@ -1,0 +1,69 @@
+"""Optimizers that are exact for rows, on two ranks: so under ZeRO-1; sharded, they are for whole tensors."""
+
+import warnings
+
+import bitsandbytes
+import pytest
+import torch
+from process_pool import ProcessPool
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from gradpolicy import MaskedOptimizer, PolicyError
+
+ROWS = torch.arange(8).view(8, 1) % 3 == 1
+
+
+def trained(sharded_state: bool) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    weights = list(model.parameters())
+    inner = ZeroRedundancyOptimizer(weights, torch.optim.Muon) if sharded_state else torch.optim.Muon(weights)
+    optimizer = MaskedOptimizer(inner, frozen_state="drop")
+    for step in range(6):
+        optimizer.set_masks({weight: ROWS.roll(step // 2, 0) for weight in weights[1:]})
+        model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.supports("submatrix optimizers", loop="plain", processes="zero1")
+def test_zero_steps_rows_as_one_process_does(pair: ProcessPool) -> None:
+    expected = trained(False)
+    for found in pair(trained, True):
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+
+
+def masked_shards() -> tuple[list[str], bool, str]:
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(8, 8, bias=False), mesh=init_device_mesh("cpu", (2,)))
+    optimizer = MaskedOptimizer(torch.optim.Muon(model.parameters()))
+    before = model.weight.full_tensor().detach().clone()  # type: ignore[attr-defined]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.set_mask(model.weight, ROWS)
+    model(torch.ones(2, 8)).square().sum().backward()
+    optimizer.step()
+    frozen = ~ROWS.flatten()
+    same = torch.equal(model.weight.full_tensor()[frozen], before[frozen])  # type: ignore[attr-defined]
+    try:
+        MaskedOptimizer(bitsandbytes.optim.AdamW8bit(model.parameters())).set_mask(model.weight, ROWS)
+    except PolicyError as error:
+        return [str(each.message) for each in caught], same, str(error)
+    return [], same, ""
+
+
+@pytest.mark.slow
+@pytest.mark.supports(
+    "submatrix optimizers", loop="plain", processes="fsdp2", no="only whole tensors are exact"
+)
+@pytest.mark.supports("8-bit", loop="plain", processes="fsdp2", no="rows are refused")
+def test_rows_of_sharded_parameters_are_put_back_or_refused(pair: ProcessPool) -> None:
+    for said, same, refused in pair(masked_shards):
+        assert any(line.startswith("Muon steps whole tensors") for line in said)
+        assert same
+        assert refused.startswith("AdamW8bit keeps one scale for a block of entries")

@@ -1,0 +1,389 @@
+"""Rows and columns move as under the same optimizer run on them alone.
+
+The references gather the active rows or columns by hand, and run the optimizer on them alone.
+"""
+
+import io
+
+import bitsandbytes
+import pytest
+import pytorch_optimizer
+import torch
+import torchao.optim
+
+import gradpolicy as gp
+from gradpolicy.errors import PolicyError
+
+FROZEN_STATES = ["keep", "zero", "drop"]
+
+
+@pytest.fixture(autouse=True)
+def _eager():
+    """torchao compiles its step for each shape anew, which takes seconds."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+# --- the optimizers by hand
+
+
+class MuonByHand:
+    """Muon on the active submatrix, with the momentum of its entries."""
+
+    def __init__(self, make, start):
+        self.make, self.value, self.momentum = make, start.clone(), torch.zeros_like(start)
+
+    def forget(self, frozen):
+        self.momentum[frozen] = 0
+
+    def step(self, gradient, mask, lr):
+        part = torch.nn.Parameter(self.value[mask].view(mask.any(1).sum(), mask.any(0).sum()))
+        optimizer = self.make([part])
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.state[part]["momentum_buffer"] = self.momentum[mask].view_as(part)
+        part.grad = gradient[mask].view_as(part)
+        optimizer.step()
+        self.value[mask] = part.detach().flatten()
+        self.momentum[mask] = optimizer.state[part]["momentum_buffer"].flatten()
+
+
+class AdafactorByHand:
+    """Adafactor on the active rows, with one step count and, of a matrix, one column statistic."""
+
+    def __init__(self, make, start):
+        self.make, self.value = make, start.clone()
+        self.restart()
+
+    def restart(self):
+        self.steps, shape = 0, self.value.shape
+        zeros = {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, *shape[-1:])}
+        zeros = {"variance": shape} if len(shape) == 1 else zeros
+        self.state = {name: self.value.new_zeros(size) for name, size in zeros.items()}
+        self.shared = {"col_var"} if len(shape) == 2 else set()
+        self.begun = torch.zeros(shape[0], dtype=torch.bool)
+
+    def forget(self, frozen):
+        rows = frozen.flatten(1).all(1) if frozen.dim() > 1 else frozen
+        self.begun &= ~rows
+        if rows.all():
+            self.restart()
+
+    def step(self, gradient, mask, lr):
+        rows = mask.flatten(1).all(1) if mask.dim() > 1 else mask
+        part, own = torch.nn.Parameter(self.value[rows]), gradient[rows]
+        squares, new = own.square(), ~self.begun[rows]
+        means = {"row_var": lambda: squares.mean(-1, True), "col_var": lambda: squares.mean(-2, True)}
+        optimizer = self.make([part])
+        optimizer.param_groups[0]["lr"] = lr
+        state = {name: value if name in self.shared else value[rows] for name, value in self.state.items()}
+        for name in state.keys() - self.shared:
+            state[name][new] = means.get(name, lambda: squares)()[new]
+        optimizer.state[part] = {"step": torch.tensor(float(self.steps)), **state}
+        part.grad = own.clone()
+        optimizer.step()
+        self.value[rows] = part.detach()
+        for name, value in self.state.items():
+            value[... if name in self.shared else rows] = optimizer.state[part][name]
+        self.steps += 1
+        self.begun |= rows
+
+
+class RowsAlone:
+    """An optimizer for each row, which begins anew when the row loses its state."""
+
+    def __init__(self, make, start):
+        self.make, self.rows = make, [torch.nn.Parameter(row.clone()) for row in start]
+        self.optimizers = [make([row]) for row in self.rows]
+
+    @property
+    def value(self):
+        return torch.stack([row.detach() for row in self.rows])
+
+    def forget(self, frozen):
+        for place in frozen.all(1).nonzero().flatten():
+            self.optimizers[place] = self.make([self.rows[place]])
+
+    def step(self, gradient, mask, lr):
+        for place in mask.all(1).nonzero().flatten():
+            group = self.optimizers[place].param_groups[0]
+            group["lr"] = torch.as_tensor(lr) if isinstance(group["lr"], torch.Tensor) else lr
+            self.rows[place].grad = gradient[place].clone()
+            self.optimizers[place].step()
+
+
+def muon(**settings):
+    return lambda weights: torch.optim.Muon(weights, **{"lr": 0.1, **settings})
+
+
+def adafactor(**settings):
+    return lambda weights: torch.optim.Adafactor(weights, **{"lr": 0.1, **settings})
+
+
+EIGHT_BITS = {
+    "bitsandbytes": lambda weights: bitsandbytes.optim.AdamW8bit(weights, lr=0.1, weight_decay=0.1),
+    "torchao": lambda weights: torchao.optim.AdamW8bit(weights, lr=0.1, weight_decay=0.1),
+    "torchao Adam": lambda weights: torchao.optim.Adam8bit(weights, lr=0.1, weight_decay=0.1),
+}
+COURSES = {
+    "Muon": (muon(), MuonByHand, (6, 5)),
+    "Muon wide": (muon(weight_decay=0.3, adjust_lr_fn="match_rms_adamw", nesterov=False), MuonByHand, (4, 9)),
+    "Adafactor": (adafactor(), AdafactorByHand, (6, 5)),
+    "Adafactor decay": (adafactor(weight_decay=0.2, maximize=True, foreach=False), AdafactorByHand, (6, 5)),
+    "Adafactor kernels": (adafactor(d=2.0), AdafactorByHand, (5, 3, 2, 4)),
+    "Adafactor vector": (adafactor(), AdafactorByHand, (7,)),
+    **{name: (make, RowsAlone, (5, 4096)) for name, make in EIGHT_BITS.items()},
+}
+"""For each optimizer its reference and a shape; a row of 4096 entries is quantised when it is alone too."""
+
+
+MARKED = [
+    pytest.param(
+        name,
+        marks=pytest.mark.supports(
+            "8-bit" if name in EIGHT_BITS else "submatrix optimizers", "rows", "frozen_state", loop="plain"
+        ),
+    )
+    for name in COURSES
+]
+
+
+# --- random courses
+
+
+def draw_mask(shape, columns, generator):
+    """A mask of rows, of columns, of the whole tensor, or none."""
+    kind = int(torch.randint(5 if columns else 4, (), generator=generator))
+    if kind == 0:
+        return None
+    if kind == 1:
+        return torch.tensor(bool(torch.randint(2, (), generator=generator)))
+    sizes = shape[-1:] if kind == 4 else (shape[0], *(1,) * (len(shape) - 1))
+    mask = torch.rand(sizes, generator=generator) < 0.5
+    # As policies that intersect give them: of rows, but with a flag for each entry.
+    return mask.expand(shape).clone() if kind == 3 else mask
+
+
+def saved_and_loaded(optimizer, make, weight, frozen_state, dense):
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(dense=dense), file)
+    file.seek(0)
+    loaded = gp.MaskedOptimizer(make([weight]), frozen_state=frozen_state)
+    loaded.load_state_dict(torch.load(file, weights_only=True))
+    return loaded
+
+
+def run(name, seed, steps=20):
+    """Compare a random course with the reference after each step."""
+    make, by_hand, shape = COURSES[name]
+    generator = torch.Generator().manual_seed(seed)
+    dtype = torch.float64 if by_hand is AdafactorByHand else torch.float32
+    weight = torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+    reference, mask = by_hand(make, weight.detach()), torch.ones(shape, dtype=torch.bool)
+    state = FROZEN_STATES[seed % 3]
+    optimizer = gp.MaskedOptimizer(make([weight]), frozen_state=state)
+    for _ in range(steps):
+        event = float(torch.rand((), generator=generator))
+        if event < 0.4:
+            drawn = draw_mask(shape, by_hand is MuonByHand, generator)
+            state = FROZEN_STATES[int(torch.randint(3, (), generator=generator))]
+            optimizer.set_mask(weight, drawn, frozen_state=state)
+            mask = torch.ones(shape, dtype=torch.bool) if drawn is None else drawn.expand(shape)
+            if state != "keep":
+                reference.forget(~mask)
+        elif event < 0.55:
+            optimizer = saved_and_loaded(optimizer, make, weight, "zero", event < 0.5)
+        lr = 0.1 if event < 0.8 else 0.02
+        group = optimizer.param_groups[0]
+        group["lr"] = torch.tensor(lr) if isinstance(group["lr"], torch.Tensor) else lr
+        gradient, before = torch.randn(shape, generator=generator).to(dtype), weight.detach().clone()
+        weight.grad = gradient.masked_fill(~mask, torch.nan)
+        optimizer.step()
+        assert torch.equal(weight.detach()[~mask], before[~mask])
+        if mask.any():
+            reference.step(gradient, mask, lr)
+        torch.testing.assert_close(weight.detach(), reference.value, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", MARKED)
+def test_the_active_part_moves_as_under_the_optimizer_alone(name, seed):
+    run(name, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COURSES)
+def test_the_active_part_moves_as_alone_over_many_courses(name):
+    for seed in range(2, 22):
+        run(name, seed, steps=40)
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_a_small_part_begins_with_state_that_is_not_quantised(name):
+    make, mask = EIGHT_BITS[name], torch.arange(32).view(-1, 1) % 8 == 3
+    weight = torch.nn.Parameter(torch.randn(32, 256))
+    alone = torch.nn.Parameter(weight.detach()[3::8].clone())
+    optimizer, reference = gp.MaskedOptimizer(make([weight])), make([alone])
+    optimizer.set_mask(weight, mask)
+    for _ in range(3):
+        weight.grad = torch.randn(32, 256)
+        alone.grad = weight.grad[3::8].clone()
+        optimizer.step()
+        reference.step()
+    assert torch.equal(weight.detach()[3::8], alone.detach())
+    kept = [value for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor)]
+    assert {value.dtype for value in kept if value.shape == weight.shape} == {torch.float32}
+    optimizer.set_mask(weight, None)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("make", [muon(), adafactor()])
+def test_other_parameters_of_the_group_are_stepped_as_ever(make):
+    weights = [torch.nn.Parameter(torch.randn(4, 3)) for _ in range(3)]
+    plain = torch.nn.Parameter(weights[2].detach().clone())
+    optimizer, alone = gp.MaskedOptimizer(make(weights)), make([plain])
+    optimizer.set_masks({weights[0]: torch.tensor([[True], [False], [True], [False]]), weights[1]: False})
+    for _ in range(3):
+        for weight in weights:
+            weight.grad = torch.randn(4, 3)
+        plain.grad = weights[2].grad.clone()
+        optimizer.step()
+        alone.step()
+    assert torch.equal(weights[2], plain)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [3]
+    assert set(optimizer.state) == {weights[0], weights[2]}
+
+
+def test_a_part_has_the_settings_of_its_parameter():
+    weights = [torch.nn.Parameter(torch.ones(4, 3)) for _ in range(2)]
+    optimizer = gp.MaskedOptimizer(torch.optim.Muon(weights, lr=0.1, weight_decay=0.0))
+    optimizer.set_masks(dict.fromkeys(weights, torch.arange(4).view(4, 1) < 2))
+    optimizer.set_settings({weights[1]: {"lr": 0.5}})
+    for weight in weights:
+        weight.grad = torch.arange(12.0).view(4, 3)
+    optimizer.step()
+    first, second = (1 - weight.detach() for weight in weights)
+    torch.testing.assert_close(second, 0.5 * first)
+    assert first[:2].abs().min() > 0
+
+
+def test_a_step_that_fails_leaves_groups_and_weights_as_they_were():
+    class Fails(torch.optim.Muon):
+        pass
+
+    weight = torch.nn.Parameter(torch.ones(4, 3))
+    optimizer = gp.MaskedOptimizer(Fails([weight], lr=0.1))
+    optimizer.set_mask(weight, torch.arange(4).view(4, 1) < 2)
+    weight.grad = torch.ones(4, 3)
+    optimizer.param_groups[0]["ns_coefficients"] = (1.0,)
+    with pytest.raises(ValueError, match="Coefficients"):
+        optimizer.step()
+    assert optimizer.param_groups[0]["params"] == [weight]
+    assert not optimizer.state
+    assert torch.equal(weight.detach(), torch.ones(4, 3))
+
+
+# --- memory
+
+
+@pytest.mark.parametrize(("name", "rows"), [("Muon", 64), ("bitsandbytes", 64), ("torchao", 64)])
+def test_under_drop_only_active_rows_have_state(name, rows):
+    weight = torch.nn.Parameter(torch.randn(640, 256))
+    used = []
+    for mask in (None, torch.arange(640).view(-1, 1) < rows):
+        optimizer = gp.MaskedOptimizer(COURSES[name][0]([weight]), frozen_state="drop")
+        optimizer.set_mask(weight, mask)
+        weight.grad = torch.randn_like(weight)
+        optimizer.step()
+        used.append(optimizer.state_bytes())
+    assert used[1] < 0.12 * used[0]
+
+
+def test_only_the_gradient_of_active_rows_is_needed():
+    weights = [torch.nn.Parameter(torch.ones(6, 3)) for _ in range(2)]
+    optimizer = gp.MaskedOptimizer(torch.optim.Muon(weights, lr=0.1))
+    optimizer.set_masks(dict.fromkeys(weights, torch.arange(6).view(6, 1) % 2 == 0))
+    rows, gradient = optimizer.active_rows(weights[0]), torch.randn(6, 3)
+    assert rows is not None
+    assert rows.positions.tolist() == [0, 2, 4]
+    weights[0].grad = gradient.clone()
+    weights[1].grad = gp_row_gradient(rows, gradient)
+    optimizer.step()
+    assert torch.equal(*weights)
+
+
+def gp_row_gradient(rows, gradient):
+    from gradpolicy.tensors.row_gradient import RowGradient
+
+    return RowGradient(rows.select(gradient), *rows, gradient.shape)
+
+
+# --- what cannot be
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+@pytest.mark.parametrize(
+    ("shape", "mask", "what"),
+    [
+        ((32, 256), (32, 256), "some entries"),
+        ((32, 256), (1, 256), "some entries"),
+        ((64, 100), (64, 1), "some rows of 100 entries"),
+    ],
+)
+def test_8_bit_state_is_cut_only_between_blocks(name, shape, mask, what):
+    weight = torch.nn.Parameter(torch.ones(shape))
+    optimizer = gp.MaskedOptimizer(EIGHT_BITS[name]([weight]))
+    message = f"8bit keeps one scale for a block of 256 .* a mask on {what} .* freeze whole tensors"
+    with pytest.raises(PolicyError, match=message):
+        optimizer.set_mask(weight, torch.rand(mask) < 0.5)
+    assert optimizer.get_mask(weight).all()
+    optimizer.set_mask(weight, False)
+    weight.grad = torch.ones(shape)
+    optimizer.step()
+    assert (weight == 1).all()
+
+
+def test_settings_that_bitsandbytes_has_for_a_parameter_would_not_reach_its_rows():
+    layer = torch.nn.Linear(256, 32, bias=False)
+    inner = EIGHT_BITS["bitsandbytes"]([layer.weight])
+    inner.mng.register_module_override(layer, "weight", {"optim_bits": 32})
+    try:
+        with pytest.raises(PolicyError, match="AdamW8bit: bitsandbytes' GlobalOptimManager has settings"):
+            gp.MaskedOptimizer(inner).set_mask(layer.weight, torch.arange(32).view(-1, 1) < 3)
+    finally:
+        inner.mng.module_weight_config_triple.clear()
+
+
+def test_rows_and_columns_need_no_word_and_entries_do(recwarn):
+    weight = torch.nn.Parameter(torch.ones(4, 3))
+    optimizer = gp.MaskedOptimizer(torch.optim.Muon([weight], lr=0.1))
+    optimizer.set_mask(weight, torch.tensor([[True], [False], [True], [False]]))
+    optimizer.set_mask(weight, torch.tensor([True, False, True]))
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="Muon steps .* freeze whole tensors or rows or columns,"):
+        optimizer.set_mask(weight, torch.rand(4, 3) < 0.5)
+
+
+@pytest.mark.parametrize("name", ["SOAP", "Shampoo"])
+@pytest.mark.parametrize("frozen_state", FROZEN_STATES)
+def test_whole_tensors_are_exact_where_rows_are_refused(name, frozen_state):
+    starts = [torch.randn(4, 3) for _ in range(2)]
+    own, plain = ([torch.nn.Parameter(start.clone()) for start in starts] for _ in range(2))
+    make = getattr(pytorch_optimizer, name)
+    optimizer, reference = (
+        gp.MaskedOptimizer(make(own, lr=0.1), frozen_state=frozen_state),
+        make(plain, lr=0.1),
+    )
+    for step in range(24):
+        frozen = step // 4 % 3
+        for place in range(2):
+            if step % 4 == 0:
+                optimizer.set_mask(own[place], frozen != place)
+                if frozen == place and frozen_state != "keep":
+                    reference.state.pop(plain[place], None)
+            gradient = torch.randn(4, 3)
+            own[place].grad = gradient.clone()
+            plain[place].grad = None if frozen == place else gradient.clone()
+        optimizer.step()
+        reference.step()
+        for ours, theirs in zip(own, plain, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)

@@ -1,0 +1,191 @@
+"""Under schedule-free optimizers each entry has its own z, age, sum of weights and largest rate."""
+
+import io
+
+import pytest
+import schedulefree
+import torch
+
+import gradpolicy as gp
+from gradpolicy.errors import PolicyError
+from gradpolicy.optim.update_rules import rule_for
+
+SHAPE = (4, 3)
+KINDS = {
+    "adamw": (schedulefree.AdamWScheduleFree, {}),
+    "adamw warm": (schedulefree.AdamWScheduleFree, {"warmup_steps": 5, "weight_decay": 0.1, "r": 1.5}),
+    "adamw betas": (schedulefree.AdamWScheduleFree, {"betas": (0.6, 0.8), "weight_lr_power": 1.0}),
+    "adamw single": (schedulefree.AdamWScheduleFree, {"foreach": False, "weight_decay": 0.2}),
+    "sgd": (schedulefree.SGDScheduleFree, {}),
+    "sgd warm": (schedulefree.SGDScheduleFree, {"warmup_steps": 4, "weight_decay": 0.1, "momentum": 0.7}),
+}
+
+
+class EntriesAlone:
+    """An optimizer for each entry, which begins anew when the entry loses its state."""
+
+    def __init__(self, make, start):
+        self.make, self.entries = make, [torch.nn.Parameter(value.clone()) for value in start.flatten()]
+        self.optimizers = [self._begun(entry) for entry in self.entries]
+
+    def _begun(self, entry):
+        optimizer = self.make([entry])
+        optimizer.train()
+        return optimizer
+
+    @property
+    def value(self):
+        return torch.stack([entry.detach() for entry in self.entries]).view(SHAPE)
+
+    def forget(self, frozen):
+        for place in frozen.flatten().nonzero().flatten():
+            self.optimizers[place] = self._begun(self.entries[place])
+
+    def switch(self, mask, name):
+        for place in mask.flatten().nonzero().flatten():
+            getattr(self.optimizers[place], name)()
+
+    def step(self, gradient, mask, lr):
+        for place in mask.flatten().nonzero().flatten():
+            self.optimizers[place].param_groups[0]["lr"] = lr
+            self.entries[place].grad = gradient.flatten()[place].clone()
+            self.optimizers[place].step()
+
+
+def reloaded(optimizer, make, weight):
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    loaded = gp.MaskedOptimizer(make([weight]))
+    loaded.load_state_dict(torch.load(file, weights_only=True))
+    return loaded
+
+
+def made(name):
+    kind, settings = KINDS[name]
+    return lambda weights: kind(weights, **{"lr": 0.1, **settings})
+
+
+@pytest.mark.supports("schedule-free", loop="plain")
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))]
+)
+@pytest.mark.parametrize("name", KINDS)
+def test_each_entry_moves_as_alone_in_training_and_evaluation(kernels, name, seed):
+    make, generator = made(name), torch.Generator(device="cpu").manual_seed(seed)
+    weight = torch.nn.Parameter(torch.randn(SHAPE, dtype=torch.float64))
+    reference, mask = EntriesAlone(make, weight.detach()), torch.ones(SHAPE, dtype=torch.bool)
+    optimizer = gp.MaskedOptimizer(make([weight]))
+    optimizer.train()
+    lr = 0.1
+    for step in range(40):
+        event = float(torch.rand((), generator=generator))
+        if event < 0.4:
+            sizes = [SHAPE, (4, 1), (3,), ()][int(event * 10)]
+            drawn = (torch.rand(sizes, generator=generator) < 0.6).to(weight.device)
+            state = ["keep", "zero", "drop"][step % 3]
+            optimizer.set_mask(weight, drawn, frozen_state=state)
+            mask = drawn.expand(SHAPE)
+            if state != "keep":
+                reference.forget(~mask)
+        elif event < 0.5:
+            lr = 0.3 if event < 0.45 else 0.05
+        before = weight.detach().clone()
+        if event > 0.7:
+            optimizer.eval()
+            reference.switch(mask, "eval")
+            torch.testing.assert_close(weight.detach(), reference.value, atol=1e-12, rtol=1e-12)
+            optimizer = reloaded(optimizer, make, weight) if event > 0.85 else optimizer
+            optimizer.train()
+            reference.switch(mask, "train")
+        gradient = torch.randn(SHAPE, dtype=torch.float64)
+        weight.grad, optimizer.param_groups[0]["lr"] = gradient.masked_fill(~mask, torch.nan), lr
+        optimizer.step()
+        reference.step(gradient, mask, lr)
+        assert torch.equal(weight.detach()[~mask], before[~mask])
+        torch.testing.assert_close(weight.detach(), reference.value, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["adamw warm", "sgd warm"])
+def test_the_first_mask_goes_on_from_what_the_optimizer_has_counted(name):
+    make, start = made(name), torch.randn(SHAPE, dtype=torch.float64)
+    weight, plain = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    inner, alone = make([weight]), make([plain])
+    optimizer = inner
+    for step in range(9):
+        if step == 3:
+            optimizer = gp.MaskedOptimizer(inner)
+        if step == 5:
+            assert optimizer.active_share() == 1.0
+            optimizer.set_mask(weight, torch.ones(SHAPE, dtype=torch.bool))
+        optimizer.train()
+        alone.train()
+        weight.grad = torch.randn(SHAPE, dtype=torch.float64)
+        plain.grad = weight.grad.clone()
+        optimizer.step()
+        alone.step()
+    torch.testing.assert_close(weight, plain, atol=1e-12, rtol=1e-12)
+
+
+def test_a_plain_optimizer_goes_on_with_a_dense_state():
+    make = made("adamw warm")
+    weight, other = (torch.nn.Parameter(torch.ones(SHAPE, dtype=torch.float64)) for _ in range(2))
+    optimizer = gp.MaskedOptimizer(make([weight]), frozen_state="drop")
+    optimizer.train()
+    optimizer.set_mask(weight, torch.arange(4).view(4, 1) < 2)
+    for _ in range(3):
+        weight.grad = torch.ones(SHAPE, dtype=torch.float64)
+        optimizer.step()
+    plain = make([other])
+    plain.load_state_dict(optimizer.state_dict(dense=True))
+    other.data.copy_(weight.detach())
+    optimizer.set_mask(weight, True)
+    for parameter, stepped in ((weight, optimizer), (other, plain)):
+        parameter.grad = torch.ones(SHAPE, dtype=torch.float64)
+        stepped.step()
+    torch.testing.assert_close(weight[:2], other[:2], atol=1e-12, rtol=1e-12)
+    # A row without updates has z where it is, not at 0.
+    assert (other[2:] > 0.8).all()
+
+
+def test_a_mask_changes_only_in_training():
+    weight = torch.nn.Parameter(torch.ones(SHAPE))
+    optimizer = gp.MaskedOptimizer(made("sgd")([weight]))
+    half = torch.arange(4).view(4, 1) < 2
+    optimizer.set_mask(weight, half)
+    optimizer.train()
+    weight.grad = torch.ones(SHAPE)
+    optimizer.step()
+    optimizer.eval()
+    optimizer.set_mask(weight, half)
+    with pytest.raises(PolicyError, match="call train\\(\\) of the optimizer before its mask changes"):
+        optimizer.set_mask(weight, ~half)
+    with pytest.raises(Exception, match="train mode"):
+        optimizer.step()
+
+
+def test_half_precision_has_no_rule():
+    weights = [torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]
+    assert rule_for(made("sgd")(weights)) is None
+
+
+def test_train_and_eval_of_several_optimizers_reach_each():
+    model = torch.nn.Linear(3, 4)
+    optimizer = gp.MaskedOptimizer(
+        gp.Optimizers(
+            model,
+            [
+                {"params": "weight", "optimizer": schedulefree.SGDScheduleFree, "lr": 0.1},
+                {"params": "*", "optimizer": torch.optim.AdamW},
+            ],
+        )
+    )
+    optimizer.train()
+    optimizer.set_mask(model.weight, torch.arange(4).view(4, 1) < 2)
+    for _ in range(2):
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    before = model.weight.detach().clone()
+    optimizer.eval()
+    assert torch.equal(before[2:], model.weight[2:])
+    assert (before[:2] != model.weight[:2]).all()
