@@ -238,7 +238,6 @@ class TopK(GradientSource):
             self._norms.squares = {}
         doubles = {torch.float64, torch.complex128} & {p.dtype for p in self.parameters.values()}
         dtype = torch.float64 if doubles else torch.float32
-        # As bits, to save memory for the computation of the next scores.
         chosen: dict[str, Tensor] = {}
         for names in self._scopes():
             total = sum(math.prod(self._shape(name)) for name in names)
@@ -253,7 +252,8 @@ class TopK(GradientSource):
                 else marks_of_highest(parts, kept_count(density, total), total, dtype)
             )
             for name, marks in found:
-                chosen[name] = pack(torch.cat(marks))
+                # As bits, if computing the next scores takes much memory.
+                chosen[name] = torch.cat(marks) if self.score.by_rows else pack(torch.cat(marks))
                 # Free the memory of sums that are no longer needed.
                 for sums in self.sums.values():
                     sums.pop(name, None)
@@ -275,9 +275,9 @@ class TopK(GradientSource):
             return shape[0] // self._pattern.rows, math.prod(shape[1:]) // self._pattern.columns
         return (*shape[:1], *(1,) * (len(shape) - 1)) if self.level == "row" else (1,) * len(shape)
 
-    def _as_mask(self, name: str, packed: Tensor) -> Mask:
+    def _as_mask(self, name: str, marks: Tensor) -> Mask:
         shape, own = tuple(self.parameters[name].shape), self._shape(name)
-        marks = unpack(packed, math.prod(own)).reshape(own)
+        marks = (marks if self.score.by_rows else unpack(marks, math.prod(own))).reshape(own)
         if self.level == "tensor":
             return bool(marks)
         return marks if self._pattern is None else self._pattern.spread(marks, shape)
