@@ -3,18 +3,17 @@
 import functools
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from gradpolicy.errors import PolicyError, shown
+from gradpolicy.errors import PolicyError, shortened, shown
 from gradpolicy.flow.install import name_policies
 from gradpolicy.flow.policy_checks import check_cuts
 from gradpolicy.planning.first_step import FirstStep, Optimizers, Step, first_step, mask_share, of_kind
 from gradpolicy.planning.plan_rows import row_of
 from gradpolicy.planning.plan_table import Plan, PlanModule, PlanRow
-from gradpolicy.planning.plan_warnings import gets_gradient, trained_in_vain, vain_warnings
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
 from gradpolicy.tensors.mask import intersect
 from gradpolicy.where import named_parameters, pick_each, plain_name
@@ -60,7 +59,7 @@ def plan(
     matched = _matched(model, policies)
     found = first_step(model, policies, matched, step, seed=seed, optimizers=optimizers)
     gradients = found.gradients
-    vain = trained_in_vain(policies, matched, gradients)
+    vain = _trained_in_vain(policies, matched, gradients)
     # Policies that are active later do not affect the first step.
     masks = {
         name: found.masks[name] for name, each in of_kind(policies, Freeze).items() if each.when.active()
@@ -78,14 +77,14 @@ def plan(
         cuts=_cuts(policies, found),
         without_gradient=without,
         zero_gradient=zero,
-        warnings=(*vain_warnings(vain, matched, gradients), *found.warnings),
+        warnings=(*_vain_warnings(vain, matched, gradients), *found.warnings),
         modules=_modules(model, rows),
     )
 
 
 def _training_entries(found: FirstStep, masks: Mapping[str, Mapping[str, Any]]) -> int:
     """Return the number of entries that get a gradient and are active in the first step."""
-    getting = {name: each for name, each in found.parameters.items() if gets_gradient(found.gradients[name])}
+    getting = {name: each for name, each in found.parameters.items() if _gets_gradient(found.gradients[name])}
     return round(sum(each.numel() * _share(each, masks, name) for name, each in getting.items()))
 
 
@@ -139,7 +138,7 @@ def _without_gradient(gradients: Mapping[str, Tensor | None]) -> tuple[tuple[str
     """Return the parameters without a gradient, and those whose gradient is 0."""
     none = tuple(name for name, gradient in gradients.items() if gradient is None)
     given = {name: gradient for name, gradient in gradients.items() if gradient is not None}
-    return none, tuple(name for name, gradient in given.items() if not gets_gradient(gradient))
+    return none, tuple(name for name, gradient in given.items() if not _gets_gradient(gradient))
 
 
 def _modules(model: nn.Module, rows: Iterable[PlanRow]) -> tuple[PlanModule, ...]:
@@ -179,3 +178,55 @@ def _cuts(policies: Mapping[str, Policy], found: FirstStep) -> tuple[str, ...]:
         for name, policy in of_kind(policies, Stop).items()
         if name in found.acting
     )
+
+
+# ---- parameters that get no gradient
+
+
+def _trained_in_vain(
+    policies: Mapping[str, Policy],
+    matched: Mapping[str, Iterable[str]],
+    gradients: Mapping[str, Tensor | None],
+) -> dict[str, tuple[str, ...]]:
+    """Return the parameters of each policy that get no gradient, or only zeros, even if they are active.
+
+    Args:
+        policies: The policies by name.
+        matched: The names of the parameters that each matches, by the policy's name.
+        gradients: The gradients by the parameters' names.
+    """
+    return {
+        name: tuple(key for key in keys if not _gets_gradient(gradients.get(key)))
+        for name, keys in matched.items()
+        # A stop is meant to give its parameters no gradient.
+        if not isinstance(policies[name], Stop)
+    }
+
+
+def _gets_gradient(gradient: Tensor | None) -> bool:
+    """Return True if there is a gradient that is not zero in every entry."""
+    return gradient is not None and (gradient.is_meta or bool(gradient.any()))
+
+
+def _vain_warnings(
+    vain: Mapping[str, tuple[str, ...]],
+    matched: Mapping[str, Collection[str]],
+    gradients: Mapping[str, Tensor | None],
+) -> Iterator[str]:
+    """Yield a line for each policy on parameters that get no gradient."""
+    for name, without in vain.items():
+        count = len(matched[name])
+        # No warning if the user has turned off the gradient of some of them.
+        named = without if len(without) == count else [key for key in without if key in gradients]
+        if not named:
+            continue
+        some = "none" if len(named) == count else f"{len(named)}"
+        verb = "gets a gradient" if some == "none" else f"{'gets' if len(named) == 1 else 'get'} no gradient"
+        zeros = any(gradients.get(key) is not None for key in named)
+        why = (
+            "a rounding or another step before the loss passes only zeros, unless a policy such as "
+            "straight_through gives it a gradient"
+            if zeros
+            else "the loss does not depend on them, or a stop or detach lies in between"
+        )
+        yield f"{name}: {some} of its {count} parameters {verb} ({shortened(list(named))}): {why}"
