@@ -19,10 +19,10 @@ from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.freezing.row_gradients import has_row_gradient, takes_rows
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import wrapper_of
+from gradpolicy.optim.prepared import innermost, is_prepared, put_inside
 from gradpolicy.optim.zero_redundancy import as_masked, deepspeed_refused
 from gradpolicy.policies import Freeze, MaskPolicy, Policy
 from gradpolicy.rules.registry import keyword_names
-from gradpolicy.tensors.packed_mask import unpack_masks
 from gradpolicy.tensors.sharding import is_sharded
 from gradpolicy.training_policies import STATE, TrainingPolicies, calling
 from gradpolicy.where import named_parameters
@@ -81,8 +81,9 @@ def training(
     ``state_dict`` includes the state of mask sources.
 
     Args:
-        model: The model, or the DistributedDataParallel module.
-        optimizer: The optimizer, or a list of several.
+        model: The model, or the DistributedDataParallel module. ``fully_shard`` it before the block.
+        optimizer: The optimizer, or a list of several. One that accelerate has prepared is returned as it is,
+            with the masked one inside.
         policies: Flow and freeze policies, by name or in a list.
         seed: The seed of mask sources without a seed of their own.
         steps_per_epoch: The number of optimizer steps per epoch, for policies that count epochs.
@@ -159,7 +160,6 @@ class _Loop(TrainingPolicies):
         self._time = 0
         self._stepped: set[MaskedOptimizer] = set()
         self._counts: dict[MaskedOptimizer, int] = {}
-        self._loaded: dict[MaskedOptimizer, dict[str, Any]] = {}
         self._has_loaded = False
         self._check_times()
 
@@ -182,8 +182,13 @@ class _Loop(TrainingPolicies):
 
     # ---- installing and removing
 
-    def begin(self, optimizers: Sequence[Any], toggle_requires_grad: bool) -> list[MaskedOptimizer]:
-        """Install all policies. Masks are set before the first forward pass."""
+    def begin(self, given: Sequence[Any], toggle_requires_grad: bool) -> list[Any]:
+        """Install all policies. Masks are set before the first forward pass.
+
+        Returns:
+            The optimizers to train with.
+        """
+        optimizers: list[Any] = [innermost(each) for each in given]
         for each in optimizers or [()]:
             if type(each).__module__.startswith("deepspeed"):
                 raise deepspeed_refused(type(each).__name__)
@@ -198,7 +203,8 @@ class _Loop(TrainingPolicies):
                 "policies to one of them"
             )
         self._install_flow(self.model)
-        for each in wrapped:
+        for prepared, each in zip(given, wrapped, strict=True):
+            put_inside(prepared, each)
             # Before the hooks of the freezer, which raises an error for a step without masks.
             self._hooks.append(each.register_step_pre_hook(self._before_step))
         # Everything that trains must require a gradient before DistributedDataParallel is created.
@@ -223,7 +229,9 @@ class _Loop(TrainingPolicies):
             if state is not None:
                 each.load_state_dict(state)
         _TRAINING.update(wrapped)
-        return wrapped
+        return [
+            prepared if is_prepared(prepared) else each for prepared, each in zip(given, wrapped, strict=True)
+        ]
 
     def end(self, *, quiet: bool) -> None:
         """Remove all policies."""
@@ -296,6 +304,8 @@ class _Loop(TrainingPolicies):
         if over:
             self._time = max(each.effective_steps for each in self.masked_optimizers)
             self._stepped.clear()
+        if self._updates_seen < 0:
+            self._check_parameters()
         if self._buffers is not None and not late:
             # They were changed by loading the model within the block.
             self._buffers = (self.model, copy_buffers(self.model))
@@ -330,8 +340,13 @@ class _Loop(TrainingPolicies):
     def _before_step(
         self, optimizer: MaskedOptimizer, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self.scaler is None and optimizer not in self._counts:
-            self._check_scaler()
+        if optimizer.is_probed:
+            # No masks are set for it: torch loads no state of tensors that are frozen as a whole.
+            return None
+        if optimizer not in self._counts:
+            self._check_parameters()
+            if self.scaler is None:
+                self._check_scaler()
         (closure,) = (*arguments[1:], *named.values()) or (None,)
         over = optimizer in self._stepped
         if over or self._has_loaded:
@@ -347,6 +362,23 @@ class _Loop(TrainingPolicies):
             return loss
 
         return arguments[:1], {"closure": observed}
+
+    def _check_parameters(self) -> None:
+        """Check, before the first update, that the policies know the parameters that train.
+
+        Raises:
+            PolicyError: If they were sharded within the block.
+        """
+        groups = [group for each in self.masked_optimizers for group in each.param_groups]
+        trained = {id(parameter) for group in groups for parameter in group["params"]}
+        now = named_parameters(self.model)
+        for name, known in self.freezer.parameters.items() if self.freezer is not None else ():
+            # During a forward pass the model has whole parameters in the place of sharded ones.
+            if id(known) not in trained or (is_sharded(now.get(name, known)) and not is_sharded(known)):
+                raise PolicyError(
+                    f"gradpolicy.training: {name} was replaced after the block began, and the policies do "
+                    "not know the new one; shard the model before (fully_shard, accelerator.prepare)"
+                )
 
     def _check_scaler(self) -> None:
         """Check, before the first update, that the loss scale is known if a policy needs it.
@@ -368,7 +400,7 @@ class _Loop(TrainingPolicies):
 
     def _observe(self, optimizer: Any) -> None:
         """Pass gradients to sources, divided by the loss scale if a fused optimizer does so in its step."""
-        if self.freezer is None or optimizer.is_probed:
+        if self.freezer is None:
             return
         if self._wanted and getattr(optimizer, "grad_scale", None) is not None:
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -379,6 +411,8 @@ class _Loop(TrainingPolicies):
 
     @torch.compiler.disable
     def _finish_step(self, optimizer: MaskedOptimizer, *_: Any) -> None:
+        if optimizer not in self._counts:
+            return  # it was a probe
         super()._finish_step()
         if optimizer.effective_steps == self._counts[optimizer]:
             return  # skipped by mixed precision
@@ -400,16 +434,8 @@ class _Loop(TrainingPolicies):
             "time": self._time,
         }
         if optimizer is self.masked_optimizers[0]:
-            own = self.state_dict()
-            # What torch.distributed.checkpoint reads has the same size whatever the masks are.
-            state |= unpack_masks(own) if optimizer.saves_dense else own
-        saved["param_groups"][0][STATE] = state
-
-    def _take_state(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        first, *others = state_dict["param_groups"]
-        self._loaded[optimizer] = first.get(STATE, {})
-        first = {key: value for key, value in first.items() if key != STATE}
-        return {**state_dict, "param_groups": [first, *others]}
+            state |= self.state_dict()
+        self._put_state(optimizer, saved, state)
 
     def _restore(self, optimizer: Any) -> None:
         state = self._loaded.pop(optimizer)

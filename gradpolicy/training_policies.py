@@ -6,6 +6,7 @@ It is called by :class:`~gradpolicy.GradientPolicies` under Lightning,
 """
 
 import inspect
+import io
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from gradpolicy.checkpoint_file import load_file
 from gradpolicy.checks import check_whole
 from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.distributed.ranks import Ranks
@@ -95,6 +97,8 @@ class TrainingPolicies:
         self._buffers: tuple[nn.Module, dict[str, Tensor]] | None = None
         # Warnings that the plan of the run has already shown.
         self.shown_warnings: frozenset[str] = frozenset()
+        # The state of the policies in a state_dict that an optimizer is loading.
+        self._loaded: dict[MaskedOptimizer, dict[str, Any]] = {}
 
     @property
     def flow_policies(self) -> dict[str, FlowPolicy]:
@@ -139,6 +143,8 @@ class TrainingPolicies:
         """Wrap the optimizers of parameters of freeze policies and `Rates`; return all optimizers."""
         if not self.optimizer_policies:
             return list(optimizers)
+        if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+            raise flat_parameters_refused()
         wrapped = self._wrap(model, optimizers)
         self.freezer = Freezer(
             model,
@@ -365,6 +371,24 @@ class TrainingPolicies:
         if self.freezer is not None and state["freezer"]:
             self.freezer.load_state_dict(unpack_masks(state["freezer"]))
 
+    def _put_state(self, optimizer: MaskedOptimizer, saved: dict[str, Any], state: dict[str, Any]) -> None:
+        """Add the state of the policies to an optimizer's state_dict.
+
+        A dense one may go through ``torch.distributed.checkpoint``, which loads tensors only in the sizes
+        that they have in the loading run, but bytes of any length.
+        """
+        if optimizer.saves_dense:
+            torch.save(state, written := io.BytesIO())
+        saved["param_groups"][0][STATE] = written.getvalue() if optimizer.saves_dense else state
+
+    def _take_state(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Take the state of the policies out of a state_dict that an optimizer is about to load."""
+        first, *others = state_dict["param_groups"]
+        state = first.get(STATE, {})
+        self._loaded[optimizer] = load_file(io.BytesIO(state)) if isinstance(state, bytes) else state
+        first = {key: value for key, value in first.items() if key != STATE}
+        return {**state_dict, "param_groups": [first, *others]}
+
     def _add_former_steps(self, steps: int) -> None:
         """Count the steps that were taken without masks, in an earlier fit or before a checkpoint."""
         for optimizer in self.masked_optimizers:
@@ -396,6 +420,15 @@ def calling(kind: type[Kind]) -> Kind | None:
             return caller
         frame = frame.f_back
     return None
+
+
+def flat_parameters_refused() -> PolicyError:
+    """Return the error that says why there are no policies under version 1 of FSDP, and what to use."""
+    return PolicyError(
+        "FSDP: policies are refused under version 1 (FullyShardedDataParallel), which flattens the "
+        "parameters of a block into one, in which names, rows and entries are lost; use version 2: "
+        "fully_shard, fsdp_version: 2 in accelerate's config, or trainer=fsdp2"
+    )
 
 
 def _acts_in(policy: Policy, phase: str) -> bool:

@@ -14,8 +14,9 @@ from transformers.trainer_utils import IntervalStrategy
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.policy_checks import is_cut
 from gradpolicy.measurements import Measured, summary
+from gradpolicy.optim.prepared import innermost, put_inside
 from gradpolicy.optim.zero_redundancy import deepspeed_refused
-from gradpolicy.training_policies import STATE, TrainingPolicies, calling
+from gradpolicy.training_policies import TrainingPolicies, calling, flat_parameters_refused
 
 
 class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
@@ -30,7 +31,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
       of frozen entries are zeroed, so that they are neither in the clipped norm nor in the logged
       ``grad_norm``;
     - when the Trainer logs: measurements of the policies are added, for all of its trackers;
-    - when it saves: masks, ages and the state of mask sources are saved in ``optimizer.pt``;
+    - when it saves: masks, ages and the state of mask sources are saved with the optimizer's state;
     - when training ends, or fails: everything is removed from the model and the optimizer.
 
     Policies are active during training. The Trainer's evaluation computes no gradients, so a policy for the
@@ -51,8 +52,9 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
 
     Raises:
         PolicyError: If an entry is not a policy; when training starts, if a pattern matches nothing, two
-            policies contradict each other, or the Trainer uses DeepSpeed, FSDP, tensor parallelism or
-            ``nn.DataParallel``; after the first update, if an operation that a policy names never ran.
+            policies contradict each other, or the Trainer uses DeepSpeed, version 1 of FSDP, tensor
+            parallelism or ``nn.DataParallel``; after the first update, if an operation that a policy names
+            never ran.
 
     Example:
         >>> import gradpolicy as gp
@@ -91,28 +93,44 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
                 self.remove()
 
         trainer.train = train_and_remove  # type: ignore[method-assign]
+        if trainer.accelerator.is_fsdp2:
+            self._install_when_prepared(trainer)
+
+    def _install_when_prepared(self, trainer: Trainer) -> None:
+        """Install all policies once accelerate has sharded the model, before a checkpoint is loaded.
+
+        Of a sharded checkpoint, what the optimizer does not have then is not read.
+        """
+        prepare = trainer.accelerator.prepare
+
+        @wraps(prepare)
+        def prepare_and_install(*objects: Any, **settings: Any) -> Any:
+            prepared = prepare(*objects, **settings)
+            each = prepared if isinstance(prepared, list | tuple) else ()
+            models = [one for one in each if isinstance(one, nn.Module)]
+            optimizers = [one for one in each if isinstance(one, AcceleratedOptimizer)]
+            if models and optimizers:
+                plain = getattr(models[0], "_orig_mod", models[0])
+                self._install(trainer, plain, models[0], optimizers[0])
+            return prepared
+
+        trainer.accelerator.prepare = prepare_and_install
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Install all policies: the model and the optimizer are prepared, and a checkpoint is loaded."""
-        self.remove()  # auto_find_batch_size starts again after running out of memory
-        self._trainer = trainer = _calling_trainer()
+        trainer = _calling_trainer()
         self._evaluated: dict[str, float] = {}
         _check_supported(trainer)
-        model, wrapped = trainer.model, trainer.model_wrapped
-        assert model is not None
-        self._install_flow(model)
-        optimizer = _innermost(trainer.optimizer)
-        if self.optimizer_policies:
-            # Code would be recompiled each time requires_grad changes, and reentrant recomputation gives no
-            # gradient if its input needs none.
-            toggles = not (is_compiled_module(wrapped) or _recomputes_reentrantly(model))
-            (optimizer,) = self._install_freeze(model, [optimizer], toggle_requires_grad=toggles)
-            _put_inside(trainer.optimizer, optimizer)
-        self._check_installed(model, [optimizer])
-        self._join_ranks(model, getattr(wrapped, "_orig_mod", wrapped))
-        self._observe_before_clipping(trainer)
+        if not trainer.accelerator.is_fsdp2:
+            assert trainer.model is not None
+            self._install(trainer, trainer.model, trainer.model_wrapped, trainer.optimizer)
+        elif self._trainer is not trainer:
+            raise PolicyError(
+                "GradientPoliciesCallback: under FSDP2 a checkpoint is loaded before callbacks are called; "
+                "give it to the Trainer as callbacks=[...], not by add_callback"
+            )
         for name, policy in self.policies.items():
             if "fit" not in policy.when.phases:
                 self._warn(
@@ -122,6 +140,29 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         # Trackers must run after this callback, to get the values that it adds to the logs.
         others = [each for each in trainer.callback_handler.callbacks if each is not self]
         trainer.callback_handler.callbacks = [self, *others]
+
+    def _install(self, trainer: Trainer, model: nn.Module, wrapped: nn.Module | None, prepared: Any) -> None:
+        """Install all policies.
+
+        Args:
+            trainer: The Trainer.
+            model: The model.
+            wrapped: The model as the Trainer calls it.
+            prepared: The optimizer as accelerate has prepared it.
+        """
+        self.remove()  # auto_find_batch_size starts again after running out of memory
+        self._trainer = trainer
+        self._install_flow(model)
+        optimizer = innermost(prepared)
+        if self.optimizer_policies:
+            # Code would be recompiled each time requires_grad changes, and reentrant recomputation gives no
+            # gradient if its input needs none.
+            toggles = not (is_compiled_module(wrapped) or _recomputes_reentrantly(model))
+            (optimizer,) = self._install_freeze(model, [optimizer], toggle_requires_grad=toggles)
+            put_inside(prepared, optimizer)
+        self._check_installed(model, [optimizer])
+        self._join_ranks(model, getattr(wrapped, "_orig_mod", wrapped))
+        self._observe_before_clipping(trainer)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -147,8 +188,8 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         for optimizer in self.masked_optimizers:
             # Restore moments that "drop" has removed, since the plain optimizer needs them.
             optimizer.set_masks({p: None for group in optimizer.param_groups for p in group["params"]})
-            if _innermost(trainer.optimizer) is optimizer:
-                _put_inside(trainer.optimizer, optimizer.inner)
+            if innermost(trainer.optimizer) is optimizer:
+                put_inside(trainer.optimizer, optimizer.inner)
 
     # ---- training
 
@@ -280,28 +321,33 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         *,
         toggle_requires_grad: bool = True,
     ) -> list[torch.optim.Optimizer]:
-        """Wrap the optimizer, into which the Trainer has already loaded a checkpoint."""
+        """Wrap the optimizer, into which the Trainer has already loaded a checkpoint unless it is sharded."""
         (optimizer,) = optimizers
-        # A plain optimizer keeps unknown values in its param groups: masks, and the values added below.
+        # A plain optimizer keeps unknown values in its param groups: masks, and the state of the policies.
         saved = optimizer.state_dict()
         wrapped = super()._install_freeze(model, [optimizer], toggle_requires_grad=toggle_requires_grad)
         (masked,) = self.masked_optimizers
+        self._hooks.append(masked.register_load_state_dict_pre_hook(self._take_state))
+        self._hooks.append(masked.register_load_state_dict_post_hook(self._restore))
         masked.load_state_dict(saved)
-        state = masked.param_groups[0].pop(STATE, None)
-        assert self._trainer is not None
-        steps = self._trainer.state.global_step
-        if state is not None and state.get("global_step") == steps:
-            self._apply_restored(state)
-        else:
-            masked.effective_steps = steps
         self._hooks.append(masked.register_state_dict_post_hook(self._save))
         return wrapped
 
-    def _save(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-        """Add the state of the policies to the content of ``optimizer.pt``."""
+    def _save(self, optimizer: Any, saved: dict[str, Any]) -> None:
+        """Add the state of the policies to the optimizer's state_dict."""
         assert self._trainer is not None
-        steps = self._trainer.state.global_step
-        saved["param_groups"][0][STATE] = {**self.state_dict(), "global_step": steps}
+        state = {**self.state_dict(), "global_step": self._trainer.state.global_step}
+        self._put_state(optimizer, saved, state)
+
+    def _restore(self, optimizer: Any) -> None:
+        """Restore the policies from the state that came with the optimizer's."""
+        assert self._trainer is not None
+        state, steps = self._loaded.pop(optimizer), self._trainer.state.global_step
+        if state.get("global_step") == steps:
+            self._apply_restored(state)
+        else:
+            optimizer.effective_steps = 0
+        optimizer.effective_steps = optimizer.effective_steps or steps
 
 
 def _calling_trainer() -> Trainer:
@@ -325,12 +371,8 @@ def _check_supported(trainer: Trainer) -> None:
     accelerator, instead = trainer.accelerator, "use DDP: accelerate launch --multi_gpu, or torchrun"
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         raise deepspeed_refused("DeepSpeed", instead=instead)
-    if accelerator.distributed_type == DistributedType.FSDP:
-        raise PolicyError(
-            "FSDP: policies are refused under accelerate's FSDP: version 1 flattens the parameters of a "
-            "block into one, in which names, rows and entries are lost, and version 2 restores optimizers "
-            f"without their masks and ages; {instead}"
-        )
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise flat_parameters_refused()
     if getattr(trainer, "is_distributed_loading_by_transformers", False):
         raise PolicyError(
             f"GradientPoliciesCallback: the model was sharded as it was loaded (DistributedConfig), and the "
@@ -341,21 +383,6 @@ def _check_supported(trainer: Trainer) -> None:
             "GradientPoliciesCallback: nn.DataParallel copies the model for each forward pass, without its "
             f"policies; {instead}"
         )
-
-
-def _innermost(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer without accelerate's wrappers."""
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
-def _put_inside(prepared: AcceleratedOptimizer, optimizer: torch.optim.Optimizer) -> None:
-    """Replace the optimizer inside accelerate's wrapper."""
-    while isinstance(prepared.optimizer, AcceleratedOptimizer):
-        prepared = prepared.optimizer
-    # As after unpickling, which also updates the step method that the loss scaler calls.
-    prepared.__setstate__({"optimizer": optimizer})
 
 
 def _recomputes_reentrantly(model: nn.Module) -> bool:

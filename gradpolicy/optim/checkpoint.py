@@ -25,6 +25,7 @@ import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from math import prod
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -34,7 +35,7 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.optim.layout import Layout
 from gradpolicy.optim.masked_parameter import MaskedParameter, Options
 from gradpolicy.optim.other_optimizers import first_state, is_torchs_own
-from gradpolicy.optim.wrapped import Wrapped
+from gradpolicy.optim.wrapped import Wrapped, step_count
 from gradpolicy.tensors.packed_mask import unpack, written_once
 from gradpolicy.tensors.sharding import is_sharded, plain_parts
 
@@ -53,15 +54,20 @@ _HELD = "gradpolicy_"
 
 
 def must_be_dense(wrapped: Wrapped) -> bool:
-    """Return True if torch may reshard tensors: they are sharded, or torch.distributed.checkpoint calls."""
-    if any(is_sharded(parameter) for parameter in wrapped.parameters()):
-        return True
-    frame = sys._getframe()
-    while frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
-        if frame.f_back is None:
-            return False
+    """Return True if torch may reshard tensors: they are sharded, or torch.distributed.checkpoint calls.
+
+    Raises:
+        PolicyError: If it asks for a flattened state_dict.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
         frame = frame.f_back
-    return True
+    if frame is not None and getattr(frame.f_locals.get("info"), "flatten_optimizer_state_dict", False):
+        raise PolicyError(
+            "StateDictOptions(flatten_optimizer_state_dict=True): torch loads from a flattened state_dict "
+            "only what plain optimizers have, and neither masks nor ages; leave it out"
+        )
+    return frame is not None or any(is_sharded(parameter) for parameter in wrapped.parameters())
 
 
 def save(
@@ -210,7 +216,7 @@ def split(state_dict: dict[str, Any]) -> tuple[dict[str, Any], int | None, dict[
     """
     groups = state_dict["param_groups"]
     own = {**state_dict, "param_groups": [{k: v for k, v in group.items() if k != KEY} for group in groups]}
-    steps, records = None, {}
+    steps, records, states = None, {}, states_in_order(own)
     for first, group in _with_first_index(groups):
         if KEY not in group:
             continue
@@ -222,6 +228,8 @@ def split(state_dict: dict[str, Any]) -> tuple[dict[str, Any], int | None, dict[
         steps = int(general["effective_steps"])
         for position, tensors in group[KEY].get("parameters", {}).items():
             record, index = _as_record(tensors), first + int(position)
+            if index < len(states) and _is_others(record, states[index]):
+                continue
             if not _is_outdated(own["state"].get(index, {}), record.pop("mark", None)):
                 records[index] = record
             elif "held" in record:
@@ -229,6 +237,21 @@ def split(state_dict: dict[str, Any]) -> tuple[dict[str, Any], int | None, dict[
                     f"{KEY}: the saved state of parameter {index} was changed; the file is damaged"
                 )
     return own, steps, records
+
+
+def states_in_order(state_dict: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the state of each parameter, which torch.distributed.checkpoint saves by name."""
+    keys = (key for group in state_dict["param_groups"] for key in group["params"])
+    return [state_dict["state"].get(key, {}) for key in keys]
+
+
+def _is_others(record: Record, state: dict[str, Any]) -> bool:
+    """Return True for the record of an optimizer into which a whole state_dict without masks is loaded.
+
+    It has counted no update, and the state has. Torch fills in what is missing in a state_dict from the
+    optimizer that loads it.
+    """
+    return is_sharded(record["ages"]) and not record["updates"] and step_count(state) > 0
 
 
 def _with_first_index(groups: list[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:

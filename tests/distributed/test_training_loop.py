@@ -1,12 +1,15 @@
 """gp.training on two ranks: they agree, and train what one process trains."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from process_pool import ProcessPool
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -15,6 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import gradpolicy as gp
+from tests.docs.markdown import DOCS, blocks
 
 MASKS: dict[str, Any] = {
     "layers": lambda: gp.masks.Layerwise(active=1, every=2),
@@ -72,3 +76,117 @@ def test_ranks_train_what_one_process_does(pair: ProcessPool, kind: str, masks: 
     first, second = pair(train, kind, masks)
     assert all(torch.equal(first[name], second[name]) for name in first)
     torch.testing.assert_close(first, train("one process", masks), rtol=1e-4, atol=1e-5)
+
+
+# ---- fully_shard by hand: saved and resumed by torch.distributed.checkpoint
+
+
+def train_sharded(masks: str, full: bool, steps: range, load: str = "", save: str = "") -> dict[str, Tensor]:
+    """The weights after some updates, after loading and before saving if a folder is given."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, 3)), mesh=mesh_of_all())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    options = StateDictOptions(full_state_dict=full)
+    policies = {"some": gp.Freeze(MASKS[masks](), frozen_state="drop")}
+    with gp.training(model, optimizer, policies, seed=1) as optimizer:
+        if load:
+            weights, state = get_state_dict(model, optimizer, options=options)
+            saved = {"model": weights, "optimizer": state}
+            dcp.load(saved, checkpoint_id=load)
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=saved["model"],
+                optim_state_dict=saved["optimizer"],
+                options=options,
+            )
+        for step in steps:
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))[dist.get_rank() :: 2]
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if save:
+            weights, state = get_state_dict(model, optimizer, options=options)
+            dcp.save({"model": weights, "optimizer": state}, checkpoint_id=save)
+    return {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
+
+
+def mesh_of_all() -> Any:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+@pytest.mark.parametrize("masks", MASKS)
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_sharded_loop_resumes_bit_for_bit_with_what_its_sources_have_decided(
+    pair: ProcessPool, tmp_path: Path, masks: str, full: bool
+) -> None:
+    folder = str(tmp_path / "saved")
+    whole, _ = pair(train_sharded, masks, full, range(6))
+    pair(train_sharded, masks, full, range(3), "", folder)
+    for resumed in pair(train_sharded, masks, full, range(3, 6), folder):
+        assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+
+
+def run_page(program: str) -> dict[str, Tensor]:
+    names: dict[str, Any] = {}
+    exec(compile(program, "fsdp2.md", "exec"), names)
+    return {name: parameter.detach().full_tensor() for name, parameter in names["model"].named_parameters()}
+
+
+def test_the_page_on_fsdp2_runs_and_resumes_as_it_stands(pair: ProcessPool, tmp_path: Path) -> None:
+    from tests.docs.test_integrations import by_hand
+
+    program = blocks(DOCS / "integrations" / "fsdp2.md", "python")[0]
+    text = (DOCS / "integrations" / "fsdp2.md").read_text()
+    resume = text.partition("```python no-test\n")[2].partition("```")[0]
+    loop = "    for step in range(20):"
+    program, resume = (
+        each.replace('"checkpoint"', repr(str(tmp_path / "saved"))) for each in (program, resume)
+    )
+    first, second = pair(run_page, program)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    halves = [slice(0, None, 2), slice(1, None, 2)]
+    torch.testing.assert_close(first, by_hand(20, lambda step: halves, every=5).state_dict())
+
+    pair(run_page, program.replace(loop, loop.replace("20", "7")))
+    begin, _, rest = program.partition(loop)
+    block = begin[begin.index("with gp.training") :]
+    load = resume.partition(block)[2].partition("    ...")[0]
+    assert load
+    save = "    weights, state = get_state_dict(model, optimizer)\n    dcp.save"
+    resumed = begin + load + loop.replace("20", "13") + rest.partition(save)[0]
+    for weights in pair(run_page, resumed):
+        assert all(torch.equal(weights[name], value) for name, value in first.items())
+
+
+def refusals() -> list[str]:
+    """What is said to sharding within the block, of a part or of all."""
+    said = []
+    for part in ("0", ""):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        with gp.training(model, optimizer, [gp.Freeze(gp.masks.Random(0.5))]) as optimizer:
+            fully_shard(model.get_submodule(part), mesh=mesh_of_all())
+            with pytest.raises(gp.PolicyError) as error:
+                update(model, optimizer)
+            said.append(str(error.value))
+    return said
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+def test_sharding_within_the_block_is_refused(pair: ProcessPool) -> None:
+    for said in pair(refusals):
+        assert all("0.weight was replaced after the block began" in each for each in said)
+
+
+def test_version_one_of_fsdp_is_refused() -> None:
+    """It needs a device that is no CPU; its class is known by name."""
+    model = type("FullyShardedDataParallel", (nn.Sequential,), {})(nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    refused = pytest.raises(gp.PolicyError, match="refused under version 1")
+    with refused, gp.training(model, optimizer, [gp.Freeze(gp.masks.Random(0.5))]):
+        pass

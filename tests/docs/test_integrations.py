@@ -119,7 +119,7 @@ def test_a_loop_goes_on_exactly_from_what_its_page_has_one_save(
 @pytest.mark.supports("entries", "flow", "accumulation", "clipping", loop="huggingface")
 def test_accelerate_follows_accumulation() -> None:
     names = run_page("accelerate")
-    assert names["optimizer"].effective_steps == 6
+    assert names["optimizer"].optimizer.effective_steps == 6
     parts = [slice(start, start + 16) for start in range(0, 64, 16)]
     assert_same(names["model"], by_hand(6, lambda step: parts[2 * step % 4 :][:2], every=1))
 
@@ -145,6 +145,16 @@ def test_fabric_on_two_processes(tmp_path: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
     halves = [slice(0, None, 2), slice(1, None, 2)]
     torch.testing.assert_close(first, by_hand(20, lambda step: halves, every=5).state_dict())
+
+
+def test_accelerate_may_prepare_what_the_block_gives_too() -> None:
+    program = block("accelerate", "python")
+    prepare = "prepared, optimizer, batches = accelerator.prepare(model, optimizer, loader)\n"
+    names: dict[str, Any] = {}
+    within = program.replace(prepare, "").replace("    for epoch", f"    {prepare}    for epoch")
+    exec(compile(within.replace("gp.training(prepared,", "gp.training(model,"), "accelerate", "exec"), names)
+    for name, value in run_page("accelerate")["model"].state_dict().items():
+        assert torch.equal(names["model"].state_dict()[name], value), name
 
 
 @pytest.mark.supports("entries", "flow", "accumulation", "clipping", loop="huggingface", processes="ddp")

@@ -1,4 +1,4 @@
-"""The small BERT, and its training under Hugging Face's Trainer."""
+"""The small BERT, its training under Hugging Face's Trainer, and processes joined by a process group."""
 
 import gc
 import sys
@@ -13,9 +13,13 @@ from transformers import BertForSequenceClassification, Trainer, TrainingArgumen
 
 from gradpolicy.integrations.transformers import GradientPoliciesCallback
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 sys.path.insert(0, str(Path(__file__).parent))
 
+from pool_fixtures import pair, pools
 from small_bert import make_bert, make_data
+
+__all__ = ["pair", "pools"]
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,142 @@
+"""Rows of embeddings that train: what peft's own tests of trainable tokens state, stated for masks of rows.
+
+Merging, switching off and stacking adapters have no counterpart: the rows train in the weights themselves.
+"""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, TrainableTokensConfig, get_peft_model
+from sharded import make_llama
+from torch import Tensor, nn
+
+import gradpolicy as gp
+
+TOKENS, ROWS, KEPT = torch.tensor([[0, 1, 2, 3, 4]]), [0, 1, 3], [2, 4]
+
+
+def only_rows(rows: list[int], embedding: str = "model.embed_tokens.weight") -> dict[str, gp.Freeze]:
+    """Policies by which these rows train, and nothing else."""
+    return {
+        "tokens": gp.Freeze(gp.masks.Rows(rows=rows), params=embedding, frozen_state="drop"),
+        "rest": gp.Freeze(gp.masks.Fixed(), params=["*", f"!{embedding}"]),
+    }
+
+
+def train(model: nn.Module, policies: dict[str, gp.Freeze], lr: float = 0.1, steps: int = 3) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    with gp.training(model, optimizer, policies) as optimizer:
+        for _ in range(steps):
+            model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def embedded(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=TOKENS, output_hidden_states=True).hidden_states[0][0]
+
+
+def test_the_rows_change_and_nothing_else_does_also_after_saving_and_loading(tmp_path: Path) -> None:
+    original = make_llama(tie_word_embeddings=False)
+    model = copy.deepcopy(original)
+    train(model, only_rows(ROWS))
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert torch.equal(embedded(loaded), embedded(model))
+    assert not (embedded(loaded)[ROWS] == embedded(original)[ROWS]).any()
+    assert torch.equal(embedded(loaded)[KEPT], embedded(original)[KEPT])
+    others = [name for name, _ in original.named_parameters() if name != "model.embed_tokens.weight"]
+    assert all(torch.equal(loaded.get_parameter(name), original.get_parameter(name)) for name in others)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("rows", [ROWS, [0, 10]])
+def test_the_rows_become_what_peft_makes_of_them(rows: list[int], tied: bool) -> None:
+    """Of a tied head peft trains the same rows, too."""
+    model, adapted = (make_llama(tie_word_embeddings=tied) for _ in range(2))
+    train(model, only_rows(rows), lr=0.01)
+    config = TrainableTokensConfig(target_modules=["embed_tokens"], token_indices=rows)
+    adapted = get_peft_model(adapted, config)
+    trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01)
+    for _ in range(3):
+        adapted(input_ids=TOKENS, labels=TOKENS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    merged = adapted.merge_and_unload()
+    torch.testing.assert_close(model.state_dict(), merged.state_dict(), rtol=0.0, atol=1e-6)
+
+
+def test_a_tied_head_stays_the_embedding() -> None:
+    original = make_llama(tie_word_embeddings=True)
+    model = copy.deepcopy(original)
+    train(model, only_rows(ROWS))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    moved = (model.lm_head.weight != original.lm_head.weight).any(dim=1)
+    assert moved.nonzero().flatten().tolist() == ROWS
+
+
+def test_a_head_of_its_own_does_not_follow_the_embedding() -> None:
+    original = make_llama(tie_word_embeddings=False)
+    model = copy.deepcopy(original)
+    train(model, only_rows(ROWS))
+    assert torch.equal(model.lm_head.weight, original.lm_head.weight)
+
+
+def test_embedding_and_head_may_train_rows_of_their_own() -> None:
+    original = make_llama(tie_word_embeddings=False)
+    model = copy.deepcopy(original)
+    policies = {
+        "inputs": gp.Freeze(gp.masks.Rows(rows=[0, 1]), params="model.embed_tokens.weight"),
+        "outputs": gp.Freeze(gp.masks.Rows(rows=[3]), params="lm_head.weight"),
+        "rest": gp.Freeze(gp.masks.Fixed(), params="model.[!e]*"),
+    }
+    train(model, policies)
+    for name, rows in (("model.embed_tokens.weight", [0, 1]), ("lm_head.weight", [3])):
+        moved = (model.get_parameter(name) != original.get_parameter(name)).any(dim=1)
+        assert moved.nonzero().flatten().tolist() == rows
+
+
+def test_rows_train_beside_adapters() -> None:
+    """As with LoraConfig(trainable_token_indices=...), where the embedding is otherwise frozen."""
+    original = make_llama()
+    model = get_peft_model(copy.deepcopy(original), LoraConfig(target_modules="all-linear", r=2))
+    embedding = model.get_parameter("base_model.model.model.embed_tokens.weight").requires_grad_()
+    rows = gp.Freeze(gp.masks.Rows(rows=ROWS), params="*embed_tokens.weight", frozen_state="drop")
+    train(model, {"tokens": rows})
+    moved = (embedding != original.model.embed_tokens.weight).any(dim=1)
+    assert moved.nonzero().flatten().tolist() == ROWS
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            assert parameter.any(), name
+        elif "lora_" not in name and parameter is not embedding:
+            own = name.removeprefix("base_model.model.").replace(".base_layer", "")
+            assert torch.equal(parameter, original.get_parameter(own)), name
+
+
+def test_an_embedding_that_scales_its_rows_goes_on_doing_so() -> None:
+    class Scaled(nn.Embedding):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return super().forward(tokens) * 4.0
+
+    model = make_llama(tie_word_embeddings=False)
+    scaled = Scaled(*model.model.embed_tokens.weight.shape)
+    scaled.load_state_dict(model.model.embed_tokens.state_dict())
+    model.set_input_embeddings(scaled)
+    before = scaled.weight.detach().clone()
+    train(model, only_rows(ROWS))
+    assert torch.equal(embedded(model), 4.0 * scaled.weight[TOKENS[0]])
+    assert torch.equal(scaled.weight[KEPT], before[KEPT])
+
+
+def test_an_embedding_that_does_not_exist_is_named() -> None:
+    with pytest.raises(gp.PolicyError, match=r"model\.embed_token\.weight.*model\.embed_tokens\.weight"):
+        train(make_llama(), only_rows(ROWS, "model.embed_token.weight"))
+
+
+def test_rows_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(gp.PolicyError, match="99"):
+        train(make_llama(), only_rows([0, 99]))

