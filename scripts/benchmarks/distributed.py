@@ -1,5 +1,6 @@
 """Several processes on one machine: the cost of agreement checks, traffic of active entries, checkpoints."""
 
+import importlib
 import json
 import os
 import shutil
@@ -7,6 +8,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,11 @@ from torch import Tensor, multiprocessing, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+import gradpolicy as gp
 from benchmarks.measure import Row, paired_ratio
 from gradpolicy.distributed.agreement import check_agreement
 from gradpolicy.distributed.compression import ActiveEntries
@@ -65,6 +70,11 @@ def traffic() -> list[Row]:
 def frozen_backward() -> list[Row]:
     """A step with most layers frozen against a step with all of them, on two ranks and on one."""
     return _on_two_ranks(_frozen_backward)
+
+
+def engines() -> list[Row]:
+    """A step with six of eight layers frozen as wholes against the engine's own step without policies."""
+    return _on_two_ranks(_engines)
 
 
 def checkpoints() -> list[Row]:
@@ -210,6 +220,62 @@ def _frozen_backward() -> list[Row]:
     return [*rows, {**saved, "ratio": together / alone}]
 
 
+def _engines() -> list[Row]:
+    policies = {"layers": gp.Freeze(gp.masks.Fixed([f"{layer}.*" for layer in (6, 7)]), frozen_state="drop")}
+    rows = []
+    with ExitStack() as blocks:
+
+        def wrapped(shard: Callable[[nn.Module], nn.Module], frozen: bool) -> Callable[[], None]:
+            model = shard(_network())
+            optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            if frozen:
+                optimizer = blocks.enter_context(gp.training(model, optimizer, policies))
+            return _stepper(model, optimizer, torch.randn(256, 512))
+
+        def engine(stage: int, frozen: bool) -> Callable[[], None]:
+            model = _deepspeed(stage)
+            if frozen:
+                integration = importlib.import_module("gradpolicy.integrations.deepspeed")
+                blocks.enter_context(integration.training(model, policies))
+            batch = torch.randn(256, 512)
+
+            def step() -> None:
+                model.backward(model(batch).square().mean())
+                model.step()
+
+            return step
+
+        made: dict[str, Callable[[bool], Callable[[], None]]] = {
+            "DDP": partial(wrapped, DistributedDataParallel),
+            "FSDP2": partial(wrapped, _sharded),
+            **{f"DeepSpeed, stage {stage}": partial(engine, stage) for stage in (1, 2, 3)},
+        }
+        for name, make in made.items():
+            steps = make(True), make(False)
+            rows.append(paired_ratio(f"{name}: 6 of 8 layers frozen / no policies", *steps, target=1.05))
+    return rows
+
+
+def _sharded(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.children():
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _deepspeed(stage: int) -> Any:
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(dist.get_rank())}
+    import deepspeed
+
+    # What it would compile for the CPU takes minutes; gloo does as well.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    model = _network()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    config = {"train_micro_batch_size_per_gpu": 256, "zero_optimization": {"stage": stage}}
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
 def _on_two_ranks(work: Callable[[], list[Row]]) -> list[Row]:
     """Run the work on two CPU processes; return the rows of the first."""
     context = multiprocessing.get_context("spawn")
@@ -241,6 +307,7 @@ BENCHMARKS: dict[str, Callable[[], list[Row]]] = {
     "traffic": traffic,
     "frozen_backward": frozen_backward,
     "checkpoints": checkpoints,
+    "engines": engines,
 }
 
 if __name__ == "__main__":
