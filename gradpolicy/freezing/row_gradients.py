@@ -332,6 +332,8 @@ class _Call(ABC):
     def row_gradient(self, gradient: Tensor, inputs: Tensor, leaf: RowLeaf) -> Tensor:
         """Return the gradient of the active rows for a gradient of the output."""
 
+    # An embedding has neither of these: its inputs are integers, and it has no bias.
+
     def input_gradient(self, gradient: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient of the inputs."""
         raise NotImplementedError

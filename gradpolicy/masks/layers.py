@@ -44,7 +44,7 @@ class LayerSource(MaskSource):
         self.groups = read_groups(f"{type(self).__name__}.groups", groups)
 
     def frozen_names(self, step: int, epoch: int) -> set[str]:
-        """Return the names of parameters in layers that do not train."""
+        """Return the names of parameters in layers that do not train; each subclass defines it."""
         raise NotImplementedError
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:

@@ -147,7 +147,10 @@ class SubmatrixRule:
         self.optimizer = optimizer
 
     def names(self, parameter: Tensor) -> tuple[str, ...]:
-        """Return the state that belongs to the rows or columns; any other is the tensor's, and carries on."""
+        """Return the state that belongs to the rows or columns; any other is the tensor's, and carries on.
+
+        Each rule defines it.
+        """
         raise NotImplementedError
 
     def part(self, mask: Tensor, parameter: Tensor) -> ActiveRows | None:
