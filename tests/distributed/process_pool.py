@@ -140,6 +140,8 @@ class RemoteError(Exception):
 
 def _serve(rank: int, size: int, backend: str, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
+    # Show where the process is if it crashes, not only if it waits.
+    faulthandler.enable()
     # What torchrun sets: Lightning then takes these processes for its ranks.
     os.environ |= {
         **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
