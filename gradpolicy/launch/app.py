@@ -54,7 +54,13 @@ from gradpolicy.launch.permissions import (
     check_not_from_config,
     trusted_packages,
 )
-from gradpolicy.launch.processes import is_first_rank, quoted, termination_exits, under_srun
+from gradpolicy.launch.processes import (
+    is_first_rank,
+    quoted,
+    reports_errors,
+    termination_exits,
+    under_srun,
+)
 from gradpolicy.launch.run_directory import KEY, RunDirectory, claimed_directory, is_fixed, is_unused
 
 CONFIG_NAME = "train"
@@ -115,8 +121,7 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
         is_wrong_input = isinstance(error, wrong_input_errors())
         if not is_wrong_input and full_disk(error) is None:
             raise
-        # The others report the same error, unless it is of one rank alone.
-        if is_first_rank() or show_traceback:
+        if show_traceback or reports_errors():
             report_error(error, show_traceback)
         return getattr(error, "exit_code", WRONG_INPUT if is_wrong_input else FAILED)
 

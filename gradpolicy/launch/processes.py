@@ -8,7 +8,7 @@ import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import datetime, timedelta
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FrameType
@@ -26,6 +26,8 @@ LAUNCHED_BY_LIGHTNING = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR",
 # Where launchers write the rank of a process, in the order in which Lightning reads them.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 COMMAND = "gradpolicy"
+# How long another rank waits for the first one to report an error.
+PATIENCE = timedelta(seconds=5)
 START_FORMAT = "%Y-%m-%d_%H-%M-%S-%f"
 
 
@@ -55,14 +57,39 @@ def agreed(key: str, value: Callable[[], str]) -> str:
         key: The name of the value in the store that torchrun's agent keeps.
         value: A function that computes it, called on the first rank if the store does not have the value.
     """
-    import torch.distributed as dist
-
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
-    )
+    store = _agent_store()
     if os.environ.get("RANK", "0") == "0" and not store.check([key]):
         store.set(key, value())
     return store.get(key).decode()
+
+
+def reports_errors() -> bool:
+    """Return True if this process reports its error: on the first rank, and on one that fails alone.
+
+    Most errors are raised on every rank. Under torchrun another rank gives the first one some seconds to
+    report. Lightning starts the other ranks only after the first one has made all checks.
+    """
+    if not under_torchrun():
+        return is_first_rank() or not under_srun()
+    key = f"gradpolicy/error/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    try:
+        if is_first_rank():
+            _agent_store(PATIENCE).set(key, "reported")
+        else:
+            _agent_store(PATIENCE).wait([key], PATIENCE)
+    except RuntimeError:
+        # There was no report in time, or the agent has ended.
+        return True
+    return is_first_rank()
+
+
+def _agent_store(patience: timedelta = timedelta(minutes=5)) -> Any:
+    """Return the store that torchrun's agent keeps."""
+    import torch.distributed as dist
+
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=patience
+    )
 
 
 def started() -> str:
