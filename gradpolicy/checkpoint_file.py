@@ -136,13 +136,12 @@ def refusal(name: str) -> str:
     return f"is not read: only tensors and plain values are, and it holds {name[:80]}"
 
 
-def could_not_save(path: Path, error: BaseException, where: str = "") -> OSError:
+def could_not_save(path: Path, error: BaseException) -> OSError:
     """Return the error for a checkpoint that could not be saved; it names the newest remaining one.
 
     Args:
         path: The checkpoint.
         error: The error. torch.save reports a failed write as another error, caused by an OSError.
-        where: The rank, for the message.
     """
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
@@ -153,7 +152,7 @@ def could_not_save(path: Path, error: BaseException, where: str = "") -> OSError
     hint = "there is no former checkpoint"
     if left:
         hint = f"the former {left[-1].name} is whole: make room and resume from it (ckpt_path=last)"
-    return OSError(number, f"could not save {path}: {where}{reason.splitlines()[0]}; {hint}")
+    return OSError(number, f"could not save {path}: {reason.splitlines()[0]}; {hint}")
 
 
 def _of_pickle(error: pickle.UnpicklingError, archive: bool) -> str:

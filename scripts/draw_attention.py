@@ -13,7 +13,7 @@ import torch
 from matplotlib.figure import Figure
 
 from drawing.common import save
-from gradpolicy.lightning.checkpoints import read_checkpoint_weights
+from gradpolicy.lightning.checkpoints import read_checkpoint
 from gradpolicy.tasks.fashion_mnist import FashionMNISTDataModule
 from gradpolicy.tasks.visual_attention import VisualAttention
 
@@ -26,7 +26,7 @@ COUNT = 8
 def load(run: Path, sampled: bool) -> VisualAttention:
     """Return the best model of a run."""
     model = VisualAttention(sampled=sampled)
-    saved = read_checkpoint_weights(run / "checkpoints" / "best.ckpt")
+    saved = read_checkpoint(run / "checkpoints" / "best.ckpt")["state_dict"]
     prefix = "model."
     model.load_state_dict(
         {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}

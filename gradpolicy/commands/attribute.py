@@ -30,7 +30,7 @@ from gradpolicy.launch.app import parse_command_line
 from gradpolicy.launch.messages import WRONG_INPUT, report_error, wrong_input_errors
 from gradpolicy.launch.permissions import KEY, trusted_packages
 from gradpolicy.launch.run import Subject, build_subject
-from gradpolicy.lightning.checkpoints import check_fits, read_checkpoint_weights
+from gradpolicy.lightning.checkpoints import check_fits, read_checkpoint
 from gradpolicy.lightning.runs import find_checkpoint
 from gradpolicy.policies import Deconv, FlowPolicy, Guided, Policy, StraightThrough
 from gradpolicy.tasks.images import ImageShape, find_images, images_of, read_image
@@ -191,7 +191,7 @@ def load_run(options: argparse.Namespace) -> Explained:
     run = checkpoint.absolute().parent.parent
     subject = _subject(run / "config.yaml")
     check_fits(checkpoint, subject.model)
-    subject.model.load_state_dict(read_checkpoint_weights(checkpoint))
+    subject.model.load_state_dict(read_checkpoint(checkpoint)["state_dict"])
     subject.data.prepare_data()
     subject.data.setup("test")
     batch = next(iter(subject.data.test_dataloader() or ()), None)

@@ -12,23 +12,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from gradpolicy.checkpoint_file import (
-    UnreadableError,
-    check_file,
-    check_kind,
-    could_not_save,
-    errors_named,
-    load_file,
-)
-from gradpolicy.distributed.shard_reader import entries
-from gradpolicy.distributed.sharded_checkpoint import (
-    check_manifest,
-    has_key,
-    put_in_place,
-    read_as_one,
-    read_unsharded,
-    saved_shapes,
-)
+from gradpolicy.checkpoint_file import UnreadableError, check_file, could_not_save, errors_named, load_file
 from gradpolicy.errors import PolicyError, shortened
 from gradpolicy.finite import bounds
 from gradpolicy.whole_file import written_whole
@@ -47,6 +31,10 @@ RESUMED = (
     *(("loops", "fit_loop", part) for part in ("state_dict", "epoch_progress", "epoch_loop.batch_progress")),
 )
 CANNOT_RESUME = f"a run cannot be resumed from it; start a new one with its weights by {BY_INITIAL_WEIGHTS}"
+IS_DIRECTORY = (
+    "is a directory, and a checkpoint is a file; python -m torch.distributed.checkpoint.format_utils "
+    "dcp_to_torch DIRECTORY FILE makes one with the weights of a directory of shards"
+)
 
 
 # ---- reading
@@ -59,7 +47,7 @@ def check_checkpoint(path: Path, key: str = KEY) -> frozenset[str]:
     have no checksums, of which a warning is given.
 
     Args:
-        path: A file, or a directory of shards.
+        path: The checkpoint.
         key: The config key that names it, for the message.
 
     Returns:
@@ -69,82 +57,50 @@ def check_checkpoint(path: Path, key: str = KEY) -> frozenset[str]:
         PolicyError: If it is damaged, contains code, or has NaN weights.
     """
     with errors_named(path, key):
-        files = sorted(path.iterdir()) if path.is_dir() else [path]
-        for file in files:
-            check_kind(file, key)
-        status = [file.stat() for file in files]
-        return _check(
-            path.absolute(), tuple((each.st_ino, each.st_size, each.st_mtime_ns) for each in status)
-        )
+        if path.is_dir():
+            raise UnreadableError(IS_DIRECTORY)
+        status = path.stat()
+        return _check(path.absolute(), (status.st_ino, status.st_size, status.st_mtime_ns))
 
 
 @lru_cache
 def _check(path: Path, stamp: object) -> frozenset[str]:
-    """Check a checkpoint. The arguments of the cache include inodes, sizes and times of its files."""
-    has_checksums = check_manifest(path) if path.is_dir() else check_file(path)
-    content = read_unsharded(path) if path.is_dir() else load_file(path, mmap=True)
+    """Check a checkpoint. The arguments of the cache include its inode, size and time."""
+    has_checksums = check_file(path)
+    content = load_file(path, mmap=True)
     _check_paths(content)
     infinite = set()
-    # Tensor by tensor, since all of them may not fit into memory.
-    for key, value in entries(path, f"{WEIGHTS}.") if path.is_dir() else _weights(content).items():
-        name = str(key).removeprefix(f"{WEIGHTS}.")
+    for key, value in _weights(content).items():
         if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()) and value.numel():
             extremes = bounds(value)
             if extremes.isnan().any():
-                raise UnreadableError(f"holds NaN in {name[:120]}: no run can go on from it")
+                raise UnreadableError(f"holds NaN in {str(key)[:120]}: no run can go on from it")
             if extremes.isinf().any():
-                infinite.add(name)
+                infinite.add(str(key))
     # If the checkpoint is refused, no other message is needed.
     if not has_checksums:
         rank_zero_warn(f"{path} was written without checksums: it cannot be told whether it is damaged")
     return frozenset(infinite)
 
 
-def read_checkpoint(path: Path, key: str = KEY) -> Mapping[str, Any]:
-    """Return the content of a checkpoint, with tensors mapped into memory.
-
-    From a directory of shards, only the unsharded part is read. No code in a checkpoint is run.
+def read_checkpoint(
+    path: Path, key: str = KEY, *, map_location: Any = "cpu", mmap: bool = True
+) -> dict[str, Any]:
+    """Return the content of a checkpoint. No code in it is run.
 
     Args:
         path: The checkpoint.
         key: The config key that names it, for the message.
+        map_location: As for ``torch.load``.
+        mmap: Map tensors into memory; not for files that may be overwritten meanwhile.
 
     Raises:
         PolicyError: If it is damaged, contains anything but tensors and plain values, or is not a Lightning
             checkpoint.
     """
-    if not path.is_dir():
-        return load_checkpoint(path, mmap=True, key=key)
     check_checkpoint(path, key)
     with errors_named(path, key):
-        return read_unsharded(path)
-
-
-def read_checkpoint_weights(path: Path, key: str = KEY) -> Mapping[str, Any]:
-    """Return the weights of a checkpoint; arguments and errors are those of :func:`read_checkpoint`."""
-    weights: Mapping[str, Any] = load_checkpoint(path, mmap=True, key=key)[WEIGHTS]
-    return weights
-
-
-def load_checkpoint(
-    path: Path, map_location: Any = "cpu", *, mmap: bool = False, key: str = KEY
-) -> dict[str, Any]:
-    """Return a whole checkpoint, in the form in which one process would have written it.
-
-    Args:
-        path: A file, or a directory of shards.
-        map_location: As for ``torch.load``.
-        mmap: Map tensors into memory; not for files that may be overwritten meanwhile.
-        key: The config key that names it, for the message.
-
-    Raises:
-        PolicyError: As :func:`read_checkpoint`.
-    """
-    check_checkpoint(path, key)
-    with errors_named(path, key):
-        content: Any = (
-            read_as_one(path) if path.is_dir() else load_file(path, map_location=map_location, mmap=mmap)
-        )
+        content: Any = load_file(path, map_location=map_location, mmap=mmap)
         if not isinstance(content, Mapping) or not isinstance(content.get(WEIGHTS), Mapping):
             raise UnreadableError(f"holds no {WEIGHTS!r} with tensors by name: it is no checkpoint of a run")
     # Lightning needs these keys to test a file with weights alone.
@@ -186,8 +142,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
     If the run is killed while saving, or the disk is full, the previous checkpoint is unchanged; in the
     second case the error says so. When a checkpoint is read, its checksum is compared, and no code in it is
-    run. A directory that a sharding strategy wrote loads as if one process had written it. Lightning handles
-    remote paths (``s3://…``), without checksums.
+    run. Lightning handles remote paths (``s3://…``), without checksums.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -218,7 +173,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
         map_location: Any | None = lambda storage, _: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Return a checkpoint; the directory of a sharded one as if one process had written it.
+        """Return a checkpoint.
 
         Args:
             path: The checkpoint.
@@ -233,7 +188,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
             return super().load_checkpoint(path, map_location, weights_only=True)
         if not Path(path).exists():
             raise FileNotFoundError(f"there is no checkpoint {path}")
-        return load_checkpoint(Path(path), map_location)
+        return read_checkpoint(Path(path), map_location=map_location, mmap=False)
 
 
 def write_checkpoint(content: Any, path: Path) -> None:
@@ -246,12 +201,9 @@ def write_checkpoint(content: Any, path: Path) -> None:
     # An incomplete file of a killed process.
     for abandoned in path.parent.glob(".*.part"):
         abandoned.unlink(missing_ok=True)
-    whole = path.with_name(f".{path.name}.whole") if path.is_dir() else path
     try:
-        with written_whole(whole, "w+b") as file:
+        with written_whole(path, "w+b") as file:
             torch.save(content, file)
-        if whole != path:
-            put_in_place(whole, path)
     except (OSError, RuntimeError) as error:
         raise could_not_save(path, error) from error
 
@@ -270,9 +222,7 @@ def check_fits(path: Path, model: nn.Module, key: str = KEY) -> None:
     Raises:
         PolicyError: If it is damaged, or of another model.
     """
-    with errors_named(path, key):
-        saved = saved_shapes(path) if path.is_dir() else _shapes(read_checkpoint(path, key)[WEIGHTS])
-    wanted = _shapes(model.state_dict())
+    saved, wanted = _shapes(read_checkpoint(path, key)[WEIGHTS]), _shapes(model.state_dict())
     lacking, surplus = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
     reshaped = [
         f"{name} is {saved[name]} there and {wanted[name]} here"
@@ -305,9 +255,6 @@ def check_resumable(path: Path) -> None:
         PolicyError: If anything is missing.
     """
     content = read_checkpoint(path)
-    if path.is_dir() and has_key(path, "optimizer_0"):
-        # The states of optimizers are in its shards.
-        content = {"optimizer_states": [], **content}
     lacking = dict.fromkeys(keys[0] for keys in RESUMED if not _holds(content, keys))
     if lacking:
         raise PolicyError(f"{KEY}: {path} holds no {' and no '.join(lacking)}: {CANNOT_RESUME}")

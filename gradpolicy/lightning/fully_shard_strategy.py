@@ -1,28 +1,22 @@
 """FSDP2 for a LightningModule that does not shard itself."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import lightning
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from gradpolicy.distributed import sharded_checkpoint
-from gradpolicy.distributed.shard_reader import load_into
-from gradpolicy.lightning.checkpoints import VERSION, load_checkpoint, read_checkpoint
+from gradpolicy.errors import PolicyError
+from gradpolicy.lightning.checkpoints import read_checkpoint
+from gradpolicy.optim.checkpoint import dense
+from gradpolicy.tensors.sharding import shard_like
 from gradpolicy.where import as_patterns, match_modules
 
 STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -35,19 +29,18 @@ class FullyShardStrategy(ModelParallelStrategy):
     none, this strategy shards the module: the parameters of each submodule that ``modules`` matches are
     gathered and freed together, and all others with the root.
 
-    Checkpoints are directories, which are complete or do not exist. This strategy loads those of any number
-    of ranks, and files of other strategies. Other strategies load the directories through
-    :class:`~gradpolicy.lightning.checkpoints.WholeCheckpointIO`.
+    A checkpoint is one file, as one process would write it: the first rank gathers all tensors in its memory,
+    not its accelerator's. Every strategy loads it, on any number of ranks.
 
     Args:
         modules: Globs or classes of the modules to shard one by one, such as ``"model.layers.*"``; None: the
             members of every ``nn.ModuleList`` and ``nn.Sequential`` that hold parameters.
         reshard_after_forward: Free the gathered parameters after the forward pass and gather them again for
             the backward pass: less memory, 50 % more traffic.
-        **settings: As for ModelParallelStrategy, such as ``save_distributed_checkpoint``.
+        **settings: As for ModelParallelStrategy.
 
     Raises:
-        PolicyError: If a pattern matches nothing.
+        PolicyError: If a pattern matches nothing, or for ``save_distributed_checkpoint=True``.
     """
 
     def __init__(
@@ -57,7 +50,10 @@ class FullyShardStrategy(ModelParallelStrategy):
         reshard_after_forward: bool = True,
         **settings: Any,
     ) -> None:
-        super().__init__(tensor_parallel_size=settings.pop("tensor_parallel_size", 1), **settings)
+        settings = {"tensor_parallel_size": 1, "save_distributed_checkpoint": False, **settings}
+        if settings["save_distributed_checkpoint"]:
+            raise PolicyError("FullyShardStrategy.save_distributed_checkpoint: a checkpoint is one file")
+        super().__init__(**settings)
         self.modules = as_patterns(modules)
         self.reshard_after_forward = reshard_after_forward
 
@@ -88,28 +84,10 @@ class FullyShardStrategy(ModelParallelStrategy):
         finally:
             del module.configure_model
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        """Save the shards of every rank into a directory, which is complete or does not exist.
-
-        Raises:
-            OSError: On every rank, if any of them could not write.
-        """
-        if not self._save_distributed_checkpoint or "://" in str(filepath):
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        states = checkpoint.pop("optimizer_states", [])
-        sharded = {
-            "state_dict": checkpoint.pop("state_dict"),
-            **{f"optimizer_{number}": state for number, state in enumerate(states)},
-        }
-        sharded_checkpoint.save_whole(sharded, checkpoint, Path(self.broadcast(filepath)))
-
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a directory of any number of ranks, or the file of a strategy that does not shard.
+        """Load a checkpoint of any strategy, and of any number of ranks.
 
         Args:
             checkpoint_path: The checkpoint; the path of the first rank is used.
@@ -118,39 +96,38 @@ class FullyShardStrategy(ModelParallelStrategy):
         Raises:
             PolicyError: If it is damaged, has NaN weights, or contains code.
         """
-        path = Path(self.broadcast(checkpoint_path))
         module = self.lightning_module
         assert module is not None
-        if not path.is_file():
-            return self._load_directory(path, strict=module.strict_loading)
-        checkpoint = load_checkpoint(path, mmap=True)
+        checkpoint = read_checkpoint(Path(self.broadcast(checkpoint_path)))
         options = StateDictOptions(full_state_dict=True, strict=module.strict_loading)
         set_model_state_dict(module, checkpoint.pop("state_dict"), options=options)
         for optimizer, state in zip(self.optimizers, checkpoint.pop("optimizer_states", ()), strict=False):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            optimizer.load_state_dict(sharded_checkpoint.cut_as(state, parameters))
+            optimizer.load_state_dict(cut_as(state, parameters))
         return checkpoint
 
-    def _load_directory(self, path: Path, *, strict: bool) -> dict[str, Any]:
-        """Load weights, then optimizers one by one, since an optimizer without a step has no saved state."""
-        model = self.model
-        assert model is not None
-        rest = read_checkpoint(path)
-        weights: dict[str, Any] = {"state_dict": get_model_state_dict(model)}
-        load_into(weights, path)
-        model.load_state_dict(weights["state_dict"], strict=strict)
-        for number, optimizer in enumerate(self.optimizers):
-            if sharded_checkpoint.has_key(path, f"optimizer_{number}.state"):
-                key, options = f"optimizer_{number}", StateDictOptions(cpu_offload=True)
-                state: dict[str, Any] = {key: get_optimizer_state_dict(model, optimizer)}
-                load_into(state, path)
-                set_optimizer_state_dict(model, optimizer, optim_state_dict=state[key], options=options)
-        return {VERSION: lightning.__version__, **rest}
 
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Delete a checkpoint. If the run is killed meanwhile, the rest is not considered complete."""
-        if self.is_global_zero:
-            sharded_checkpoint.remove_whole(Path(filepath))
+def cut_as(state: Mapping[str, Any], parameters: list[Tensor]) -> dict[str, Any]:
+    """Shard an optimizer's state_dict as its parameters are sharded.
+
+    Args:
+        state: The whole state by parameter number, the same on every rank.
+        parameters: The parameters in the order of the optimizer's groups; DTensors or plain.
+
+    Returns:
+        The state in which every tensor of its parameter's shape is sharded as the parameter is.
+    """
+
+    def cut(value: Any, parameter: Tensor) -> Any:
+        matches = isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
+        return shard_like(value, parameter) if matches else value
+
+    state = dense(dict(state))
+    entries = {
+        number: {key: cut(value, parameters[number]) for key, value in entry.items()}
+        for number, entry in state["state"].items()
+    }
+    return {**state, "state": entries}
 
 
 def shard_modules(

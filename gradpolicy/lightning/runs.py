@@ -17,15 +17,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from pydantic import Field
 
 from gradpolicy.checkpoint_file import check_kind
-from gradpolicy.distributed.sharded_checkpoint import (
-    find_whole,
-    is_sharded_checkpoint,
-    is_whole,
-    remove_whole,
-)
 from gradpolicy.errors import PolicyError, brief, nearest
 from gradpolicy.json_file import read_json
-from gradpolicy.lightning.checkpoints import KEY, check_fits, read_checkpoint, read_checkpoint_weights
+from gradpolicy.lightning.checkpoints import IS_DIRECTORY, KEY, WEIGHTS, check_fits, read_checkpoint
 from gradpolicy.whole_file import write_text
 
 RECORD = "run.json"
@@ -110,7 +104,9 @@ def find_checkpoint(
         return _last_of([own] if own is not None and _checkpoints_in(own) else _runs(log_dir, task), log_dir)
     path = Path(ckpt_path).expanduser()
     # Not Path.exists, which raises if a name is too long for the file system.
-    if os.path.isdir(path) and not is_sharded_checkpoint(path):
+    if os.path.isdir(path):
+        if (path / ".metadata").exists():
+            raise PolicyError(f"{KEY}: {path} {IS_DIRECTORY}")
         found, bad = last_checkpoint(path)
         if bad:
             rank_zero_warn(f"{KEY}: passed over: {'; '.join(bad)}")
@@ -163,8 +159,6 @@ def last_checkpoint(directory: Path) -> tuple[Path | None, list[str]]:
     good: list[tuple[bool, int, float, Path]] = []
     for path in _checkpoints_in(directory):
         try:
-            if path.is_dir() and not is_whole(path):
-                raise PolicyError(f"{KEY}: {path} was not finished")
             named_last = path.name.lstrip(".").startswith(LAST)
             good.append((named_last, step_of(path), path.stat().st_mtime, path))
         except PolicyError as error:
@@ -185,7 +179,7 @@ def step_of(checkpoint: Path) -> int:
 def _checkpoints_in(directory: Path) -> list[Path]:
     """Return the checkpoints in a run directory; in another directory, only those near the top."""
     if any((directory / name).exists() for name in (RECORD, "config.yaml")):
-        return sorted({*directory.rglob("*.ckpt"), *find_whole(directory, "*.ckpt")})
+        return sorted(directory.rglob("*.ckpt"))
     near = (directory, *(path for path in directory.glob("*") if os.path.isdir(path)))
     return sorted(path for parent in near for path in parent.glob("*.ckpt"))
 
@@ -198,7 +192,7 @@ def cut_checkpoints(directory: Path, step: int) -> None:
         except PolicyError:
             continue
         if is_later:
-            remove_whole(path)
+            path.unlink()
 
 
 def _near(path: Path) -> str:
@@ -246,8 +240,7 @@ class InitialWeights(Callback):
     later, it uses the weights of its own checkpoint.
 
     Args:
-        path: A checkpoint, as a file or a directory of shards; None starts from the current weights, with a
-            warning.
+        path: A checkpoint; None starts from the current weights, with a warning.
 
     Raises:
         PolicyError: When training is set up, if it does not exist, is damaged, or is of another model.
@@ -264,7 +257,7 @@ class InitialWeights(Callback):
             rank_zero_warn(f"{INITIAL_WEIGHTS} names no checkpoint: training starts from fresh weights")
             return
         path = Path(self.path).expanduser()
-        if not path.is_file() and not is_sharded_checkpoint(path):
+        if not path.is_file():
             raise PolicyError(f"{INITIAL_WEIGHTS}: {path} is not a file")
         check_fits(path, pl_module, INITIAL_WEIGHTS)
-        pl_module.load_state_dict(read_checkpoint_weights(path, INITIAL_WEIGHTS))
+        pl_module.load_state_dict(read_checkpoint(path, INITIAL_WEIGHTS)[WEIGHTS])

@@ -16,11 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing, nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import gradpolicy as gp
@@ -29,7 +26,6 @@ from gradpolicy.distributed.agreement import check_agreement
 from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.distributed.ranks import Ranks
 from gradpolicy.distributed.reducer import ReducerUpdater
-from gradpolicy.distributed.sharded_checkpoint import save_whole
 from gradpolicy.errors import PolicyError
 from gradpolicy.lightning.checkpoints import write_checkpoint
 from gradpolicy.optim import MaskedOptimizer
@@ -79,10 +75,6 @@ def engines() -> list[Row]:
 
 def checkpoints() -> list[Row]:
     """Size and time of checkpoints against those of plain AdamW by ``torch.save``."""
-    return [*_files(), *_on_two_ranks(_directories)]
-
-
-def _files() -> list[Row]:
     plain = _trained(None)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.ckpt"
@@ -114,30 +106,6 @@ def _trained(seeded: bool | None) -> dict[str, Any]:
             optimizer.set_mask(parameter, drawn if seeded else drawn.materialize(shape, parameter.device))
     _stepper(model, optimizer, torch.randn(64, 512))()
     return {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}
-
-
-def _directories() -> list[Row]:
-    """Writing a directory of two ranks completely or not at all, against torch's own function."""
-    mesh = init_device_mesh("cpu", (2,))
-    content = {"weight": distribute_tensor(torch.randn(2_500_000, 4), mesh, [Shard(0)])}
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(folder)
-    path = Path(folder[0]) / "a.ckpt"
-
-    def plainly() -> None:
-        save_shards(content, storage_writer=FileSystemWriter(path.with_name("plain"), overwrite=True))
-        dist.barrier()
-
-    row = paired_ratio(
-        "40 MB on two ranks (FSDP2): whole or not at all / torch.distributed.checkpoint",
-        lambda: save_whole(dict(content), {}, path),
-        plainly,
-        rounds=7,
-    )
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder[0])
-    return [row]
 
 
 def _network(width: int = 512, depth: int = 8) -> nn.Sequential:

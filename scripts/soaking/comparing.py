@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from gradpolicy.distributed.sharded_checkpoint import read_as_one
 from gradpolicy.insight.audit import Audit
 from gradpolicy.insight.record import RECORD
 from gradpolicy.insight.run_files import RESULT, Result
@@ -63,7 +62,7 @@ def differences(first: Any, second: Any, place: str = "") -> list[str]:
 
 
 def _content(checkpoint: Path) -> Any:
-    content = read_as_one(checkpoint) if checkpoint.is_dir() else torch.load(checkpoint, weights_only=True)
+    content = torch.load(checkpoint, weights_only=True)
     # A resumed run starts a new interval, and so counts other ones.
     content.pop(Audit.KEY, None)
     return content

@@ -15,7 +15,6 @@ from PIL import Image
 from gradpolicy import Guided, Scale, Stop, StraightThrough, When
 from gradpolicy.commands import attribute, cli
 from gradpolicy.commands.attribute import make_parser, model_policies, read_options
-from gradpolicy.distributed.sharded_checkpoint import save_whole
 from gradpolicy.tasks import Classifier, DigitsDataModule, QuantizedConvNet
 
 
@@ -194,30 +193,6 @@ def wrong_inputs(run: Path, photographs: Path, tmp_path: Path) -> dict[str, tupl
             "is there already; name a new or an empty directory",
         ),
     }
-
-
-def sharded(run: Path) -> Path:
-    """The run's checkpoint as a directory of shards, with what is plain in a file of its own."""
-    content = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
-    path = run / "checkpoints" / "sharded.ckpt"
-    save_whole({"state_dict": content.pop("state_dict")}, {}, path)
-    return path
-
-
-@pytest.mark.filterwarnings(
-    "ignore:torch.distributed is disabled", "ignore:.*TypedStorage", "ignore:.*be told"
-)
-def test_a_directory_of_shards_is_explained_and_nothing_in_it_is_run(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = sharded(run)
-    arguments = [f"ckpt_path={path}", "count=1", "method=gradient"]
-    assert main([*arguments, f"output={tmp_path}/out"]) == 0
-    (path / ".metadata").write_bytes(b"cos\nmkdir\n(S'" + bytes(tmp_path / "ran") + b"'\ntR.")
-    (path / "whole").unlink()
-    assert main(arguments) == 2
-    assert "is not read: only tensors and plain values are, and it holds os.mkdir" in capsys.readouterr().err
-    assert not (tmp_path / "ran").exists()
 
 
 def stray(run: Path, tmp_path: Path) -> Path:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from gradpolicy import MaskedOptimizer
-from gradpolicy.distributed.sharded_checkpoint import cut_as
+from gradpolicy.lightning.fully_shard_strategy import cut_as
 from gradpolicy.tensors.seeded import RandomMask
 
 STEPS, SAVED_AT = 10, 5

@@ -111,7 +111,7 @@ def test_a_class_of_another_kind_is_refused_with_the_kind_that_is_needed(key: st
         "gradpolicy.launch.app.hydra.utils.get_method",
         "gradpolicy.imports.import_by_name",
         "gradpolicy.imports.limited_to",
-        "gradpolicy.distributed.sharded_checkpoint.remove_whole",
+        "gradpolicy.whole_file.write_text",
     ],
 )
 @pytest.mark.parametrize("key", ["user.part", "callbacks.mine", "model.model"])

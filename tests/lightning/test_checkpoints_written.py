@@ -15,7 +15,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from gradpolicy.distributed.sharded_checkpoint import save_whole
 from gradpolicy.lightning.checkpoints import WholeCheckpointIO, write_checkpoint
 
 MEGABYTE = 2**20
@@ -84,25 +83,35 @@ def test_what_a_killed_save_has_left_is_cleared_away(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["other.ckpt"]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_file_takes_the_place_of_a_directory_of_shards(tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    save_whole({"state_dict": {"weight": torch.zeros(2)}}, {"step": 1}, path)
-    write_checkpoint({"step": 2}, path)
-    assert torch.load(path) == {"step": 2}
-    assert os.listdir(tmp_path) == ["last.ckpt"]
-
-
 class Refuses:
+    def __init__(self, error: Exception, cause: OSError | None = None) -> None:
+        self.error = error
+        self.error.__cause__ = cause
+
     def __reduce__(self) -> tuple:
-        raise RuntimeError("on purpose")
+        raise self.error
 
 
-def test_what_cannot_be_saved_keeps_the_former_checkpoint_and_says_why(tmp_path: Path) -> None:
+FULL = OSError(errno.ENOSPC, "full")
+
+
+@pytest.mark.parametrize(
+    ("content", "number", "said"),
+    [
+        (Refuses(RuntimeError("on purpose\nsecond line")), errno.EIO, "on purpose"),
+        (Refuses(RuntimeError()), errno.EIO, "RuntimeError"),
+        (Refuses(OSError("of no number")), errno.EIO, "of no number"),
+        (Refuses(RuntimeError("torch failed to write"), FULL), errno.ENOSPC, os.strerror(errno.ENOSPC)),
+    ],
+)
+def test_what_cannot_be_saved_keeps_the_former_checkpoint_and_says_why(
+    tmp_path: Path, content: Refuses, number: int, said: str
+) -> None:
     path = tmp_path / "last.ckpt"
     write_checkpoint({"step": 1}, path)
-    with pytest.raises(OSError, match=r"could not save .*: on purpose; the former last.ckpt is whole"):
-        write_checkpoint({"step": Refuses()}, path)
+    with pytest.raises(OSError, match=rf"could not save .*: {said}; the former last.ckpt is whole") as caught:
+        write_checkpoint({"step": content}, path)
+    assert caught.value.errno == number
     assert torch.load(path) == {"step": 1}
     assert os.listdir(tmp_path) == ["last.ckpt"]
 

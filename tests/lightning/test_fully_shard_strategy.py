@@ -7,14 +7,13 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from process_pool import ProcessPool, here
-from runs import STRATEGIES, fit
+from runs import fit
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from gradpolicy import PolicyError
-from gradpolicy.distributed.sharded_checkpoint import is_whole, save_whole
 from gradpolicy.lightning.fully_shard_strategy import FullyShardStrategy, shard_modules
 
 
@@ -59,6 +58,11 @@ def test_a_pattern_that_matches_nothing_is_refused(pair: ProcessPool) -> None:
     assert all("'haed'" in message and "head" in message for message in pair(refused))
 
 
+def test_checkpoints_are_files() -> None:
+    with pytest.raises(PolicyError, match="a checkpoint is one file"):
+        FullyShardStrategy(save_distributed_checkpoint=True)
+
+
 def test_gathered_parameters_are_freed_after_the_forward_pass_unless_asked_otherwise() -> None:
     assert FullyShardStrategy().reshard_after_forward
     assert not FullyShardStrategy(reshard_after_forward=False).reshard_after_forward
@@ -94,11 +98,8 @@ def sharded_runs(folder: str) -> dict[str, Any]:
         "alone": fit("fsdp2", "entries", settings={"callbacks": [ours]}),
         "by itself": fit("fsdp2", "entries", settings={"callbacks": [own]}, prepare=shard_it_oneself),
     }
-    fit("fsdp2", "entries", settings={"max_epochs": 1}, save_to=f"{folder}/shards.ckpt")
-    with pytest.MonkeyPatch.context() as changed:
-        changed.setitem(STRATEGIES, "fsdp2", lambda: FullyShardStrategy(save_distributed_checkpoint=False))
-        fit("fsdp2", "entries", settings={"max_epochs": 1}, save_to=f"{folder}/file.ckpt")
-    for name in ("shards", "file", "one"):
+    fit("fsdp2", "entries", settings={"max_epochs": 1}, save_to=f"{folder}/sharded.ckpt")
+    for name in ("sharded", "one"):
         found[name] = fit("fsdp2", "entries", resume_from=f"{folder}/{name}.ckpt")
     return {**found, "units": (ours.units, own.units), "hooked": ours.hooked}
 
@@ -113,20 +114,7 @@ def test_a_run_goes_on_from_what_it_or_one_process_has_saved(pair: ProcessPool, 
         assert own == ["", "head"]
         assert not found["hooked"]
         alone = found["alone"]
-        for name in ("by itself", "shards", "file", "one"):
+        for name in ("by itself", "sharded", "one"):
             torch.testing.assert_close(found[name]["weights"], alone["weights"])
             for kind in ("masks", "ages"):
                 assert all(torch.equal(found[name][kind][key], alone[kind][key]) for key in alone[kind])
-    assert is_whole(tmp_path / "shards.ckpt")
-    assert (tmp_path / "file.ckpt").is_file()
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_first_rank_deletes_a_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
-    save_whole({"state_dict": {"weight": torch.zeros(2)}}, {}, tmp_path / "a.ckpt")
-    monkeypatch.setattr(FullyShardStrategy, "is_global_zero", rank == 0)
-    FullyShardStrategy().remove_checkpoint(tmp_path / "a.ckpt")
-    assert (tmp_path / "a.ckpt").exists() is (rank == 1)

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from gradpolicy.distributed.sharded_checkpoint import MARKER, save_whole
 from gradpolicy.errors import PolicyError
+from gradpolicy.lightning.checkpoints import read_checkpoint
 from gradpolicy.lightning.runs import (
     RECORD,
     InitialWeights,
@@ -151,13 +153,15 @@ def test_the_root_of_the_disk_is_not_searched(monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_directory_of_shards_that_was_not_finished_is_passed_over(tmp_path: Path) -> None:
-    good = save(tmp_path / "a.ckpt")
-    save_whole({"state_dict": nn.Linear(1, 1).state_dict()}, {"global_step": 3}, tmp_path / "last.ckpt")
-    assert find_checkpoint(str(tmp_path), tmp_path) == tmp_path / "last.ckpt"
-    (tmp_path / "last.ckpt" / MARKER).unlink()
-    with pytest.warns(UserWarning, match=r"passed over: .*last\.ckpt was not finished$"):
+def test_a_directory_of_shards_is_refused_or_passed_over(tmp_path: Path) -> None:
+    good, shards = save(tmp_path / "a.ckpt"), tmp_path / "last.ckpt"
+    dcp.save({"state_dict": nn.Linear(1, 1).state_dict()}, checkpoint_id=shards, no_dist=True)
+    with pytest.raises(PolicyError, match=r"last\.ckpt is a directory, .* dcp_to_torch DIRECTORY FILE"):
+        find_checkpoint(str(shards), tmp_path)
+    with pytest.warns(UserWarning, match=r"passed over: .*last\.ckpt is a directory"):
         assert find_checkpoint(str(tmp_path), tmp_path) == good
+    dcp_to_torch_save(shards, tmp_path / "file.ckpt")
+    assert read_checkpoint(tmp_path / "file.ckpt")["state_dict"].keys() == {"weight", "bias"}
 
 
 @pytest.mark.parametrize("asked", ["a" * 5000, "a/" * 2500])
@@ -197,11 +201,9 @@ def test_a_pipe_or_device_is_refused_or_passed_over(tmp_path: Path) -> None:
         assert find_checkpoint(str(tmp_path), tmp_path) == good
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_checkpoints_after_a_step_are_cut_and_damaged_ones_left(tmp_path: Path) -> None:
     kept = [save(tmp_path / "a.ckpt", step=3), cut(save(tmp_path / "b.ckpt", step=9))]
     save(tmp_path / "checkpoints/c.ckpt", step=4)
-    save_whole({"state_dict": nn.Linear(1, 1).state_dict()}, {"global_step": 9}, tmp_path / "d.ckpt")
     cut_checkpoints(tmp_path, 3)
     assert sorted(tmp_path.rglob("*.ckpt")) == kept
 
