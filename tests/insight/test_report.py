@@ -123,7 +123,7 @@ FAULT = {"tensor": "x", "what": "weight", "policy": "half", "count": 7, "step": 
             },
             "bad",
         ),
-        ({"intervals": 0, "stopped_branches": {}}, ""),
+        ({"intervals": 0}, ""),
     ],
     ids=["a difference", "nothing checked"],
 )

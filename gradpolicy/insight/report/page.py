@@ -53,9 +53,7 @@ def render(runs: Sequence[Run]) -> str:
 
 def detail(run: Run) -> dict[str, Any]:
     """Return the variables of the template for one run."""
-    stopped = run.audit.get("stopped_branches", {})
-    faults = run.audit.get("changed", 0) + stopped.get("nonzero", 0)
-    checked = run.audit.get("intervals", 0) + stopped.get("checked", 0)
+    checked = run.audit.get("intervals", 0)
     return {
         "run": run,
         "changed": config_differences([run.defaults, run.config])[:ROWS]
@@ -69,7 +67,7 @@ def detail(run: Run) -> dict[str, Any]:
         "flow": figures.flow(run),
         "memory": figures.memory(run),
         "checked": checked,
-        "verdict": "bad" if faults else "good" if checked else "",
+        "verdict": "bad" if run.audit.get("changed", 0) else "good" if checked else "",
         "pictures": {title: inlined(path) for title, path in run.pictures.items()},
         "missing": run.missing,
     }
