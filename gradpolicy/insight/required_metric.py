@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from gradpolicy.errors import PolicyError, nearest
 
 # Tests and callbacks may log these later than in the first epoch.
-LATER = ("test/", "policy/", "cost/", "curvature/")
+LATER = ("test/", "policy/", "cost/")
 
 
 class RequiredMetric(Callback):
