@@ -149,15 +149,6 @@ def test_only_the_projects_own_program_reads_its_list_of_packages(
     assert "spirals_demo" not in sys.modules
 
 
-def test_a_project_may_search_the_shipped_configs_and_no_other_package(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = project / "conf" / "train.yaml"
-    config.write_text(config.read_text().replace("pkg://gradpolicy.conf", "pkg://stranger.conf"))
-    assert main(["plan"], project / "conf") == 2
-    assert "hydra.searchpath: 'pkg://stranger.conf' is not allowed" in capsys.readouterr().err
-
-
 def test_the_help_of_a_project_lists_the_packages_groups_beside_its_own(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
