@@ -44,7 +44,7 @@ def claimed_directory(node: DictConfig, key: str) -> Iterator[Path]:
     """
     wanted = Path(node.dir).absolute()
     check_writable(wanted, f"{key} (below paths.log_dir)" if "paths.log_dir" in _template(node) else key)
-    may_hold_run = under_srun() or under_torchrun() or is_fixed(node) or not is_first_rank()
+    may_hold_run = under_srun() or under_torchrun() or is_fixed(node)
     with locked(wanted, key):
         if not (may_hold_run or is_unused(wanted)):
             raise PolicyError(
