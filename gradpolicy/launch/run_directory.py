@@ -43,7 +43,7 @@ def claimed_directory(node: DictConfig, key: str) -> Iterator[Path]:
             the time and holds another run.
     """
     wanted = Path(node.dir).absolute()
-    check_writable(wanted, f"{key} (below paths.log_dir)" if "paths.log_dir" in _template(node) else key)
+    key = f"{key} (below paths.log_dir)" if "paths.log_dir" in _template(node) else key
     may_hold_run = under_srun() or under_torchrun() or is_fixed(node)
     with locked(wanted, key):
         if not (may_hold_run or is_unused(wanted)):
