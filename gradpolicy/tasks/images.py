@@ -26,8 +26,11 @@ def images_of(batch: Any, owner: str) -> tuple[Tensor, Tensor | None]:
     """
     parts = batch if isinstance(batch, list | tuple) else [batch]
     images = parts[0] if parts else None
-    are_images = isinstance(images, Tensor) and images.dim() == 4 and images.shape[1] in MODES
-    if not are_images or not images.is_floating_point():
+    if (
+        not (isinstance(images, Tensor) and images.is_floating_point())
+        or images.dim() != 4
+        or images.shape[1] not in MODES
+    ):
         given = type(images).__name__
         if isinstance(images, Tensor):
             given = (
