@@ -216,11 +216,7 @@ class TrainingPolicies:
 
     def _check_installed(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         flow = {row.name for row in self.installed.report().rows} if self.installed else set()
-        others = (
-            {*self.freezer.policies, *self.freezer.rates, *self.freezer.forward.policies}
-            if self.freezer
-            else set()
-        )
+        others = self.freezer.all_policies if self.freezer else set()
         missing = set(self.policies) - flow - others
         if missing:
             raise PolicyError(f"declared but not installed: policy {', '.join(sorted(missing))}")

@@ -1,72 +1,37 @@
 """Masked weights in the forward pass, with dense gradients."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gradpolicy.errors import under
-from gradpolicy.freezing.bound_policy import BoundPolicy
-from gradpolicy.policies import ForwardMask
-from gradpolicy.tensors.mask import Mask, as_tensor, intersect, same_mask
+from gradpolicy.tensors.mask import Mask, as_tensor, same_mask
 from gradpolicy.tensors.sharding import full_tensor, local_shard, shard_like
-from gradpolicy.where import pick
 
 
 class ForwardMasks:
-    """Applies policies that mask weights in the forward pass.
+    """Parameters that have masked values between updates.
 
-    Between updates a parameter has its masked values, for tied weights, functions of the weights, evaluation,
-    state_dicts and exports alike. The gradient is that of the masked weights, and is dense. The whole weights
-    are restored during updates, and while mask sources read them.
+    So tied weights, functions of the weights, evaluation, state_dicts and exports see these. The gradient is
+    that of the masked weights, and is dense. The whole weights are restored during updates, and while mask
+    sources read them.
 
     Args:
-        model: The model.
-        policies: The policies by name.
-        named: The model's parameters by name.
-        seed: The seed of mask sources without their own seed.
+        parameters: The parameters by name.
 
     Attributes:
-        parameters: The parameters that match any policy, by name.
+        parameters: As given.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        policies: Mapping[str, ForwardMask],
-        named: Mapping[str, nn.Parameter],
-        seed: int,
-    ) -> None:
-        self._policies: dict[str, BoundPolicy[ForwardMask]] = {}
-        for name, policy in policies.items():
-            with under(f"policy.{name}.params"):
-                matched: dict[str, Tensor] = dict(pick(named, policy.params))
-            with under(f"policy.{name}"):
-                policy.mask.model = model
-                policy.mask.setup(matched, seed=seed)
-            self._policies[name] = BoundPolicy(name, policy, matched)
-        self.parameters = {name: p for each in self._policies.values() for name, p in each.parameters.items()}
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self.parameters = dict(parameters)
         self._masks: dict[str, Mask] = {}
         # The whole weights and the masks of masked parameters, or of this process's shards of them.
         self._whole: dict[str, Tensor] = {}
         self._active: dict[str, Tensor] = {}
         self._loaded: dict[str, Tensor] = {}
         self._shown: set[str] = set()
-
-    @property
-    def policies(self) -> list[str]:
-        """The names of the policies."""
-        return list(self._policies)
-
-    def gradient_names(self, step: int, epoch: int) -> set[str]:
-        """Return the names of parameters whose whole gradients are needed, by sources or for the decay."""
-        names: set[str] = set()
-        for each in self._policies.values():
-            names |= each.gradient_names(step, epoch)
-            names |= set(each.parameters) if self._decay(each) else set()
-        return names
 
     @contextmanager
     def whole(self, parameters: Collection[Tensor] | None = None) -> Iterator[None]:
@@ -90,100 +55,12 @@ class ForwardMasks:
                 self._mask(name)
             self._shown -= set(names)
 
-    def begin_step(
-        self, step: int, epoch: int, phase: str, before: Callable[[Collection[str]], None]
-    ) -> set[str]:
-        """Mask the weights for the forward passes of an effective step.
+    def unset(self) -> set[str]:
+        """Return the names of parameters without a mask yet, or since a state was loaded."""
+        return self.parameters.keys() - self._masks.keys()
 
-        Args:
-            step: The number of effective optimizer steps so far.
-            epoch: The number of completed epochs.
-            phase: The current phase.
-            before: A function that is called with the names of parameters whose masked values are about to
-                change.
-
-        Returns:
-            These names.
-        """
-        for name, value in self._loaded.items():
-            self._own(name).copy_(local_shard(shard_like(value, self.parameters[name])))
-        self._loaded = {}
-        bound = self._policies.values()
-        updates = {each.name: each.update(step, epoch, phase, self.whole) for each in bound}
-        changed = set().union(*updates.values()) | (self.parameters.keys() - self._masks.keys())
-        for each in bound:
-            each.source.gathers = bool(each.gradient_names(step, epoch))
-        if changed:
-            before(changed)
-            with self.whole():
-                for each in bound:
-                    if each.in_effect and updates[each.name]:
-                        each.source.apply()
-        for name in changed:
-            self._set(name, self._combined(name))
-        return changed
-
-    def observe(self, held: Collection[Tensor], optimizer: int, now: tuple[int, int]) -> None:
-        """Pass the gradients of an optimizer's parameters to the sources."""
-        for each in self._policies.values():
-            wanted = each.gradient_names(*now)
-            gradients = {
-                name: p.grad.detach()
-                for name, p in each.parameters.items()
-                if name in wanted and p in held and p.grad is not None
-            }
-            if gradients:
-                each.show(gradients, optimizer)
-
-    def decay(self, held: Collection[Tensor]) -> None:
-        """Add the decay of masked entries to their gradients."""
-        for each in self._policies.values():
-            for name, parameter in each.parameters.items() if self._decay(each) else ():
-                if name in self._whole and parameter in held and parameter.grad is not None:
-                    hidden = self._whole[name].masked_fill(self._active[name], 0.0)
-                    local_shard(parameter.grad).add_(hidden, alpha=self._decay(each))
-
-    def release(self) -> None:
-        """Remove the policies. The parameters keep their masked values."""
-        for each in self._policies.values():
-            each.source.release()
-            each.source.model = None
-        for name in list(self._whole):
-            self._forget(name)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the sources, and the whole weights of masked parameters."""
-        with self.whole():
-            whole = {name: full_tensor(self.parameters[name].detach()).clone() for name in self._whole}
-        states = {name: each.mask_state() for name, each in self._policies.items()}
-        return {
-            "sources": {name: each.source.state_dict() for name, each in self._policies.items()},
-            "masks": {name: state for name, state in states.items() if state is not None},
-            "whole": whole,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of :meth:`state_dict`. The weights are set at the next step."""
-        for name, each in self._policies.items():
-            if name in state.get("sources", {}):
-                each.source.load_state_dict(state["sources"][name])
-                each.load_mask_state(state["masks"].get(name))
-        whole = state.get("whole", {})
-        self._loaded = {name: value for name, value in whole.items() if name in self.parameters}
-        for name in list(self._masks):
-            self._forget(name)
-
-    # ---- one parameter
-
-    def _combined(self, name: str) -> Mask:
-        parameter = self.parameters[name]
-        combined: Mask = True
-        for each in self._policies.values():
-            if each.in_effect and name in each.parameters:
-                combined = intersect(combined, each.masks[name], parameter.shape, parameter.device)
-        return combined
-
-    def _set(self, name: str, mask: Mask) -> None:
+    def set(self, name: str, mask: Mask) -> None:
+        """Mask the values of a parameter."""
         if same_mask(self._masks.get(name), mask):
             return
         if name in self._whole:
@@ -196,6 +73,34 @@ class ForwardMasks:
             self._active[name] = local_shard(shard_like(flags.contiguous(), parameter))
             self._whole[name] = torch.empty_like(self._own(name))
             self._mask(name)
+
+    def decay(self, name: str, factor: float) -> None:
+        """Add the decay of the masked entries of a parameter to its gradient."""
+        gradient = self.parameters[name].grad
+        if name in self._whole and gradient is not None:
+            hidden = self._whole[name].masked_fill(self._active[name], 0.0)
+            local_shard(gradient).add_(hidden, alpha=factor)
+
+    def release(self) -> None:
+        """Stop masking. The parameters keep their masked values."""
+        for name in list(self._masks):
+            self._forget(name)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the whole weights of masked parameters."""
+        with self.whole():
+            return {name: full_tensor(self.parameters[name].detach()).clone() for name in self._whole}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load the result of :meth:`state_dict`, for :meth:`restore_loaded`."""
+        self._loaded = {name: value for name, value in state.items() if name in self.parameters}
+        self.release()
+
+    def restore_loaded(self) -> None:
+        """Set the weights that were loaded."""
+        for name, value in self._loaded.items():
+            self._own(name).copy_(local_shard(shard_like(value, self.parameters[name])))
+        self._loaded = {}
 
     def _own(self, name: str) -> Tensor:
         return local_shard(self.parameters[name].detach())
@@ -212,10 +117,5 @@ class ForwardMasks:
         torch.where(self._active[name], own, own.new_zeros(()), out=own)
 
     def _forget(self, name: str) -> None:
-        self._masks.pop(name, None)
-        self._whole.pop(name, None)
-        self._active.pop(name, None)
-
-    @staticmethod
-    def _decay(each: BoundPolicy[ForwardMask]) -> float:
-        return each.policy.decay if each.in_effect else 0.0
+        for each in (self._masks, self._whole, self._active):
+            each.pop(name, None)

@@ -1,6 +1,6 @@
 """The ``Freezer``, which sets masks and settings in the optimizers at each step."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, shortened, under, warn_user
-from gradpolicy.freezing.bound_policy import BoundPolicy
+from gradpolicy.freezing.bound_policy import BoundPolicy, Kind
 from gradpolicy.freezing.diagnostics import MissingGradients
 from gradpolicy.freezing.forward_masks import ForwardMasks
 from gradpolicy.freezing.requires_grad import RequiresGrad, is_turned_off
@@ -98,8 +98,12 @@ class Freezer:
         self._find_parameters()
         forward = forward or {}
         _check_sources({**policies, **forward})
-        self.forward = ForwardMasks(model, forward, self._named, seed)
+        self._forward = {name: self._bind(name, policy) for name, policy in forward.items()}
         self._policies = {name: self._bind(name, policy) for name, policy in policies.items()}
+        self._bound: dict[str, BoundPolicy[Any]] = {**self._forward, **self._policies}
+        self.forward = ForwardMasks(
+            {name: p for each in self._forward.values() for name, p in each.parameters.items()}
+        )
         self.rates = dict(rates or {})
         self._index()
         self._show_whole()
@@ -121,20 +125,26 @@ class Freezer:
     def _holders(self, parameter: Tensor) -> list[MaskedOptimizer]:
         return [optimizer for optimizer, held in self._held.items() if parameter in held]
 
-    def _bind(self, name: str, policy: Freeze) -> BoundPolicy[Freeze]:
+    def _bind(self, name: str, policy: Kind) -> BoundPolicy[Kind]:
         """Find a policy's parameters, and set up its source."""
         with under(f"policy.{name}.params"):
-            matched = pick(self._named, policy.params)
+            parameters: dict[str, Tensor] = dict(pick(self._named, policy.params))
         with under(f"policy.{name}"):
-            parameters: dict[str, Tensor] = {key: p for key, p in matched.items() if self._holders(p)}
-            if not parameters:
-                raise PolicyError(f"no optimizer holds what it matches: {shortened(list(matched), most=5)}")
+            if isinstance(policy, Freeze):
+                parameters = self._optimized_of(parameters)
             policy.mask.model = self._model
             policy.mask.setup(parameters, seed=self._seed)
             holders = {each for p in parameters.values() for each in self._holders(p)}
             known = {key for each in holders for group in each.param_groups for key in group}
             check_settings(policy.mask.setting_names, known)
         return BoundPolicy(name, policy, parameters)
+
+    def _optimized_of(self, matched: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the parameters that an optimizer holds."""
+        parameters = {key: p for key, p in matched.items() if self._holders(p)}
+        if not parameters:
+            raise PolicyError(f"no optimizer holds what it matches: {shortened(list(matched), most=5)}")
+        return parameters
 
     def _index(self) -> None:
         """Update the attributes that depend on the bound policies."""
@@ -167,8 +177,7 @@ class Freezer:
         """Return the settings of each parameter that a policy matches."""
         with under(f"policy.{name}.params"):
             matched = policy.settings_of(self._named)
-            if not any(self._holders(self._named[key]) for key in matched):
-                raise PolicyError(f"no optimizer holds what it matches: {shortened(list(matched), most=5)}")
+            self._optimized_of({key: self._named[key] for key in matched})
         return matched
 
     def take_optimizers(self, optimizers: Sequence[MaskedOptimizer]) -> None:
@@ -210,7 +219,7 @@ class Freezer:
                     "all parameters from the start, or take these out of params"
                 )
             if joined:
-                self._policies[name] = self._bind(name, each.policy)
+                self._policies[name] = self._bound[name] = self._bind(name, each.policy)
         self._index()
 
     # ---- an effective step
@@ -229,11 +238,11 @@ class Freezer:
         self._bind_joined()
         self._step, self._now = step, (step, epoch)
         bound = self._policies.values()
-        masked = self.forward.begin_step(step, epoch, phase, self._before_masks) & self.parameters.keys()
+        masked = self._mask_weights(phase) & self.parameters.keys()
         changes = {each.name: each.update(step, epoch, phase, self.forward.whole) for each in bound}
         changed = set().union(*changes.values()) if self._combined else set(self.parameters)
-        for each in bound:
-            each.source.gathers = bool(each.gradient_names(step, epoch))
+        for one in self._bound.values():
+            one.source.gathers = bool(one.gradient_names(step, epoch))
         resetting = [each for each in bound if each.in_effect and each.source.resets_state]
         reset = set().union(*(each.parameters for each in resetting))
         concerned = changed | reset
@@ -263,9 +272,10 @@ class Freezer:
         own = self._own[optimizer]
         if self.wanted_gradients() and _has_finite_gradients(optimizer):
             with self.forward.whole():
-                self._show_gradients(own, optimizer)
-                self.forward.observe(self._held[optimizer], id(optimizer), self._now)
-        self.forward.decay(self._held[optimizer])
+                self._show_gradients(optimizer)
+        for name, decay in self._decays():
+            if self.forward.parameters[name] in self._held[optimizer]:
+                self.forward.decay(name, decay)
         self._warn_of_missing(self._missing.update(own))
         for name, scale in self.gradient_scales().items() if self.scales_gradients else ():
             if name in own and (gradient := own[name].grad) is not None:
@@ -296,12 +306,16 @@ class Freezer:
 
     def gradient_scales(self) -> dict[str, float]:
         """Return the factors of gradients in the current step, by parameter name."""
-        return self._scales("gradient_scale")
+        scales: dict[str, float] = {}
+        for each in self._policies.values():
+            for name, scale in each.source.gradient_scale(*self._now).items() if each.in_effect else ():
+                scales[name] = scales.get(name, 1.0) * scale
+        return scales
 
     def wanted_gradients(self) -> set[str]:
         """Return the names of parameters whose whole gradients mask sources need in the current step."""
-        wanted = self.forward.gradient_names(*self._now)
-        return wanted.union(*(each.gradient_names(*self._now) for each in self._policies.values()))
+        wanted = {name for name, _ in self._decays()}
+        return wanted.union(*(each.gradient_names(*self._now) for each in self._bound.values()))
 
     def set_anew(self) -> None:
         """Set all masks again at the next step."""
@@ -324,7 +338,7 @@ class Freezer:
         if self._settings_at is not None:
             self._settings_at = None
             self._give_settings({})
-        for each in self._policies.values():
+        for each in self._bound.values():
             each.source.release()
             each.source.model = None
         self.forward.release()
@@ -338,6 +352,11 @@ class Freezer:
     def policies(self) -> list[str]:
         """The names of the freeze policies."""
         return list(self._policies)
+
+    @property
+    def all_policies(self) -> set[str]:
+        """The names of all policies."""
+        return {*self._bound, *self.rates}
 
     @property
     def held(self) -> dict[str, Tensor]:
@@ -364,13 +383,13 @@ class Freezer:
 
         The combined masks and the ages are in the optimizer's own state_dict.
         """
-        masks = {name: each.mask_state() for name, each in self._policies.items()}
+        masks = {name: each.mask_state() for name, each in self._bound.items()}
         return {
-            "sources": {name: each.source.state_dict() for name, each in self._policies.items()},
+            "sources": {name: each.source.state_dict() for name, each in self._bound.items()},
             "masks": {name: state for name, state in masks.items() if state is not None},
-            "identities": {name: each.identity() for name, each in self._policies.items()},
+            "identities": {name: each.identity() for name, each in self._bound.items()},
             "parameters": list(self.parameters),
-            "forward": self.forward.state_dict(),
+            "whole": self.forward.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -382,7 +401,7 @@ class Freezer:
         """
         self._bind_joined()
         saved, masks, identities = (state.get(key, {}) for key in ("sources", "masks", "identities"))
-        for name, each in self._policies.items():
+        for name, each in self._bound.items():
             own = each.identity()
             known = name in saved
             if known and identities.get(name, own) != own:
@@ -394,7 +413,7 @@ class Freezer:
             if known:
                 each.source.load_state_dict(saved[name])
             each.load_mask_state(masks.get(name) if known else None)
-        self.forward.load_state_dict(state.get("forward", {}))
+        self.forward.load_state_dict(state.get("whole", {}))
         released = set(state.get("parameters", ())) - set(self.parameters)
         self._set({p: True for name, p in self._named.items() if name in released})
         self.set_anew()
@@ -432,16 +451,44 @@ class Freezer:
         for optimizer in self.optimizers:
             optimizer.set_settings({self._named[name]: own for name, own in settings.items()})
 
+    def _mask_weights(self, phase: str) -> set[str]:
+        """Mask weights for the forward passes of a step; return the names of those that have changed."""
+        self.forward.restore_loaded()
+        bound = self._forward.values()
+        changes = {each.name: each.update(*self._now, phase, self.forward.whole) for each in bound}
+        changed = self.forward.unset().union(*changes.values())
+        if changed:
+            self._before_masks(changed)
+            with self.forward.whole():
+                for each in bound:
+                    if each.in_effect and changes[each.name]:
+                        each.source.apply()
+        for name in changed:
+            self.forward.set(name, self._intersection(name, bound))
+        return changed
+
+    def _decays(self) -> Iterator[tuple[str, float]]:
+        """Yield the name of each parameter whose masked entries decay, with the factor."""
+        for each in self._forward.values():
+            if each.in_effect and each.policy.decay:
+                yield from ((name, each.policy.decay) for name in each.parameters)
+
+    def _intersection(self, name: str, policies: Iterable[BoundPolicy[Any]]) -> Mask:
+        """Return the intersection of the masks of those policies that are in effect."""
+        parameter = self._named[name]
+        combined: Mask = True
+        for each in policies:
+            if each.in_effect and name in each.parameters:
+                combined = intersect(combined, each.masks[name], parameter.shape, parameter.device)
+        return combined
+
     def _update_masks(self, names: Collection[str]) -> None:
         """Set the intersections of masks that have changed, with one call for all of the same options."""
         new: dict[tuple[str, str], dict[Tensor, Mask]] = {}
         for name, parameter in self.parameters.items():
             if name not in names:
                 continue
-            combined: Mask = True
-            for each in self._policies_of[name]:
-                if each.in_effect:
-                    combined = intersect(combined, each.masks[name], parameter.shape, parameter.device)
+            combined = self._intersection(name, self._policies_of[name])
             if not same_mask(self._combined.get(name), combined):
                 self._combined[name] = combined
                 policy = self._policies_of[name][0].policy
@@ -473,7 +520,7 @@ class Freezer:
 
     def _show_whole(self) -> None:
         """Let the optimizers update the whole weights of parameters that are masked in the forward pass."""
-        for optimizer, held in self._held.items() if self.forward.policies else ():
+        for optimizer, held in self._held.items() if self._forward else ():
             optimizer.whole_weights = partial(self.forward.whole, held)
 
     def _toggle(self, changed: bool) -> None:
@@ -524,26 +571,18 @@ class Freezer:
             for line in self._missing.lines(names, policy_of):
                 warn_user(line)
 
-    def _show_gradients(self, own: Mapping[str, Tensor], optimizer: MaskedOptimizer) -> None:
-        for each in self._policies.values():
+    def _show_gradients(self, optimizer: MaskedOptimizer) -> None:
+        held = self._held[optimizer]
+        for each in self._bound.values():
             wanted = each.gradient_names(*self._now)
             # In the order of the parameters, which is the same on all processes.
             gradients = {
                 name: parameter.grad.detach()
                 for name, parameter in each.parameters.items()
-                if name in wanted and name in own and parameter.grad is not None
+                if name in wanted and parameter in held and parameter.grad is not None
             }
             if gradients:
                 each.show(gradients, id(optimizer))
-
-    def _scales(self, method: str) -> dict[str, float]:
-        """Return the product of the factors of the policies in effect."""
-        scales: dict[str, float] = {}
-        for each in self._policies.values():
-            if each.in_effect:
-                for name, scale in getattr(each.source, method)(*self._now).items():
-                    scales[name] = scales.get(name, 1.0) * scale
-        return scales
 
 
 def check_same_options(name: str, policies: Mapping[str, Freeze]) -> None:
