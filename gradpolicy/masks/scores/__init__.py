@@ -1,16 +1,16 @@
-"""The scores of :class:`~gradpolicy.masks.TopK`, one per file."""
+"""The scores of :class:`~gradpolicy.masks.TopK`."""
 
-from gradpolicy.masks.scores.fisher import Fisher as Fisher
-from gradpolicy.masks.scores.fisher import FisherBySample as FisherBySample
-from gradpolicy.masks.scores.gradient import Gradient as Gradient
+from gradpolicy.masks.scores.formulas import SNIP as SNIP
+from gradpolicy.masks.scores.formulas import Change as Change
+from gradpolicy.masks.scores.formulas import Fisher as Fisher
+from gradpolicy.masks.scores.formulas import FisherBySample as FisherBySample
+from gradpolicy.masks.scores.formulas import Gradient as Gradient
+from gradpolicy.masks.scores.formulas import Magnitude as Magnitude
+from gradpolicy.masks.scores.formulas import Movement as Movement
+from gradpolicy.masks.scores.formulas import SalUn as SalUn
+from gradpolicy.masks.scores.formulas import Wanda as Wanda
 from gradpolicy.masks.scores.lift import LIFT as LIFT
-from gradpolicy.masks.scores.magnitude import Magnitude as Magnitude
-from gradpolicy.masks.scores.movement import Movement as Movement
-from gradpolicy.masks.scores.salun import SalUn as SalUn
 from gradpolicy.masks.scores.score import Score as Score
-from gradpolicy.masks.scores.snip import SNIP as SNIP
-from gradpolicy.masks.scores.wanda import Wanda as Wanda
-from gradpolicy.masks.scores.weight_change import Change as Change
 
 SCORES: dict[str, type[Score]] = {
     "gradient": Gradient,
