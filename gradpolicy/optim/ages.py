@@ -120,9 +120,9 @@ class Ages(NamedTuple):
         if self.index is None or self.block == block:
             return self.index
         flags = (self.of_all_blocks() > 0).repeat_interleave(self.block // block)
-        return _index_of(flags)
+        return pack(flags)
 
-    def turned(self, flags: Tensor, block: int, active: int, *, forget: bool, pack: bool) -> Ages:
+    def turned(self, flags: Tensor, block: int, active: int, *, forget: bool, packs: bool) -> Ages:
         """Return the ages under another mask, in the smaller of both block sizes, in the same memory.
 
         Args:
@@ -130,12 +130,12 @@ class Ages(NamedTuple):
             block: Entries in a block of the mask.
             active: Number of active entries.
             forget: True if frozen entries get age 0.
-            pack: True if only active blocks keep their ages.
+            packs: True if only active blocks keep their ages.
         """
         fine = min(block, self.block)
         kernels = select(self.signed.device, self.signed.dtype)
-        if pack and self.index is not None and block == self.block:
-            index = _index_of(flags)
+        if packs and self.index is not None and block == self.block:
+            index = pack(flags)
             signed = self.repacked(self.of_active_blocks(), self.index, index, block, 1, 1)
             return Ages(signed, block, self.entries, active, self.oldest, 0, index)
         signed = self.of_all_blocks()
@@ -147,18 +147,14 @@ class Ages(NamedTuple):
         if block == self.entries and signed.numel() > 1 and bool((signed == signed[:1]).all()):
             signed, fine = signed[:1].clone(), block
         ages = Ages(signed, fine, self.entries, active, self.oldest)
-        return ages.packed() if pack else ages
+        return ages.packed() if packs else ages
 
     def packed(self) -> Ages:
         """Return the ages with those of active blocks only, from those of all blocks."""
-        index = _index_of(self.signed > 0)
+        index = pack(self.signed > 0)
         signed = self.repacked(self.signed, None, index, self.block, 1, 0)
         return self._replace(signed=signed, index=index)
 
 
 def _dtype_for(age: int) -> torch.dtype:
     return NARROW if age < LAST_NARROW else WIDE
-
-
-def _index_of(flags: Tensor) -> Tensor:
-    return pack(flags, select(flags.device).pack_bits)

@@ -20,7 +20,7 @@ from gradpolicy.optim.layout import fitting_mask
 from gradpolicy.optim.masked_parameter import MaskedParameter, Mode, Options
 from gradpolicy.optim.other_optimizers import is_torchs_own
 from gradpolicy.optim.own_settings import applied, as_settings, check_settings, places_of, with_settings
-from gradpolicy.optim.stand_ins import in_parts
+from gradpolicy.optim.submatrix import in_parts
 from gradpolicy.optim.update_rules import Group, UpdateRule
 from gradpolicy.optim.update_rules.schedule_free import ScheduleFreeSGD
 from gradpolicy.optim.update_rules.sgd import begin_momenta
@@ -134,7 +134,6 @@ class MaskedOptimizer(torch.optim.Optimizer):
         self.whole_weights: Callable[[], AbstractContextManager[None]] = nullcontext
         guard = self.inner.register_step_pre_hook(partial(_refuse_to_pass_masks, weakref.ref(self)))
         weakref.finalize(self, guard.remove)
-        self._guard = guard.id
         # The numbers of the rule by age, for the settings that they follow from.
         self._tables: dict[tuple[object, ...], tuple[Tensor, bool]] = {}
         self._closure_needed = self._wrapped.needs_closure
@@ -455,11 +454,9 @@ class MaskedOptimizer(torch.optim.Optimizer):
             state_probe.probe(self._wrapped, self._masked.values())
             self._only_probed = True
             return None
-        result = None
-        if closure is not None or work.own_gradients or self._steps_without_gradients():
-            stepped = self._masked.values() if self._closure_needed else work.by_optimizer
-            with _hidden_gradients(work.hidden), self._scaling(), in_parts(self._wrapped, work.by_part):
-                result = self._step_inner([masked for masked in stepped if not masked.is_full], closure)
+        stepped = self._masked.values() if self._closure_needed else work.by_optimizer
+        with _hidden_gradients(work.hidden), self._scaling(), in_parts(self._wrapped, work.by_part):
+            result = self._step_inner([masked for masked in stepped if not masked.is_full], closure)
         for masked in (*work.by_optimizer, *(masked for masked, _ in work.by_part)):
             masked.count_update()
         for masked in work.on_others:
@@ -484,7 +481,6 @@ class MaskedOptimizer(torch.optim.Optimizer):
                     self._refuse_sparse(parameter)
                 mode = Mode.PLAIN if masked is None else masked.mode
                 if mode is Mode.PLAIN or mode is Mode.PUT_BACK:
-                    work.own_gradients |= gradient is not None
                     if masked is not None and (gradient is not None or closure):
                         work.by_optimizer.append(masked)
                 elif masked is not None and gradient is not None:
@@ -572,14 +568,6 @@ class MaskedOptimizer(torch.optim.Optimizer):
         """The factor that gradients are multiplied by."""
         scale = getattr(self, "grad_scale", None)
         return 1.0 if scale is None else float(scale)
-
-    def _steps_without_gradients(self) -> bool:
-        """Return True if the wrapped optimizer must step even without gradients, since others observe it."""
-        inner = self.inner
-        hooks = (inner._optimizer_step_pre_hooks.keys() - {self._guard}, inner._optimizer_step_post_hooks)
-        # Learning-rate schedulers replace an optimizer's step.
-        rule = self._wrapped.rule
-        return rule is None or rule.counts_in_group or any(hooks) or "step" in vars(inner)
 
     def _step_inner(self, frozen: Iterable[MaskedParameter], closure: Callable[[], Any] | None) -> Any:
         """Step the wrapped optimizer; frozen entries of these parameters do not change."""
@@ -705,7 +693,6 @@ class _Work:
         by_optimizer: Masked parameters that the wrapped optimizer updates.
         on_others: Masked parameters that only other processes update.
         hidden: Parameters whose gradients the wrapped optimizer must not apply.
-        own_gradients: True if the wrapped optimizer has any gradient to step by.
     """
 
     by_rule: list[tuple[Group, list[Member]]] = field(default_factory=list)
@@ -713,7 +700,6 @@ class _Work:
     by_optimizer: list[MaskedParameter] = field(default_factory=list)
     on_others: list[MaskedParameter] = field(default_factory=list)
     hidden: list[Tensor] = field(default_factory=list)
-    own_gradients: bool = False
 
 
 @contextmanager

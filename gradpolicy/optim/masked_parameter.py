@@ -16,11 +16,10 @@ from gradpolicy.optim.ages import Ages
 from gradpolicy.optim.kernels import EntryUpdate, select
 from gradpolicy.optim.layout import Layout, as_sharded, coarse_mask, local_mask, own_gradient
 from gradpolicy.optim.other_optimizers import (
-    AS_PARAMETER,
     check_entries_can_freeze,
     check_state_of_entries,
     entry_state,
-    initial_value,
+    initial_values,
     warn_of_putting_back,
 )
 from gradpolicy.optim.submatrix import SubmatrixState
@@ -249,10 +248,10 @@ class MaskedParameter:
             self.frozen_everywhere = not active
         fine = min(self.ages.block, block)
         source, self.state.part = self.ages.index_by(fine), part
-        self.ages = self.ages.turned(flags, block, active, forget=forget, pack=self._packs(partly))
+        self.ages = self.ages.turned(flags, block, active, forget=forget, packs=self._packs(partly))
         self._arrange(source, fine)
         if partly and forget and self.rule is None and part is None:
-            self._put_back(entry_state(self.state.values, self.parameter), {})
+            self._reset_frozen(entry_state(self.state.values, self.parameter))
 
     def _find_part(self, flags: Tensor, block: int) -> ActiveRows | None:
         """Return the rows or columns to step alone under a mask on some entries, given by its blocks."""
@@ -518,8 +517,7 @@ class MaskedParameter:
             check_state_of_entries(self.state.wrapped.optimizer, self.state.values)
         if self.parameter.grad is not None:
             self.mask_gradient(self.parameter.grad)
-        kept = {} if self.options.forget else entry_state(self.state.values, self.parameter)
-        saved = {"": self.parameter, **kept}
+        saved = {"": self.parameter, **entry_state(self.state.values, self.parameter)}
         for key, tensor in saved.items():
             flat, copied = self.layout.flat(tensor), self.copies.get(key)
             if copied is None or copied.dtype != flat.dtype:
@@ -530,25 +528,22 @@ class MaskedParameter:
     def restore_frozen(self, saved: set[str]) -> None:
         """Put frozen entries and their state back after the step, bit for bit."""
         own = entry_state(self.state.values, self.parameter)
-        self._put_back({"": self.parameter, **own}, {key: self.copies[key] for key in saved})
+        for key, tensor in {"": self.parameter, **own}.items():
+            if key in saved:
+                self._fill_frozen(tensor, self.copies[key])
+        self._reset_frozen({key: tensor for key, tensor in own.items() if key not in saved})
 
-    def _put_back(self, tensors: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-        """Set frozen entries to their saved values, or to their initial ones if these are known."""
-        for key, tensor in tensors.items():
-            flat = self.layout.flat(tensor)
-            fill: Tensor | float | None = saved.get(key)
-            if fill is None:
-                fill = self._initial_value(key, flat)
-            if fill is not None:
-                kernels = select(flat.device, flat.dtype)
-                kernels.fill_frozen(flat, self.ages.signed, None, self.ages.block, fill)
-                self.layout.write_back(flat, tensor)
+    def _reset_frozen(self, state: Mapping[str, Tensor]) -> None:
+        """Set the state of frozen entries to its initial values, if these are known."""
+        optimizer, parameter = self.state.wrapped.optimizer, self.parameter
+        for key, start in initial_values(optimizer, self.group, parameter, state).items():
+            value = self.layout.flat(start.to(state[key].dtype)) if start.dim() else float(start)
+            self._fill_frozen(state[key], value)
 
-    def _initial_value(self, key: str, flat: Tensor) -> Tensor | float | None:
-        start = initial_value(self.state.wrapped.optimizer, key, self.group, self.parameter)
-        if start == AS_PARAMETER:
-            return self.layout.flat(self.parameter).to(flat.dtype)
-        return None if start is None else float(start)
+    def _fill_frozen(self, tensor: Tensor, fill: Tensor | float) -> None:
+        flat = self.layout.flat(tensor)
+        select(flat.device, flat.dtype).fill_frozen(flat, self.ages.signed, None, self.ages.block, fill)
+        self.layout.write_back(flat, tensor)
 
 
 def _freezes_whole_tensor(mask: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """Optimizers that no update rule describes: they step, then frozen entries are put back.
 
 The state of torch's own optimizers begins at 0, with few exceptions. The initial state of a third party's is
-found by a first step of another optimizer of its class on a small tensor: some state begins as the parameter.
+found by a first step of another optimizer of its class: some state begins as the parameter.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError, under
 from gradpolicy.optim.update_rules import Group, rule_for, submatrix_rule_for
-from gradpolicy.tensors.sharding import is_composed, is_sharded
+from gradpolicy.tensors.sharding import is_composed, is_sharded, local_shard
 
-AS_PARAMETER = "as the parameter"
 OF_THE_TENSOR = ("step", "mu_product", "eta", "mu")
 """State that torch's optimizers keep once per tensor, even if the tensor is a scalar."""
 _QUANTISED = "keeps one scale for a block of entries in its state"
@@ -32,9 +31,6 @@ _REFUSED = {
 """Parts of the names of optimizers whose state has no value for each entry, with the reason."""
 
 
-_FIRST_STEPS: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, dict[str, Any] | None]] = (
-    weakref.WeakKeyDictionary()
-)
 _WARNED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
@@ -61,34 +57,39 @@ def entry_state(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor
     }
 
 
-def initial_value(
-    optimizer: torch.optim.Optimizer, key: str, group: Group, parameter: Tensor
-) -> float | str | None:
-    """Return the value that an entry of this state has before its first update.
+def initial_values(
+    optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor, state: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the values of the state of entries before their first update, as far as they are known.
 
-    Returns:
-        A number; `AS_PARAMETER` for the parameter's own value; or None if it is not known.
+    Args:
+        optimizer: The optimizer.
+        group: The parameter's param group.
+        parameter: The parameter.
+        state: Its state, as from `entry_state`.
     """
-    if key == "step_size" and isinstance(optimizer, torch.optim.Rprop):
-        return float(group["lr"])
+    if not state:
+        return {}
     if is_torchs_own(optimizer):
-        return 0.0
-    state = _small_first_state(optimizer, group, parameter)
-    if state is None:
-        return None
-    value = state.get(key)
-    return _start(value) if isinstance(value, Tensor) and value.shape == (3,) * parameter.dim() else 0.0
+        starts = {"step_size": float(group["lr"])} if isinstance(optimizer, torch.optim.Rprop) else {}
+        return {key: torch.tensor(starts.get(key, 0.0), dtype=torch.float64, device="cpu") for key in state}
+    found = _tried_state(optimizer, group, parameter)
+    if found is None:
+        return {}
+    first = entry_state(found, parameter)
+    return {key: first.get(key, torch.zeros((), device="cpu")) for key in state}
 
 
 def reset_state(
     optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor, state: Mapping[str, Any]
 ) -> None:
     """Reset the state of all entries of a parameter to its initial values, in place."""
-    for key, value in entry_state(state, parameter).items():
-        start = initial_value(optimizer, key, group, parameter)
-        if start == AS_PARAMETER:
-            value.copy_(parameter.detach())
-        elif start is not None:
+    own = entry_state(state, parameter)
+    for key, start in initial_values(optimizer, group, parameter, own).items():
+        value = local_shard(own[key])
+        if start.dim():
+            value.copy_(local_shard(start))
+        else:
             (torch.view_as_real(value) if value.is_complex() else value).fill_(float(start))
 
 
@@ -107,35 +108,16 @@ def first_state(optimizer: torch.optim.Optimizer, group: Group, parameter: Tenso
     return dict(other.state[stand_in])
 
 
-def _small_first_state(
-    optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor
-) -> dict[str, Any] | None:
-    """Return the first state of a small tensor that is like the parameter; None where none can be made."""
-    known = _FIRST_STEPS.setdefault(optimizer, {})
-    if parameter.dim() not in known:
-        devices = [parameter.device] if parameter.device.type == "cuda" else []
-        try:
-            with torch.random.fork_rng(devices), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                small = _small(parameter.dim(), parameter.dtype, parameter.device)
-                known[parameter.dim()] = first_state(optimizer, group, small)
-        except Exception:
-            # A third party's constructor or step may need anything.
-            known[parameter.dim()] = None
-    return known[parameter.dim()]
-
-
-def _small(dimensions: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    values = torch.linspace(0.5, 1.5, 3**dimensions, device=device).to(dtype)
-    return values.view((3,) * dimensions)
-
-
-def _start(value: Tensor) -> float | str:
-    """Return the number that every entry of a small tensor's state has, or `AS_PARAMETER`; 0 for others."""
-    if torch.allclose(value, _small(value.dim(), value.dtype, value.device), rtol=1e-2):
-        return AS_PARAMETER
-    first = value.flatten()[0]
-    return float(first) if bool((value == first).all()) and not value.is_complex() else 0.0
+def _tried_state(optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor) -> dict[str, Any] | None:
+    """Return the result of `first_state`; None where another optimizer of the class cannot be made."""
+    devices = [parameter.device] if parameter.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return first_state(optimizer, group, parameter)
+    except Exception:
+        # A third party's constructor or step may need anything.
+        return None
 
 
 # --- masks on some entries
@@ -151,9 +133,10 @@ def check_entries_can_freeze(optimizer: torch.optim.Optimizer, group: Group, par
     for pattern, why in _REFUSED.items():
         if re.search(pattern, names, re.IGNORECASE):
             raise _refused(optimizer, why)
-    check_state_of_entries(optimizer, optimizer.state.get(parameter, {}))
-    if not is_torchs_own(optimizer):
-        check_state_of_entries(optimizer, _small_first_state(optimizer, group, parameter) or {})
+    state = optimizer.state.get(parameter)
+    if not state and not is_torchs_own(optimizer):
+        state = _tried_state(optimizer, group, parameter)
+    check_state_of_entries(optimizer, state or {})
 
 
 def check_state_of_entries(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

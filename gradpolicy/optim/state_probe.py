@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.optim.masked_parameter import MaskedParameter
-from gradpolicy.optim.other_optimizers import entry_state, initial_value, reset_state
+from gradpolicy.optim.other_optimizers import entry_state, initial_values, reset_state
 from gradpolicy.optim.wrapped import Wrapped, step_count
 from gradpolicy.tensors.sharding import local_shard
 
@@ -76,11 +76,11 @@ def has_begun(wrapped: Wrapped, parameter: Tensor, masked: MaskedParameter | Non
         # Other processes may advance the tensor's count, but not the age of an entry.
         return (masked.updates if masked.options.bias_correction == "tensor" else masked.ages.oldest) > 0
     state = wrapped.state_of(parameter)
-    moved = (
-        bool(local_shard(value).count_nonzero())
-        and initial_value(wrapped.optimizer, key, wrapped.group_of(parameter), parameter) in (0, None)
-        for key, value in entry_state(state, parameter).items()
-    )
+    own = entry_state(state, parameter)
+    starts = initial_values(wrapped.optimizer, wrapped.group_of(parameter), parameter, own)
+    # A rate that state begins with is 0 while torch finds out what state there is.
+    starts = {key: start for key, start in starts.items() if start.dim() or not start}
+    moved = (bool((local_shard(own[key]) != local_shard(start)).any()) for key, start in starts.items())
     return step_count(state) > 0 or any(moved)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
@@ -19,19 +20,20 @@ _SAME: dict[bytes, TensorWeakRef] = {}
 
 def pack_bits(flags: Tensor) -> Tensor:
     """Return a bit for each flag, padded with 0 to whole words of 64 bits (uint8, on the flags' device)."""
-    padded = torch.nn.functional.pad(flags.reshape(-1).view(torch.uint8), (0, -flags.numel() % 64)).view(
-        -1, 8
-    )
+    flags = flags.reshape(-1).view(torch.uint8)
+    if flags.device.type == "cpu":
+        packed = np.packbits(flags.numpy(), bitorder="little")
+        return torch.from_numpy(np.pad(packed, (0, -len(packed) % 8)))
+    padded = torch.nn.functional.pad(flags, (0, -flags.numel() % 64)).view(-1, 8)
     weights = (1 << torch.arange(8, device=flags.device)).to(torch.uint8)
     return (padded * weights).sum(1, dtype=torch.uint8)
 
 
-def pack(flags: Tensor, dense: Callable[[Tensor], Tensor] = pack_bits) -> Tensor:
+def pack(flags: Tensor) -> Tensor:
     """Return flags as bits (uint8), or as positions (int32) where fewer than one in 32 is set.
 
     Args:
         flags: Bool, of any shape.
-        dense: The function that packs bits.
 
     Returns:
         A vector on the device of the flags, for :func:`unpack`.
@@ -42,7 +44,7 @@ def pack(flags: Tensor, dense: Callable[[Tensor], Tensor] = pack_bits) -> Tensor
     """
     if 32 * int(flags.count_nonzero()) < flags.numel() < 2**31:
         return flags.reshape(-1).nonzero().view(-1).to(torch.int32)
-    return dense(flags)
+    return pack_bits(flags)
 
 
 def as_bits(packed: Tensor, count: int) -> Tensor:

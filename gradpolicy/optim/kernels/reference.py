@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.optim.update_rules import State, UpdateRule
-from gradpolicy.tensors.packed_mask import pack_bits, unpack
+from gradpolicy.tensors.packed_mask import unpack
 
 STRETCH = 1 << 15
 """Entries that a CPU updates at a time."""
@@ -104,10 +104,6 @@ class Kernels:
         """
         own = torch.where(ages > 0, ages + uncounted, -ages)
         ages.copy_(torch.where(flags, own, -1 if forget else -own))
-
-    def pack_bits(self, flags: Tensor) -> Tensor:
-        """Return a bit for each flag; see `packed_mask.pack_bits`."""
-        return pack_bits(flags)
 
     def fill_frozen(
         self, values: Tensor, ages: Tensor | None, index: Tensor | None, block: int, fill: float | Tensor

@@ -68,12 +68,6 @@ class Native(Kernels):
         job = _block_job(ages=ages, flags=flags, blocks=ages.numel(), forget=forget, updates=uncounted)
         _call(_function("turn"), job)
 
-    def pack_bits(self, flags: Tensor) -> Tensor:
-        """See `Kernels.pack_bits`."""
-        index = flags.new_empty(-(-flags.numel() // 64) * 8, dtype=torch.uint8)
-        _call(_function("pack_bits"), _block_job(index=index, flags=flags, blocks=flags.numel()))
-        return index
-
     def fill_frozen(
         self, values: Tensor, ages: Tensor | None, index: Tensor | None, block: int, fill: float | Tensor
     ) -> None:

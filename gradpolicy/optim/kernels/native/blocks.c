@@ -11,7 +11,7 @@ typedef struct {
     void *values;            /* what is read, or filled */
     void *packed;            /* what is written to by repack; or a second dense vector */
     void *ages;              /* signed: above 0 a block is active */
-    uint8_t *active;         /* a bit a block: which blocks are active, where there are no ages; NULL: all */
+    const uint8_t *active;   /* a bit a block: which blocks are active, where there are no ages; NULL: all */
     const uint8_t *target;   /* the same for what is written */
     const uint8_t *flags;    /* a byte a block: the new mask */
     int64_t fill;            /* the bits of what frozen blocks get */
@@ -45,19 +45,6 @@ static void turn_part(const block_job *j, int64_t first, int64_t last)
 }
 
 void turn(const block_job *jobs, int64_t count, int threads) { FOR_ALL_PARTS(jobs, count, threads, turn_part); }
-
-/* --- pack_bits: a bit for each flag; blocks beyond the last are 0. */
-
-static void pack_bits_part(const block_job *j, int64_t first, int64_t last)
-{
-    for (int64_t start = first; start < last; start += 64) {
-        uint64_t word = 0;
-        for (int64_t b = start; b < smaller(start + 64, last); b++) word |= (uint64_t)(j->flags[b] != 0) << (b - start);
-        memcpy(j->active + start / 8, &word, 8);
-    }
-}
-
-void pack_bits(const block_job *jobs, int64_t count, int threads) { FOR_ALL_PARTS(jobs, count, threads, pack_bits_part); }
 
 /* --- fill_frozen: frozen blocks of a dense vector become a number, or what another vector has there. */
 
