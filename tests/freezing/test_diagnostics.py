@@ -70,11 +70,6 @@ def test_it_is_named_after_a_hundred_updates_where_masks_stay():
     assert len(told(Branches(), policies, 100, ends=False)) == 1
 
 
-def test_it_is_named_at_the_end_of_training():
-    (message,) = told(Branches(), {"some": gp.Freeze(gp.masks.Random(0.5, every=1))}, 5)
-    assert "b.weight, b.bias" in message
-
-
 def test_a_gradient_that_stays_away_later_is_noticed():
     def stop_using(model, step):
         model.used = ("a", "c") if step < 50 else ("a",)
@@ -96,14 +91,6 @@ def test_what_is_frozen_or_gets_its_gradient_is_not_named():
     policies = {"rest": gp.Freeze(gp.masks.Fixed(["a.*", "c.weight"]))}
     assert told(Branches(), policies, 110) == []
     assert told(Branches(("a", "b", "c")), {"turns": in_turn(2)}, 110) == []
-
-
-def test_many_names_are_shortened():
-    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(20)])
-    model.forward = lambda x: model[0](x[:, :1]).sum()
-    (message,) = told(model, {"all": gp.Freeze(gp.masks.Random(0.5, every=1))}, 3)
-    assert "1.weight, 1.bias, 2.weight" in message
-    assert "and 30 more" in message
 
 
 def test_a_gradient_of_zeros_alone_is_named_with_its_reason():

@@ -60,15 +60,6 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def test_frozen_parameters_keep_their_bits_and_others_train(stack, tokens) -> None:
-    optimizer = masked(stack)
-    freezer = Freezer(stack, [optimizer], {"trunk": gp.Freeze(gp.masks.Fixed(), params="blocks.*")})
-    before = weights(stack)
-    train(stack, optimizer, freezer, tokens, range(3))
-    for name, parameter in stack.named_parameters():
-        assert torch.equal(parameter, before[name]) == name.startswith("blocks")
-
-
 def test_masks_change_at_effective_steps_only(stack) -> None:
     optimizer = FakeOptimizer(stack.parameters())
     freezer = Freezer(stack, [optimizer], {"all": gp.Freeze(gp.masks.Random(density=0.5))})
@@ -182,16 +173,6 @@ def test_outside_its_time_a_policy_lets_everything_train(stack) -> None:
         shares.append(optimizer.active_share(stack.head.weight))
     assert shares == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0]
     assert stack.head.weight.requires_grad
-
-
-def test_epochs_count_where_the_source_says_so(stack) -> None:
-    optimizer = FakeOptimizer(stack.parameters())
-    freezer = Freezer(stack, [optimizer], {"all": gp.Freeze(gp.masks.Random(density=0.5, unit="epoch"))})
-    steps = []
-    for step in range(6):
-        freezer.begin_step(step, epoch=step // 3)
-        steps.append(optimizer.masks[stack.head.weight].step)
-    assert steps == [0, 0, 0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("unit", ["step", "epoch"])

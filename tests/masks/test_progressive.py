@@ -1,31 +1,10 @@
 """FreezeOut: the layers' shares of the training and their annealed learning rates."""
 
-import math
-
 import pytest
 import torch
-from torch import nn
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
-from gradpolicy.freezing import Freezer
-
-
-def published(layers: int, total: int, first: float, power: int, scale: bool, rate: float = 0.1):
-    """FreezeOut's published rule for each layer: share of the training, and the rate at an iteration.
-
-    There the last layer is number ``layers − 1``; a layer is switched off once the iteration passes its end.
-    """
-    shares = [(first + (1 - first) * i / (layers - 1)) ** power for i in range(layers)]
-
-    def rate_at(layer: int, iteration: int) -> float:
-        end = total * shares[layer]
-        if iteration > end:
-            return 0.0
-        start = rate / shares[layer] if scale else rate
-        return start / 2 * (1 + math.cos(math.pi * iteration / end))
-
-    return shares, rate_at
 
 
 def layers(count: int) -> dict[str, torch.Tensor]:
@@ -65,40 +44,6 @@ def test_the_timetable_shifts_and_coarsens_the_course(prepared) -> None:
 
 def test_annealing_can_be_left_to_others(prepared) -> None:
     assert prepared(gp.masks.Progressive(100, anneal=False)).learning_rate_scale(10, 0) == {}
-
-
-@pytest.mark.parametrize("scheduled", [False, True])
-def test_a_training_run_takes_the_published_steps(scheduled: bool) -> None:
-    """Against plain SGD with one group a layer, whose rates are set by hand; a scheduler multiplies them."""
-    total, rate = 12, 0.1
-    model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)]).double()
-    peer = nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)]).double()
-    peer.load_state_dict(model.state_dict())
-    x = torch.randn(8, 3, dtype=torch.float64)
-    optimizer = gp.MaskedOptimizer(torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9))
-    source = gp.masks.Progressive(total, first=0.5, curve="linear")
-    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 5, 1.0))
-    freezer = Freezer(model, [optimizer], {"out": gp.Freeze(source)}, seed=0)
-    _, rate_at = published(3, total, 0.5, 1, scale=True, rate=rate)
-    groups = [{"params": list(layer.parameters())} for layer in peer]
-    by_hand = torch.optim.SGD(groups, lr=rate, momentum=0.9)
-    if not scheduled:
-        optimizer.param_groups[0]["lr"] = rate
-    for step in range(total):
-        freezer.begin_step(step)
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        freezer.observe(freezer.optimizers[0])
-        optimizer.step()
-        if scheduled:
-            warm_up.step()
-        by_hand.zero_grad()
-        peer(x).square().mean().backward()
-        for place, group in enumerate(by_hand.param_groups):
-            group["lr"] = rate_at(place, step) * (min((step + 1) / 5, 1.0) if scheduled else 1.0)
-        by_hand.step()
-    for ours, theirs in zip(model.parameters(), peer.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
 def test_wrong_arguments_are_errors() -> None:

@@ -246,15 +246,6 @@ def test_an_active_entry_of_weight_zero_stays_ahead_of_inactive_ones() -> None:
     assert torch.equal(given, mask)
 
 
-def test_signs_lose_their_share_each() -> None:
-    weight = torch.tensor([0.1, 0.2, 0.3, 0.4, -5.0, -6.0, -7.0, -8.0, 0.0])
-    mask = weight != 0
-    kept = kept_entries(mask, weight, 0.5, 8, "sign")
-    assert kept.tolist() == [False, False, True, True, False, False, True, True, False]
-    kept = kept_entries(mask, weight, 0.5, 8, "magnitude")
-    assert kept.tolist() == [False] * 4 + [True] * 4 + [False]
-
-
 @pytest.mark.parametrize("drop", ["magnitude", "sign"])
 def test_a_lower_target_takes_the_smallest_away(drop: str) -> None:
     weight = torch.tensor([3.0, -1.0, 2.0, -4.0])

@@ -55,22 +55,6 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
         assert torch.equal(ours[name], mask)
 
 
-def test_snip_is_the_connection_sensitivity(model, batches) -> None:
-    """SNIP multiplies a connection by c = 1; its score is |∂L/∂c|."""
-    expected = {}
-    for place, layer in ((0, model[0]), (2, model[2])):
-        c = torch.ones_like(layer.weight, requires_grad=True)
-        total = 0
-        for batch in batches:
-            weights = {f"{place}.weight": layer.weight.detach() * c}
-            total = total + nn.functional.cross_entropy(
-                torch.func.functional_call(model, weights, (batch[0],)), batch[1]
-            )
-        expected[f"{place}.weight"] = torch.autograd.grad(total, c)[0].abs()
-    mask = gp.masks.TopK(0.2, by="snip", window=3)
-    assert_same(chosen(model, batches, mask), by_hand(expected, 0.2))
-
-
 @pytest.mark.parametrize("by", [scores.Fisher, scores.FisherBySample])
 def test_fisher_squares_the_gradients_of_batches_or_of_samples(model, batches, by) -> None:
     samples = [(x[i : i + 1], y[i : i + 1]) for x, y in batches for i in range(len(x))]
@@ -78,19 +62,6 @@ def test_fisher_squares_the_gradients_of_batches_or_of_samples(model, batches, b
     expected = {name: sum(each[name].square() for each in found) for name in found[0]}
     ours = chosen(model, batches, gp.masks.TopK(0.3, by=by(batches=batches, loss=loss)))
     assert_same(ours, by_hand(expected, 0.3))
-
-
-def test_wanda_compares_weights_by_their_inputs_within_each_row(model, batches) -> None:
-    mask = gp.masks.TopK(0.5, by="wanda", within="row", window=3)
-    inputs = torch.cat([x for x, _ in batches])
-    hidden = torch.relu(model[0](inputs))
-    ours = chosen(model, batches, mask)
-    for name, x in (("0.weight", inputs), ("2.weight", hidden)):
-        metric = model.get_parameter(name).abs() * x.norm(dim=0)
-        # As Wanda's code: the lowest half of each row is pruned.
-        pruned = torch.sort(metric, dim=1, stable=True).indices[:, : metric.shape[1] // 2]
-        assert torch.equal(ours[name], torch.ones_like(metric, dtype=torch.bool).scatter(1, pruned, False))
-    assert not model[0]._forward_pre_hooks
 
 
 def test_norms_are_those_of_the_window_alone(model, batches) -> None:
@@ -126,14 +97,6 @@ def test_wanda_takes_the_input_channels_of_a_convolution(groups: int) -> None:
     source.release()
 
 
-def test_lift_ranks_the_low_rank_approximation(model) -> None:
-    source = gp.masks.TopK(0.2, by=scores.LIFT(rank=2), within="tensor")
-    source.setup({"w": model[0].weight}, seed=0)
-    u, s, v = torch.linalg.svd(model[0].weight.detach(), full_matrices=False)
-    expected = (u[:, :2] @ torch.diag(s[:2]) @ v[:2]).abs()
-    torch.testing.assert_close(source.scores()["w"], expected)
-
-
 @pytest.mark.parametrize("last", [0.5, 1e-2, 1e-5])
 @pytest.mark.parametrize("shape", [(40, 24), (24, 40), (24, 5, 3, 3)])
 def test_lift_is_exact_however_small_the_last_singular_value_of_its_rank_is(shape, last: float) -> None:
@@ -147,15 +110,6 @@ def test_lift_is_exact_however_small_the_last_singular_value_of_its_rank_is(shap
     ours = scores.LIFT(rank)(weight.reshape(shape)).double()
     torch.testing.assert_close(ours, expected.reshape(shape), rtol=0, atol=1e-6)
     assert torch.equal(scores.LIFT(24)(weight), weight.abs())
-
-
-def test_salun_is_the_saliency_on_the_forget_set_alone(model, batches) -> None:
-    forget = batches[:2]
-    first, second = (gradients(model, each) for each in forget)
-    expected = {name: (first[name] + second[name]).abs() for name in first}
-    assert_same(
-        chosen(model, batches[2:], gp.masks.TopK(0.5, by=scores.SalUn(forget, loss))), by_hand(expected, 0.5)
-    )
 
 
 def test_a_function_asks_by_the_names_of_its_arguments(model, batches) -> None:

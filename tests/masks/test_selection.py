@@ -55,13 +55,6 @@ def test_a_density_keeps_what_lies_at_or_above_the_percentile(density: float, co
     assert kept_count(density, count) == kept
 
 
-def test_together_means_the_highest_of_all() -> None:
-    scores = {"a": torch.tensor([[1.0, 9.0], [2.0, 8.0]]), "b": torch.tensor([7.0, 0.0])}
-    marked = highest_together(scores, 3)
-    assert marked["a"].tolist() == [[False, True], [False, True]]
-    assert marked["b"].tolist() == [True, False]
-
-
 @given(
     parts=st.lists(st.lists(st.integers(-2, 2).map(float), max_size=8), min_size=1, max_size=4),
     kept=st.integers(0, 20),
@@ -145,10 +138,6 @@ def test_a_schedule_takes_the_count_alone(schedule) -> None:
 
 
 SHAPES = {"stem": (8, 3, 3, 3), "wide": (64, 32, 3, 3), "fc": (10, 64)}
-
-
-def test_uniform_is_the_same_everywhere() -> None:
-    assert densities(SHAPES, 0.2, "uniform") == dict.fromkeys(SHAPES, 0.2)
 
 
 def test_erk_is_proportional_to_the_sum_over_the_product_of_the_shape() -> None:

@@ -60,34 +60,6 @@ def test_change_is_measured_from_the_first_weights(prepared, weights) -> None:
     assert chosen.min() > left.max()
 
 
-@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
-def test_a_lottery_ticket_is_trained_by_a_new_optimizer(stack, tokens, frozen_state: str) -> None:
-    """As LT-SFT's code does it: AdamW begins with empty moments after the weights went back."""
-    stack.double()
-    again = copy.deepcopy(stack)
-    optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.05))
-    source = gp.masks.TopK(0.3, by="change", start=4, rewind=True)
-    freezer = Freezer(stack, [optimizer], {"ticket": gp.Freeze(source, frozen_state=frozen_state)})
-    for step in range(8):
-        freezer.begin_step(step)
-        optimizer.zero_grad()
-        stack(tokens).square().mean().backward()
-        freezer.observe(freezer.optimizers[0])
-        optimizer.step()
-    first = [parameter.detach().clone() for parameter in again.parameters()]
-    chosen = [freezer.mask_of(name) for name, _ in again.named_parameters()]
-    new = torch.optim.AdamW(again.parameters(), lr=0.05)
-    for _ in range(4):
-        new.zero_grad()
-        again(tokens).square().mean().backward()
-        new.step()
-        with torch.no_grad():
-            for parameter, start, mask in zip(again.parameters(), first, chosen, strict=True):
-                parameter.copy_(torch.where(mask, parameter, start))
-    for ours, theirs in zip(stack.parameters(), again.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-
-
 def test_a_ticket_of_everything_goes_back_too(stack, tokens) -> None:
     """Also where the choice leaves every mask as it was, and only once."""
     first = copy.deepcopy(stack.state_dict())
@@ -142,39 +114,6 @@ def test_rows_are_chosen_by_their_mean(prepared, weights) -> None:
     assert chosen.sum() == 6
     assert means[chosen].min() > means[~chosen].max()
     assert masks["b"].shape == (3, 1, 1)
-
-
-def test_the_choice_is_made_anew_by_the_timetable_from_the_last_window(prepared, weights) -> None:
-    source = prepared(gp.masks.TopK(0.25, window=2, every=5), weights)
-    wanted, changes, last = [], [], None
-    for step in range(14):
-        masks = source.masks(step, 0)
-        if masks is not last:
-            changes.append(step)
-        last = masks
-        if source.wants_gradients(step, 0):
-            wanted.append(step)
-            source.observe(gradients_like(weights, step))
-    assert changes == [0, 2, 5, 10]
-    assert wanted == [0, 1, 3, 4, 8, 9, 13]
-
-
-@pytest.mark.parametrize(("timetable", "expected"), [({}, [6]), ({"every": 2}, [6, 12]), ({"start": 1}, [6])])
-def test_a_window_of_epochs_ends_with_an_epoch(stack, tokens, timetable: dict, expected: list[int]) -> None:
-    """Two epochs of three steps each are gathered before the first choice."""
-    source = gp.masks.TopK(0.25, unit="epoch", window=2, **timetable)
-    optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.05))
-    freezer = Freezer(stack, [optimizer], {"top": gp.Freeze(source)})
-    changes, last = [], True
-    for step in range(15):
-        freezer.begin_step(step, epoch=step // 3)
-        changes += [] if freezer.mask_of("head.weight") is last else [step]
-        last = freezer.mask_of("head.weight")
-        optimizer.zero_grad()
-        stack(tokens).square().mean().backward()
-        freezer.observe(freezer.optimizers[0])
-        optimizer.step()
-    assert changes == expected
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -2,9 +2,11 @@
 
 import copy
 import importlib
+import io
 
 import torch
 
+from gradpolicy import MaskedOptimizer
 from gradpolicy.optim.update_rules import RULES, rule_for
 
 WITH_RULE = {
@@ -15,35 +17,14 @@ WITH_RULE = {
 """The optimizers that the table of update rules has, by name."""
 
 
-def run_alone(kind, settings, start, gradients, masks, frozen_state, rates=None):
-    """Where each entry ends.
-
-    Args:
-        kind: optimizer class.
-        settings: its keyword arguments.
-        start: initial values.
-        gradients: a gradient a step; None where there is none.
-        masks: a mask a step.
-        frozen_state: "keep", "zero" or "drop".
-        rates: a learning rate a step; None: that of the settings.
-    """
-    end = start.clone().view(-1)
-    for entry in range(start.numel()):
-        alone = torch.nn.Parameter(end[entry].clone())
-        optimizer = kind([alone], **settings)
-        was_active = True
-        for step, (gradient, mask) in enumerate(zip(gradients, masks, strict=True)):
-            active = bool(mask.expand(start.shape).reshape(-1)[entry])
-            if was_active and not active and frozen_state != "keep":
-                optimizer = kind([alone], **settings)
-            was_active = active
-            if rates is not None:
-                optimizer.param_groups[0]["lr"] = rates[step]
-            if active and gradient is not None:
-                alone.grad = gradient.reshape(-1)[entry].clone()
-                optimizer.step()
-        end[entry] = alone.detach()
-    return end.view(start.shape)
+def run_alone(kind, settings, start, gradients, masks, frozen_state):
+    """Where each entry ends, with a gradient and a mask a step."""
+    reference = EachAlone(lambda parts: kind(parts, **settings), start, entries=True)
+    for gradient, mask in zip(gradients, masks, strict=True):
+        if frozen_state != "keep":
+            reference.forget(~mask.expand(start.shape))
+        reference.step(gradient, mask.expand(start.shape), settings["lr"])
+    return reference.value
 
 
 class Alone:
@@ -140,3 +121,102 @@ def without_rule(kinds):
     }
     assert found, f"each of {', '.join(kinds)} has an update rule: add one that has none"
     return found
+
+
+FROZEN_STATES = ["keep", "zero", "drop"]
+
+
+class EachAlone:
+    """An optimizer for each part of a tensor, which begins anew when the part loses its state.
+
+    Args:
+        make: makes the optimizer of a part.
+        start: what to begin with.
+        entries: True if the parts are entries, else rows.
+    """
+
+    def __init__(self, make, start, entries=False):
+        self.make, self.start, self.shape, self.entries = make, start, start.shape, entries
+        self.parts = [torch.nn.Parameter(part.clone()) for part in (start.flatten() if entries else start)]
+        self.optimizers = [make([part]) for part in self.parts]
+
+    @property
+    def value(self):
+        parts = [part.detach().reshape(-1) for part in self.parts]
+        return torch.cat(parts).view(self.shape) if parts else self.start.clone()
+
+    def places(self, flags):
+        return (flags.flatten() if self.entries else flags.all(1)).nonzero().flatten()
+
+    def forget(self, frozen):
+        for place in self.places(frozen):
+            self.optimizers[place] = self.make([self.parts[place]])
+
+    def switch(self, mask, name):
+        for place in self.places(mask):
+            getattr(self.optimizers[place], name)()
+
+    def step(self, gradient, mask, lr):
+        for place in self.places(mask):
+            set_rate(self.optimizers[place], lr)
+            self.parts[place].grad = (gradient.flatten() if self.entries else gradient)[place].clone()
+            self.optimizers[place].step()
+
+
+def set_rate(optimizer, lr):
+    for group in optimizer.param_groups:
+        group["lr"] = torch.as_tensor(lr) if isinstance(group["lr"], torch.Tensor) else lr
+
+
+def saved_and_loaded(optimizer, make, weight, dense):
+    """Another optimizer with the state, through a file."""
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(dense=dense), file)
+    file.seek(0)
+    loaded = MaskedOptimizer(make([weight]), frozen_state="zero")
+    loaded.load_state_dict(torch.load(file, weights_only=True))
+    return loaded
+
+
+def follow_course(make, reference, weight, draw_mask, generator, steps, tolerance, evaluates=False):
+    """Takes steps under random masks, rates and reloads, and compares with a reference after each.
+
+    Args:
+        make: makes the optimizer of some parameters.
+        reference: has `value`, `forget(frozen)` and `step(gradient, mask, lr)`.
+        weight: the parameter.
+        draw_mask: draws a mask from a generator; None: all train.
+        generator: what decides.
+        steps: how many.
+        tolerance: of values.
+        evaluates: True if the optimizer has `train` and `eval`.
+    """
+    mask = torch.ones(weight.shape, dtype=torch.bool)
+    optimizer = MaskedOptimizer(make([weight]))
+    for _ in range(steps):
+        event = float(torch.rand((), generator=generator))
+        if event < 0.4:
+            drawn = draw_mask(generator)
+            state = FROZEN_STATES[int(torch.randint(3, (), generator=generator))]
+            optimizer.set_mask(weight, drawn, frozen_state=state)
+            mask = torch.ones_like(mask) if drawn is None else drawn.expand(weight.shape)
+            if state != "keep":
+                reference.forget(~mask)
+        before = weight.detach().clone()
+        if evaluates and event > 0.7:
+            optimizer.eval()
+            reference.switch(mask, "eval")
+            torch.testing.assert_close(weight.detach(), reference.value, atol=tolerance, rtol=tolerance)
+        if 0.4 < event < 0.55 or event > 0.85:
+            optimizer = saved_and_loaded(optimizer, make, weight, 0.4 < event < 0.5)
+        if evaluates:
+            optimizer.train()
+            reference.switch(mask, "train")
+        set_rate(optimizer, lr := 0.1 if event < 0.8 else 0.02)
+        gradient = torch.randn(weight.shape, generator=generator).to(weight)
+        weight.grad = gradient.masked_fill(~mask, torch.nan)
+        optimizer.step()
+        assert torch.equal(weight.detach()[~mask], before[~mask])
+        if mask.any():
+            reference.step(gradient, mask, lr)
+        torch.testing.assert_close(weight.detach(), reference.value, atol=tolerance, rtol=tolerance)

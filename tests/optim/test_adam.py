@@ -2,77 +2,9 @@ import multiprocessing
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from gradpolicy import MaskedOptimizer
 from tests.optim.alone import run_alone
-
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.02}
-quick = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-
-options = st.fixed_dictionaries(
-    {
-        "lr": st.sampled_from([0.05, 0.3]),
-        "betas": st.sampled_from([(0.9, 0.999), (0.0, 0.5)]),
-        "weight_decay": st.sampled_from([0.0, 0.1]),
-        "amsgrad": st.booleans(),
-        "maximize": st.booleans(),
-        "eps": st.sampled_from([1e-8, 1e-3]),
-    }
-)
-levels = st.sampled_from([(4, 3), (4, 1), (1, 3), (1, 1), ()])
-schedules = st.lists(st.tuples(levels, st.integers(0, 2**16), st.integers(1, 4)), min_size=1, max_size=5)
-
-
-def unroll(schedule):
-    """A mask a step: a new random one of the given shape, held for the given steps."""
-    for shape, seed, steps in schedule:
-        mask = (
-            torch.rand(shape, generator=torch.Generator(torch.get_default_device()).manual_seed(seed)) < 0.5
-        )
-        yield from [mask] * steps
-
-
-def run_masked(optimizer, parameter, gradients, masks):
-    last = None
-    for gradient, mask in zip(gradients, masks, strict=True):
-        if mask is not last:
-            optimizer.set_mask(parameter, mask)
-            last = mask
-        frozen = ~mask.expand(parameter.shape)
-        before = parameter.detach().clone()
-        parameter.grad = gradient.masked_fill(frozen, float("nan")).to(parameter.dtype)
-        optimizer.step()
-        assert torch.equal(parameter.detach()[frozen], before[frozen])
-
-
-@quick
-@given(
-    kind=st.sampled_from([torch.optim.Adam, torch.optim.AdamW]),
-    frozen_state=st.sampled_from(["keep", "zero", "drop"]),
-    option=options,
-    schedule=schedules,
-    dtype=st.sampled_from([torch.float64, torch.float64, torch.float32, torch.bfloat16, torch.float16]),
-)
-def test_each_entry_moves_as_alone(kernels, kind, frozen_state, option, schedule, dtype):
-    masks = list(unroll(schedule))
-    start = torch.randn(4, 3, dtype=torch.float64).to(dtype)
-    gradients = [torch.randn(4, 3, dtype=torch.float64) for _ in masks]
-    if dtype is torch.float16:  # there the second moment of a small gradient underflows, in torch too
-        option = option | {"eps": 1e-3}
-        gradients = [gradient + gradient.sign() for gradient in gradients]
-    parameter = torch.nn.Parameter(start.clone())
-    optimizer = MaskedOptimizer(kind([parameter], **option), frozen_state=frozen_state)
-    run_masked(optimizer, parameter, gradients, masks)
-    # Moments in half precision are what they are in torch's fused step, which computes in float32 too.
-    half = dtype in (torch.bfloat16, torch.float16)
-    exact = dtype if half else torch.float64
-    rounded = [gradient.to(dtype).to(exact) for gradient in gradients]
-    expected = run_alone(kind, option | {"fused": half}, start.to(exact), rounded, masks, frozen_state)
-    torch.testing.assert_close(
-        parameter.detach().to(exact), expected, atol=TOLERANCE[dtype] * 4, rtol=TOLERANCE[dtype]
-    )
 
 
 def test_tensor_correction_is_torch_with_moments_zeroed_by_hand(kernels, parameter):
@@ -95,29 +27,6 @@ def test_tensor_correction_is_torch_with_moments_zeroed_by_hand(kernels, paramet
             plain.state[by_hand][key][~active] = 0
         optimizer.step()
     torch.testing.assert_close(parameter.detach(), by_hand.detach(), atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize("bias_correction", ["entry", "tensor"])
-def test_first_update_after_a_thaw_has_the_size_of_the_correction(bias_correction):
-    parameter = torch.nn.Parameter(torch.zeros(2, 1, dtype=torch.float64))
-    optimizer = MaskedOptimizer(
-        torch.optim.Adam([parameter], lr=1.0), frozen_state="zero", bias_correction=bias_correction
-    )
-    mask = torch.tensor([[True], [False]])
-    for step in range(20001):
-        if step in (19000, 20000):
-            optimizer.set_mask(parameter, mask if step == 19000 else None)
-        before = parameter.detach().clone()
-        parameter.grad = torch.ones(2, 1, dtype=torch.float64)
-        if step > 18990:
-            optimizer.step()
-        elif step == 0:
-            optimizer.step()
-            optimizer.state[parameter]["step"].fill_(30000)
-            optimizer.load_state_dict(optimizer.inner.state_dict())
-    moved = (before - parameter.detach())[1].item()
-    expected = 1.0 if bias_correction == "entry" else 0.1 / 0.001**0.5
-    assert moved == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_tensors_count_begins_anew_where_its_state_is_removed_while_it_rests(parameter):

@@ -114,17 +114,6 @@ def test_native_and_reference_kernels_see_the_same_change(use, change, frozen_st
         assert not torch.equal(own, before.to(own.dtype))
 
 
-def test_a_scheduler_and_the_steps_of_masked_parameters_go_on_together():
-    optimizer = made()
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer.inner, 1, 0.5)
-    for _ in range(5):
-        give_gradients(optimizer)
-        optimizer.step()
-        scheduler.step()
-    assert [int(optimizer.state[p]["step"]) for p in parameters_of(optimizer)] == [5, 5]
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**5)
-
-
 def test_an_update_shows_in_the_version_that_autograd_checks():
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = MaskedOptimizer(torch.optim.AdamW([weight]))

@@ -232,24 +232,6 @@ def test_ages_stay_when_torch_asks_an_optimizer_that_keeps_no_state_for_it():
     assert optimizer.age(model.weight).eq(1).all()
 
 
-@pytest.mark.parametrize("when", [0, 5])
-@pytest.mark.parametrize("frozen_state", ["keep", "drop"])
-def test_distributed_checkpoint_functions_carry_masks_and_ages(when, frozen_state):
-    model, optimizer = model_and_optimizer("adamw", frozen_state)
-    run(model, optimizer, range(when))
-    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
-    resumed, other = model_and_optimizer("adamw", frozen_state)
-    resumed.load_state_dict(model.state_dict())
-    set_optimizer_state_dict(resumed, other, saved)
-    run(model, optimizer, range(when, 9))
-    run(resumed, other, range(when, 9))
-    untouched, never_saved = model_and_optimizer("adamw", frozen_state)
-    run(untouched, never_saved, range(9))
-    assert_same(model, resumed)
-    assert_same(model, untouched)
-    assert optimizer.effective_steps == 9
-
-
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 @pytest.mark.parametrize("frozen_state", ["keep", "drop"])
 @pytest.mark.parametrize("target", ["without masks", "with other masks", "plain torch"])
@@ -360,24 +342,6 @@ def test_what_does_not_fit_is_named_and_nothing_of_it_loaded(change, message):
     assert torch.equal(optimizer.get_mask(weight), torch.eye(4, 3, dtype=torch.bool))
     assert torch.equal(optimizer.state[weight]["exp_avg"], before["state"][0]["exp_avg"])
     assert optimizer.age(weight).max() == 1
-
-
-def test_with_and_without_the_wrapper_all_active_is_bit_for_bit():
-    ends = []
-    for first, second in [(False, False), (False, True), (True, False), (True, True)]:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(4, 3)
-        state = None
-        for steps, wrap in ((range(4), first), (range(4, 8), second)):
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-            optimizer = MaskedOptimizer(optimizer) if wrap else optimizer
-            if state is not None:
-                optimizer.load_state_dict(state)
-            run(model, optimizer, steps, change=False)
-            state = through_a_file(optimizer.state_dict())
-        ends.append(model)
-    for model in ends[1:]:
-        assert_same(ends[0], model)
 
 
 def test_a_plain_state_gives_every_entry_the_tensors_age_under_the_mask_that_is_set():

@@ -194,17 +194,6 @@ def test_a_skipped_fp16_step_advances_nothing(fused):
     torch.testing.assert_close(weight.detach(), twin.detach())
 
 
-def test_wholly_frozen_tensors_are_left_alone_even_with_a_stale_gradient():
-    weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = MaskedOptimizer(torch.optim.SGD([weight], lr=1.0, momentum=0.9))
-    weight.grad = torch.ones(3)
-    optimizer.step()
-    optimizer.set_mask(weight, torch.tensor(False))
-    optimizer.step()
-    assert weight.tolist() == [0, 0, 0]
-    assert optimizer.active_share() == 0
-
-
 def test_lr_schedulers_take_the_wrapper_or_the_wrapped():
     for outer in (True, False):
         weight = torch.nn.Parameter(torch.ones(3))
@@ -232,21 +221,6 @@ def test_hooks_of_both_optimizers_run_once_a_step():
     weight.grad = torch.ones(3)
     optimizer.step()
     assert seen == ["outer", "inner"]
-
-
-def test_closures_run_with_gradients_before_the_update():
-    weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = MaskedOptimizer(torch.optim.SGD([weight], lr=0.1))
-    optimizer.set_mask(weight, torch.tensor([True, False, True]))
-
-    def closure():
-        loss = weight.square().sum()
-        loss.backward()
-        return loss
-
-    with torch.no_grad():
-        assert optimizer.step(closure) == 3
-    torch.testing.assert_close(weight.detach(), torch.tensor([0.8, 1.0, 0.8]))
 
 
 def test_lbfgs_moves_only_active_entries():
@@ -316,22 +290,6 @@ def test_state_that_a_third_party_keeps_for_the_whole_optimizer_is_counted_too()
         assert optimizer.state_bytes() == optimizer_bytes(plain) == expected
 
 
-@pytest.mark.parametrize("bias_correction", ["entry", "tensor"])
-@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
-def test_a_tensor_frozen_as_a_whole_trains_again(frozen_state, bias_correction):
-    weight = torch.nn.Parameter(torch.randn(4, 3))
-    optimizer = MaskedOptimizer(
-        torch.optim.AdamW([weight]), frozen_state=frozen_state, bias_correction=bias_correction
-    )
-    for mask in (None, torch.tensor(False), None, torch.rand(4, 3) < 0.5, torch.tensor(False), None):
-        optimizer.set_mask(weight, mask)
-        before = weight.detach().clone()
-        weight.grad = torch.randn(4, 3)
-        optimizer.step()
-        active = optimizer.get_mask(weight).expand(4, 3)
-        assert torch.equal(weight.detach() != before, active)
-
-
 @pytest.mark.parametrize("dampening", [0.0, 0.3])
 @pytest.mark.parametrize("frozen_state", ["keep", "zero"])
 def test_fused_sgd_takes_tensors_that_join_later(frozen_state, dampening):
@@ -393,22 +351,6 @@ def test_setting_the_mask_in_force_again_changes_nothing(parameter):
         moments = [value.clone() for value in optimizer.state[weight].values()]
         states.append([weight.detach(), optimizer.age(weight), optimizer.get_mask(weight), *moments])
     assert all(map(torch.equal, *states))
-
-
-def test_copies_and_pickles_stand_alone():
-    weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = MaskedOptimizer(torch.optim.AdamW([weight]))
-    optimizer.set_mask(weight, torch.tensor([True, False, True]))
-    weight.grad = torch.ones(3)
-    optimizer.step()
-    twin = copy.deepcopy(optimizer)
-    own = twin.param_groups[0]["params"][0]
-    own.grad = torch.ones(3)
-    twin.step()
-    assert own[1] == weight[1] == 1
-    assert own[0] < weight[0] < 1
-    assert twin.age(own).tolist() == [2, 0, 2]
-    assert optimizer.age(weight).tolist() == [1, 0, 1]
 
 
 @pytest.mark.parametrize(

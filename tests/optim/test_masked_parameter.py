@@ -1,7 +1,5 @@
 """One parameter with its mask: new masks, and whatever becomes of its data and state meanwhile."""
 
-import functools
-import itertools
 import weakref
 
 import pytest
@@ -9,7 +7,6 @@ import torch
 
 from gradpolicy import MaskedOptimizer
 from gradpolicy.errors import PolicyError
-from tests.optim.alone import Alone
 
 KINDS = {
     "adamw": torch.optim.AdamW,
@@ -60,39 +57,6 @@ def test_masks_before_a_wrong_one_are_set():
         optimizer.set_masks({first: masks[first], second: torch.ones(7, dtype=torch.bool)})
     assert torch.equal(optimizer.get_mask(first), masks[first])
     assert optimizer.get_mask(second).all()
-
-
-MASKS = {
-    "entries": torch.tensor([[1, 0, 1], [0, 1, 1], [0, 0, 0], [1, 1, 0]]) > 0,
-    "others": torch.tensor([[0, 0, 1], [1, 1, 0], [1, 0, 1], [0, 1, 0]]) > 0,
-    "rows": torch.tensor([[1], [0], [0], [1]]) > 0,
-    "none frozen": None,
-    "all frozen": torch.tensor(False),
-}
-
-
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("orders", [*itertools.product(MASKS, MASKS)], ids="-".join)
-@pytest.mark.parametrize(
-    "frozen_states", [*itertools.product(["keep", "zero", "drop"], repeat=2)], ids="-".join
-)
-def test_every_frozen_state_may_follow_every_other(kernels, frozen_states, orders):
-    start, steps = torch.randn(4, 3, dtype=torch.float64), 2
-    weight = torch.nn.Parameter(start.clone())
-    optimizer = MaskedOptimizer(torch.optim.AdamW([weight], lr=0.1))
-    reference = Alone(functools.partial(torch.optim.AdamW, lr=0.1), [start])
-    masks = [torch.tensor(True), *(MASKS[order] for order in orders), MASKS["entries"]]
-    for mask, frozen_state in zip(masks, ["keep", *frozen_states, frozen_states[0]], strict=True):
-        optimizer.set_mask(weight, mask, frozen_state=frozen_state)
-        flags = torch.tensor(True) if mask is None else mask
-        if frozen_state != "keep":
-            reference.forget(0, ~flags.expand(start.shape))
-        for _ in range(steps):
-            gradient = torch.randn_like(start)
-            weight.grad = gradient.clone()
-            optimizer.step()
-            reference.step([gradient], [flags.expand(start.shape)])
-        torch.testing.assert_close(weight.detach().view(-1), reference.value(0), atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)

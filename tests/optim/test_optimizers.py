@@ -55,21 +55,6 @@ def test_it_trains_as_its_optimizers_do_one_after_the_other(stack, tokens) -> No
     assert equal(stack, peer)
 
 
-def test_muon_trains_the_matrices_and_adamw_the_rest(stack, tokens) -> None:
-    peer = copy.deepcopy(stack)
-    entries = [
-        {"params": ["*.weight", "!embed.*"], "ndim": 2, "optimizer": torch.optim.Muon, "lr": 0.02},
-        {"params": "*", "optimizer": torch.optim.AdamW, "lr": 1e-3},
-    ]
-    optimizer = gp.Optimizers(stack, entries)
-    assert [len(group["params"]) for group in optimizer.param_groups] == [5, 6]
-    matrices = [p for name, p in peer.named_parameters() if p.ndim == 2 and name != "embed.weight"]
-    rest = [p for name, p in peer.named_parameters() if p.ndim == 1 or name == "embed.weight"]
-    train(stack, optimizer, tokens)
-    train(peer, [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=1e-3)], tokens)
-    assert equal(stack, peer)
-
-
 def test_one_scheduler_sets_all_rates(stack, tokens) -> None:
     optimizer, peer = joined(stack), copy.deepcopy(stack)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)

@@ -11,7 +11,7 @@ from torch import nn
 import gradpolicy as gp
 from gradpolicy import MaskedOptimizer
 from gradpolicy.errors import PolicyError
-from gradpolicy.optim.other_optimizers import AS_PARAMETER, initial_value
+from gradpolicy.optim.other_optimizers import initial_values
 from tests.optim.alone import without_rule
 
 HALF = torch.tensor([[True, False], [False, True]])
@@ -211,8 +211,9 @@ def test_what_a_strangers_state_begins_with_is_seen_in_a_first_step():
     optimizer = pytorch_optimizer.Prodigy([weight], weight_decay=0.1)
     group = optimizer.param_groups[0]
     before = torch.get_rng_state()
-    assert initial_value(optimizer, "p0", group, weight) == AS_PARAMETER
-    assert initial_value(optimizer, "exp_avg", group, weight) == 0.0
+    found = initial_values(optimizer, group, weight, {"p0": weight, "exp_avg": weight})
+    assert torch.equal(found["p0"], weight)
+    assert not found["exp_avg"].any()
     assert torch.equal(torch.get_rng_state(), before)
     assert not optimizer.state
 
@@ -224,7 +225,7 @@ def test_what_cannot_be_found_out_is_left_alone():
 
     weight = torch.nn.Parameter(torch.randn(5, 3))
     optimizer = Demanding([weight], model=None)
-    assert initial_value(optimizer, "momentum_buffer", optimizer.param_groups[0], weight) is None
+    assert initial_values(optimizer, optimizer.param_groups[0], weight, {"momentum_buffer": weight}) == {}
 
 
 def test_sam_gets_its_closure_for_both_of_its_passes():

@@ -3,8 +3,6 @@
 The references gather the active rows or columns by hand, and run the optimizer on them alone.
 """
 
-import io
-
 import bitsandbytes
 import pytest
 import pytorch_optimizer
@@ -13,8 +11,7 @@ import torchao.optim
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
-
-FROZEN_STATES = ["keep", "zero", "drop"]
+from tests.optim.alone import FROZEN_STATES, EachAlone, follow_course
 
 
 @pytest.fixture(autouse=True)
@@ -88,29 +85,6 @@ class AdafactorByHand:
         self.begun |= rows
 
 
-class RowsAlone:
-    """An optimizer for each row, which begins anew when the row loses its state."""
-
-    def __init__(self, make, start):
-        self.make, self.rows = make, [torch.nn.Parameter(row.clone()) for row in start]
-        self.optimizers = [make([row]) for row in self.rows]
-
-    @property
-    def value(self):
-        return torch.stack([row.detach() for row in self.rows])
-
-    def forget(self, frozen):
-        for place in frozen.all(1).nonzero().flatten():
-            self.optimizers[place] = self.make([self.rows[place]])
-
-    def step(self, gradient, mask, lr):
-        for place in mask.all(1).nonzero().flatten():
-            group = self.optimizers[place].param_groups[0]
-            group["lr"] = torch.as_tensor(lr) if isinstance(group["lr"], torch.Tensor) else lr
-            self.rows[place].grad = gradient[place].clone()
-            self.optimizers[place].step()
-
-
 def muon(**settings):
     return lambda weights: torch.optim.Muon(weights, **{"lr": 0.1, **settings})
 
@@ -131,7 +105,7 @@ COURSES = {
     "Adafactor decay": (adafactor(weight_decay=0.2, maximize=True, foreach=False), AdafactorByHand, (6, 5)),
     "Adafactor kernels": (adafactor(d=2.0), AdafactorByHand, (5, 3, 2, 4)),
     "Adafactor vector": (adafactor(), AdafactorByHand, (7,)),
-    **{name: (make, RowsAlone, (5, 4096)) for name, make in EIGHT_BITS.items()},
+    **{name: (make, EachAlone, (5, 4096)) for name, make in EIGHT_BITS.items()},
 }
 """For each optimizer its reference and a shape; a row of 4096 entries is quantised when it is alone too."""
 
@@ -150,71 +124,27 @@ MARKED = [
 # --- random courses
 
 
-def draw_mask(shape, columns, generator):
-    """A mask of rows, of columns, of the whole tensor, or none."""
-    kind = int(torch.randint(5 if columns else 4, (), generator=generator))
-    if kind == 0:
-        return None
-    if kind == 1:
-        return torch.tensor(bool(torch.randint(2, (), generator=generator)))
-    sizes = shape[-1:] if kind == 4 else (shape[0], *(1,) * (len(shape) - 1))
-    mask = torch.rand(sizes, generator=generator) < 0.5
-    # As policies that intersect give them: of rows, but with a flag for each entry.
-    return mask.expand(shape).clone() if kind == 3 else mask
-
-
-def saved_and_loaded(optimizer, make, weight, frozen_state, dense):
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(dense=dense), file)
-    file.seek(0)
-    loaded = gp.MaskedOptimizer(make([weight]), frozen_state=frozen_state)
-    loaded.load_state_dict(torch.load(file, weights_only=True))
-    return loaded
-
-
-def run(name, seed, steps=20):
-    """Compare a random course with the reference after each step."""
-    make, by_hand, shape = COURSES[name]
-    generator = torch.Generator().manual_seed(seed)
-    dtype = torch.float64 if by_hand is AdafactorByHand else torch.float32
-    weight = torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
-    reference, mask = by_hand(make, weight.detach()), torch.ones(shape, dtype=torch.bool)
-    state = FROZEN_STATES[seed % 3]
-    optimizer = gp.MaskedOptimizer(make([weight]), frozen_state=state)
-    for _ in range(steps):
-        event = float(torch.rand((), generator=generator))
-        if event < 0.4:
-            drawn = draw_mask(shape, by_hand is MuonByHand, generator)
-            state = FROZEN_STATES[int(torch.randint(3, (), generator=generator))]
-            optimizer.set_mask(weight, drawn, frozen_state=state)
-            mask = torch.ones(shape, dtype=torch.bool) if drawn is None else drawn.expand(shape)
-            if state != "keep":
-                reference.forget(~mask)
-        elif event < 0.55:
-            optimizer = saved_and_loaded(optimizer, make, weight, "zero", event < 0.5)
-        lr = 0.1 if event < 0.8 else 0.02
-        group = optimizer.param_groups[0]
-        group["lr"] = torch.tensor(lr) if isinstance(group["lr"], torch.Tensor) else lr
-        gradient, before = torch.randn(shape, generator=generator).to(dtype), weight.detach().clone()
-        weight.grad = gradient.masked_fill(~mask, torch.nan)
-        optimizer.step()
-        assert torch.equal(weight.detach()[~mask], before[~mask])
-        if mask.any():
-            reference.step(gradient, mask, lr)
-        torch.testing.assert_close(weight.detach(), reference.value, atol=1e-6, rtol=1e-6)
-
-
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", MARKED)
 def test_the_active_part_moves_as_under_the_optimizer_alone(name, seed):
-    run(name, seed)
+    make, by_hand, shape = COURSES[name]
 
+    def draw_mask(generator):
+        """A mask of rows, of columns, of the whole tensor, or none."""
+        kind = int(torch.randint(5 if by_hand is MuonByHand else 4, (), generator=generator))
+        if kind == 0:
+            return None
+        if kind == 1:
+            return torch.tensor(bool(torch.randint(2, (), generator=generator)))
+        sizes = shape[-1:] if kind == 4 else (shape[0], *(1,) * (len(shape) - 1))
+        mask = torch.rand(sizes, generator=generator) < 0.5
+        # As policies that intersect give them: of rows, but with a flag for each entry.
+        return mask.expand(shape).clone() if kind == 3 else mask
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COURSES)
-def test_the_active_part_moves_as_alone_over_many_courses(name):
-    for seed in range(2, 7):
-        run(name, seed, steps=30)
+    generator = torch.Generator().manual_seed(seed)
+    dtype = torch.float64 if by_hand is AdafactorByHand else torch.float32
+    weight = torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+    follow_course(make, by_hand(make, weight.detach()), weight, draw_mask, generator, 20, 1e-6)
 
 
 @pytest.mark.parametrize("name", EIGHT_BITS)

@@ -67,17 +67,16 @@ def test_values_are_repacked_from_one_index_to_another(blocks, block, dtype, sha
 @pytest.mark.parametrize("blocks", SIZES)
 def test_an_index_is_padded_to_whole_words(blocks):
     flags = torch.rand(blocks) < 0.5
-    for kernels in (NATIVE, REFERENCE):
-        index = kernels.pack_bits(flags)
-        assert index.numel() == -(-blocks // 64) * 8
-        bits = (index.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1
-        assert torch.equal(bits.view(-1)[:blocks].bool(), flags)
-        assert not bits.view(-1)[blocks:].any()
+    index = pack_bits(flags)
+    assert index.numel() == -(-blocks // 64) * 8
+    bits = (index.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1
+    assert torch.equal(bits.view(-1)[:blocks].bool(), flags)
+    assert not bits.view(-1)[blocks:].any()
 
 
 def test_every_byte_but_0_is_a_flag_that_is_set():
     flags = torch.tensor([0, 1, 2, 128, 255, 0, 7, 1] * 9, dtype=torch.uint8)
-    assert torch.equal(NATIVE.pack_bits(flags.view(torch.bool)), NATIVE.pack_bits(flags != 0))
+    assert torch.equal(pack_bits(flags.view(torch.bool)), pack_bits(flags != 0))
 
 
 @pytest.mark.parametrize("blocks", SIZES)
@@ -108,7 +107,7 @@ def adam_update(blocks, block, dtype, packed, shared, ages_dtype=torch.int16):
     state = {"exp_avg": torch.randn(shape).to(dtype), "exp_avg_sq": torch.rand(shape).to(dtype)}
     index = None
     if packed:
-        index = REFERENCE.pack_bits(active)
+        index = pack_bits(active)
         state = {
             name: REFERENCE.repack(value, None, index, block, blocks, 0.0) for name, value in state.items()
         }
@@ -184,7 +183,7 @@ def test_values_are_repacked_alike_on_every_processor(every_processor, dtype, sh
     expected = torch.where(source, values, 7)[target]
     libraries = set()
     for _ in every_processor:
-        indices = [NATIVE.pack_bits(flags) for flags in (source, target)]
+        indices = [pack_bits(flags) for flags in (source, target)]
         assert torch.equal(NATIVE.repack(values[source], *indices, 1, 70001, 7), expected)
         libraries.add(native._library()._name)
     assert len(libraries) > 1

@@ -1,7 +1,5 @@
 """Under schedule-free optimizers each entry has its own z, age, sum of weights and largest rate."""
 
-import io
-
 import pytest
 import schedulefree
 import torch
@@ -9,6 +7,7 @@ import torch
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim.update_rules import rule_for
+from tests.optim.alone import EachAlone, follow_course
 
 SHAPE = (4, 3)
 KINDS = {
@@ -19,46 +18,6 @@ KINDS = {
     "sgd": (schedulefree.SGDScheduleFree, {}),
     "sgd warm": (schedulefree.SGDScheduleFree, {"warmup_steps": 4, "weight_decay": 0.1, "momentum": 0.7}),
 }
-
-
-class EntriesAlone:
-    """An optimizer for each entry, which begins anew when the entry loses its state."""
-
-    def __init__(self, make, start):
-        self.make, self.entries = make, [torch.nn.Parameter(value.clone()) for value in start.flatten()]
-        self.optimizers = [self._begun(entry) for entry in self.entries]
-
-    def _begun(self, entry):
-        optimizer = self.make([entry])
-        optimizer.train()
-        return optimizer
-
-    @property
-    def value(self):
-        return torch.stack([entry.detach() for entry in self.entries]).view(SHAPE)
-
-    def forget(self, frozen):
-        for place in frozen.flatten().nonzero().flatten():
-            self.optimizers[place] = self._begun(self.entries[place])
-
-    def switch(self, mask, name):
-        for place in mask.flatten().nonzero().flatten():
-            getattr(self.optimizers[place], name)()
-
-    def step(self, gradient, mask, lr):
-        for place in mask.flatten().nonzero().flatten():
-            self.optimizers[place].param_groups[0]["lr"] = lr
-            self.entries[place].grad = gradient.flatten()[place].clone()
-            self.optimizers[place].step()
-
-
-def reloaded(optimizer, make, weight):
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    loaded = gp.MaskedOptimizer(make([weight]))
-    loaded.load_state_dict(torch.load(file, weights_only=True))
-    return loaded
 
 
 def made(name):
@@ -74,36 +33,18 @@ def made(name):
 def test_each_entry_moves_as_alone_in_training_and_evaluation(kernels, name, seed):
     make, generator = made(name), torch.Generator(device="cpu").manual_seed(seed)
     weight = torch.nn.Parameter(torch.randn(SHAPE, dtype=torch.float64))
-    reference, mask = EntriesAlone(make, weight.detach()), torch.ones(SHAPE, dtype=torch.bool)
-    optimizer = gp.MaskedOptimizer(make([weight]))
-    optimizer.train()
-    lr = 0.1
-    for step in range(40):
-        event = float(torch.rand((), generator=generator))
-        if event < 0.4:
-            sizes = [SHAPE, (4, 1), (3,), ()][int(event * 10)]
-            drawn = (torch.rand(sizes, generator=generator) < 0.6).to(weight.device)
-            state = ["keep", "zero", "drop"][step % 3]
-            optimizer.set_mask(weight, drawn, frozen_state=state)
-            mask = drawn.expand(SHAPE)
-            if state != "keep":
-                reference.forget(~mask)
-        elif event < 0.5:
-            lr = 0.3 if event < 0.45 else 0.05
-        before = weight.detach().clone()
-        if event > 0.7:
-            optimizer.eval()
-            reference.switch(mask, "eval")
-            torch.testing.assert_close(weight.detach(), reference.value, atol=1e-12, rtol=1e-12)
-            optimizer = reloaded(optimizer, make, weight) if event > 0.85 else optimizer
-            optimizer.train()
-            reference.switch(mask, "train")
-        gradient = torch.randn(SHAPE, dtype=torch.float64)
-        weight.grad, optimizer.param_groups[0]["lr"] = gradient.masked_fill(~mask, torch.nan), lr
-        optimizer.step()
-        reference.step(gradient, mask, lr)
-        assert torch.equal(weight.detach()[~mask], before[~mask])
-        torch.testing.assert_close(weight.detach(), reference.value, atol=1e-12, rtol=1e-12)
+
+    def in_training(parameters):
+        optimizer = make(parameters)
+        optimizer.train()
+        return optimizer
+
+    def draw_mask(generator):
+        sizes = [SHAPE, (4, 1), (3,), ()][int(torch.randint(4, (), generator=generator))]
+        return (torch.rand(sizes, generator=generator) < 0.6).to(weight.device)
+
+    reference = EachAlone(in_training, weight.detach(), entries=True)
+    follow_course(make, reference, weight, draw_mask, generator, 40, 1e-12, evaluates=True)
 
 
 @pytest.mark.parametrize("name", ["adamw warm", "sgd warm"])

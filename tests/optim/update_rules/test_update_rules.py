@@ -77,6 +77,22 @@ def test_by_the_count_of_the_tensor_frozen_entries_are_put_back_and_all_else_is_
     torch.testing.assert_close(weight.detach(), expected, atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05), (torch.float16, 0.02)]
+)
+def test_lower_precision_is_that_of_torchs_fused_step(kernels, dtype, tolerance, frozen_state):
+    start, (masks, gradients) = torch.randn(4, 3).to(dtype), course()
+    # In float16 the second moment of a small gradient underflows, in torch too.
+    gradients = [(gradient + gradient.sign()).to(dtype) for gradient in gradients]
+    settings = {"lr": 0.1, "weight_decay": 0.1, "eps": 1e-3, "fused": True}
+    weight = torch.nn.Parameter(start.clone())
+    optimizer = gp.MaskedOptimizer(torch.optim.AdamW([weight], **settings), frozen_state=frozen_state)
+    follow(optimizer, weight, masks, gradients)
+    expected = run_alone(torch.optim.AdamW, settings, start, gradients, masks, frozen_state)
+    torch.testing.assert_close(weight.detach(), expected, atol=4 * tolerance, rtol=tolerance)
+
+
 class SignMomentum(torch.optim.Optimizer):
     """An optimizer of a user's own."""
 
