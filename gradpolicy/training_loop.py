@@ -153,8 +153,7 @@ class _Loop(TrainingPolicies):
         wraps = self._ddp is not None or type(model).__name__ == "DeepSpeedEngine"
         self.model: Any = whole.module if wraps else model
         self._owner: dict[Tensor, MaskedOptimizer] = {}
-        # In this update: factors on gradients, and the parameters whose whole gradient a source needs.
-        self._scales: Mapping[str, float] = {}
+        # The parameters whose whole gradient a source needs in this update.
         self._wanted: set[Tensor] = set()
         # The number of updates before this one, and the optimizers that have stepped in this one.
         self._time = 0
@@ -315,7 +314,6 @@ class _Loop(TrainingPolicies):
             self._hook_gradients()
             parameters = self.freezer.held
             self._wanted = {parameters[name] for name in self.freezer.wanted_gradients()}
-            self._scales = {} if self.freezer.scales_gradients else self.freezer.gradient_scales()
 
     @property
     def _epoch(self) -> int:
@@ -326,9 +324,7 @@ class _Loop(TrainingPolicies):
         """Process the gradient that a backward pass has accumulated."""
         assert self.freezer is not None
         self._begin_if_over(late=True)
-        self.freezer.note_gradient(name, gradient)
-        scale = self._scales.get(name)
-        return None if scale is None else gradient * scale
+        return self.freezer.take_gradient(name, gradient)
 
     @torch.compiler.disable
     def _mask_gradient(self, parameter: Tensor) -> None:

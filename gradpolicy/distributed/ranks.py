@@ -110,8 +110,8 @@ class Ranks:
             add(masked.parameter, f"the ages of {name!r}", signed)
         if self.freezer is not None:
             for name in self.freezer.parameters:
-                if isinstance(self.named[name], DTensor):
-                    found[None][f"the mask of {name!r}"] = self.freezer.mask_of(name)
+                # Of a parameter that is distributed, a rank has no mask beside its source's.
+                found[None].setdefault(f"the mask of {name!r}", self.freezer.mask_of(name))
         found[None] |= self._schedules()
         for name, parameter in self.named.items():
             add(parameter, f"the weights {name!r}", local_shard(parameter))

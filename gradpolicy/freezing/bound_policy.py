@@ -66,18 +66,27 @@ class BoundPolicy(Generic[Kind]):
             The names of the parameters whose mask has changed.
         """
         self.observed.clear()
+        asks = self.asks(step, epoch, phase)
         before, self.in_effect = self.in_effect, self.policy.when.active(phase=phase, step=step, epoch=epoch)
         if not self.in_effect:
             return set(self.parameters) if before else set()
-        period = self.source.period(step, epoch)
-        # A timetable in epochs allows one change per epoch.
-        due = self.source.timetable.unit == "step" and self.source.due(step, epoch)
-        if before and period == self.period and not due and not self.source.overdue(step, epoch):
+        if not asks:
             return set()
+        period = self.source.period(step, epoch)
         with under(f"policy.{self.name}"), whole():
             new = self._checked(self.source.masks(step, epoch))
         old, self.period, self.masks = self.masks, period, self._copied(new)
         return {name for name in self.parameters if not before or not same_mask(old[name], self.masks[name])}
+
+    def asks(self, step: int, epoch: int, phase: str) -> bool:
+        """Return True if :meth:`update` gets masks from the source."""
+        if not self.policy.when.active(phase=phase, step=step, epoch=epoch):
+            return False
+        source = self.source
+        # A timetable in epochs allows one change per epoch.
+        due = source.timetable.unit == "step" and source.due(step, epoch)
+        same = self.in_effect and source.period(step, epoch) == self.period
+        return due or not same or source.overdue(step, epoch)
 
     def gradient_names(self, step: int, epoch: int) -> set[str]:
         """Return the names of parameters whose gradients the source needs in the current step."""

@@ -1,7 +1,7 @@
 """The ``Freezer``, which sets masks and settings in the optimizers at each step."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.own_settings import check_settings
 from gradpolicy.policies import ForwardMask, Freeze, MaskPolicy
 from gradpolicy.rates import Rates, Settings, at, combined
-from gradpolicy.tensors.mask import Mask, as_tensor, intersect, same_mask
+from gradpolicy.tensors.mask import Mask, active_entries, as_tensor, intersect, same_mask
 from gradpolicy.tensors.row_gradient import ActiveRows
 from gradpolicy.tensors.sharding import finite_everywhere, is_sharded
 from gradpolicy.when import When
@@ -62,7 +62,8 @@ class Freezer:
     Attributes:
         parameters: The parameters that policies match, by name.
         observers: Objects that are called when masks change.
-        scales_gradients: True if :meth:`observe` scales gradients for sources with a gradient scale.
+        scales_gradients: True if :meth:`observe` scales gradients for sources with a gradient scale, False if
+            :meth:`take_gradient` does.
 
     Raises:
         PolicyError: If a pattern matches nothing, no optimizer has the matched parameters, two policies have
@@ -84,6 +85,7 @@ class Freezer:
         self.toggle_requires_grad = toggle_requires_grad
         self.observers: list[MaskObserver] = []
         self.scales_gradients = True
+        self._hook_scales: Mapping[str, float] = {}
         self._seed, self._model = seed, model
         self._requires_grad = RequiresGrad(model)
         self._shard_hooks = follow_shards(model)
@@ -236,6 +238,11 @@ class Freezer:
         if step == self._step:
             return
         self._bind_joined()
+        asked = [each.source for each in self._policies.values() if each.asks(step, epoch, phase)]
+        with self._whole(values=any(source.reads_weights for source in asked)):
+            self._begin_step(step, epoch, phase)
+
+    def _begin_step(self, step: int, epoch: int, phase: str) -> None:
         self._step, self._now = step, (step, epoch)
         bound = self._policies.values()
         masked = self._mask_weights(phase) & self.parameters.keys()
@@ -259,6 +266,14 @@ class Freezer:
         if concerned | masked:
             for observer in self.observers:
                 observer.after_masks(concerned | masked)
+        self._hook_scales = {} if self.scales_gradients else self.gradient_scales()
+
+    def _whole(self, *, values: bool = False) -> ExitStack:
+        """Return a block in which all parameters have their whole shape, and perhaps their values."""
+        block = ExitStack()
+        for optimizer in self.optimizers:
+            block.enter_context(optimizer.whole_parameters(values=values))
+        return block
 
     @torch.no_grad()
     def observe(self, optimizer: MaskedOptimizer) -> None:
@@ -281,9 +296,16 @@ class Freezer:
             if name in own and (gradient := own[name].grad) is not None:
                 gradient.mul_(scale)
 
-    def note_gradient(self, name: str, gradient: Tensor) -> None:
-        """Record that a parameter got a gradient, for callers that mask gradients before :meth:`observe`."""
+    def take_gradient(self, name: str, gradient: Tensor) -> Tensor | None:
+        """Process a gradient as it is computed, for callers that mask it before :meth:`observe`.
+
+        Returns:
+            The gradient, scaled for sources with a gradient scale unless :meth:`observe` does that; None if
+            it does not change.
+        """
         self._missing.note(name, gradient)
+        scale = self._hook_scales.get(name)
+        return None if scale is None else gradient * scale
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Pass the metrics of a validation to the sources of the policies in effect."""
@@ -366,7 +388,15 @@ class Freezer:
 
     def frozen_tensors(self) -> dict[str, set[str]]:
         """Return the names of parameters that each policy freezes as a whole, now or later."""
-        return {name: each.frozen_tensors() for name, each in self._policies.items()}
+        with self._whole():
+            return {name: each.frozen_tensors() for name, each in self._policies.items()}
+
+    def active_share(self, policy: str) -> float:
+        """Return the share of the entries of a policy's parameters that train."""
+        with self._whole():
+            own = self.parameters_of(policy)
+            active = sum(active_entries(self.mask_of(name), p.shape, p.device) for name, p in own.items())
+            return active / max(sum(p.numel() for p in own.values()), 1)
 
     def parameters_of(self, policy: str) -> dict[str, Tensor]:
         """Return the parameters that match a policy, by name."""
@@ -412,7 +442,8 @@ class Freezer:
                 known = False
             if known:
                 each.source.load_state_dict(saved[name])
-            each.load_mask_state(masks.get(name) if known else None)
+            with self._whole():
+                each.load_mask_state(masks.get(name) if known else None)
         self.forward.load_state_dict(state.get("whole", {}))
         released = set(state.get("parameters", ())) - set(self.parameters)
         self._set({p: True for name, p in self._named.items() if name in released})

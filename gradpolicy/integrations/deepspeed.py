@@ -1,4 +1,4 @@
-"""Policies in a training loop with a DeepSpeed engine: ZeRO stages 1, 2 and 3.
+"""Policies with a DeepSpeed engine (ZeRO 1, 2, 3), in a loop or a trainer.
 
 DeepSpeed joins parameters to flat tensors, of which each rank owns a partition in full precision. Its engine
 averages, unscales and clips gradients, then steps the optimizer that it was given, on this rank's partitions.
@@ -8,9 +8,11 @@ moments and ages are those of its entries.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -24,7 +26,6 @@ from torch.optim import Optimizer
 
 from gradpolicy.errors import PolicyError, shown
 from gradpolicy.flow.install import name_policies
-from gradpolicy.masks.base import MaskSource
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.layout import fitting_mask
 from gradpolicy.optim.masked_parameter import MaskedParameter
@@ -60,17 +61,25 @@ def training(
             not work with partitions.
     """
     named = name_policies(policies)
-    optimizer = PartitionedOptimizer(engine, _checked_frozen_state(named))
+    optimizer = partitioned(engine, named)
     scaler: Any = SimpleNamespace(get_scale=lambda: optimizer.zero.loss_scale)
     settings = {"steps_per_epoch": steps_per_epoch, "scaler": scaler, "toggle_requires_grad": False}
     try:
         with ExitStack() as stack:
-            with optimizer.whole_parameters():
+            with optimizer.whole_parameters(values=True):
                 stack.enter_context(plain_training(engine, optimizer, named, seed, **settings))
-            optimizer.gather_for_masks(engine)
             yield optimizer
     finally:
         optimizer.release()
+
+
+def partitioned(engine: Any, policies: Mapping[str, Policy | None]) -> PartitionedOptimizer:
+    """Return the optimizer of an engine, for these policies.
+
+    Raises:
+        PolicyError: As :func:`training`.
+    """
+    return PartitionedOptimizer(engine, _checked_frozen_state(policies))
 
 
 def _checked_frozen_state(policies: Mapping[str, Policy | None]) -> str:
@@ -85,7 +94,7 @@ def _checked_frozen_state(policies: Mapping[str, Policy | None]) -> str:
             source, kind = policy.mask, type(policy.mask).__name__
             if source.needs_gradients:
                 why = f"{kind} needs whole gradients, of which a rank keeps only its part"
-            elif type(source).apply is not MaskSource.apply or "apply" in vars(source):
+            elif source.writes_weights:
                 why = f"{kind} may write to weights, which the engine overwrites with its own copy"
             elif policy.bias_correction == "tensor":
                 why = "bias_correction='tensor' needs a step count per tensor; use 'entry'"
@@ -130,8 +139,6 @@ class PartitionedOptimizer(MaskedOptimizer):
         super().__init__(_ModelParameters(groups, self.zero.step), frozen_state)
         self._masks: dict[Tensor, Mask] = {}
         self._parameters = [parameter for group in groups for parameter in group]
-        # True if the next forward pass sets masks; stage 3 gathers parameters for that.
-        self._begins, self._gathered = True, ExitStack()
         self._handles: list[Any] = [
             *(each.register_hook(partial(self._masked_gradient, each)) for each in self._parameters),
             self.local.register_state_dict_post_hook(self._add_to_saved),
@@ -140,11 +147,13 @@ class PartitionedOptimizer(MaskedOptimizer):
         ]
         # The engine calls this step, so that all hooks run once an update, and not once a partition.
         self.zero.step = self.step
+        self._engine: Any = engine
+        self._engine.load_checkpoint = partial(_load_checkpoint, engine.load_checkpoint)
 
     def release(self) -> None:
-        """Give the engine its own step back; its optimizer stays wrapped."""
+        """Give the engine its own methods back; its optimizer stays wrapped."""
         vars(self.zero).pop("step", None)
-        self._gathered.close()
+        vars(self._engine).pop("load_checkpoint", None)
         while self._handles:
             self._handles.pop().remove()
 
@@ -205,24 +214,23 @@ class PartitionedOptimizer(MaskedOptimizer):
             "DeepSpeed: ages belong to partitions; optimizer.local, the optimizer of these, has them"
         )
 
-    # --- whole parameters, which stage 3 holds as partitions
-
-    def whole_parameters(self) -> GatheredParameters:
-        """Return a context manager in which parameters have all entries; before stage 3 they always do."""
-        return GatheredParameters(self._parameters, enabled=_is_stage_3(self.zero))
-
-    def gather_for_masks(self, engine: DeepSpeedEngine) -> None:
-        """Have parameters gathered while masks are set, before the first forward pass of each update."""
-        self._handles.append(engine.register_forward_pre_hook(self._gather, prepend=True))
-        self._handles.append(engine.register_forward_pre_hook(self._scatter))
-
-    def _gather(self, *_: Any) -> None:
-        if self._begins and torch.is_grad_enabled():
-            self._gathered.enter_context(self.whole_parameters())
-
-    def _scatter(self, *_: Any) -> None:
-        self._gathered.close()
-        self._begins = self._begins and not torch.is_grad_enabled()
+    @contextmanager
+    def whole_parameters(self, *, values: bool) -> Iterator[None]:
+        """Gather what stage 3 has distributed, or put tensors of NaN and of the right shape in its place."""
+        if not _is_stage_3(self.zero):
+            yield
+        elif values:
+            with GatheredParameters(self._parameters):
+                yield
+        else:
+            empty = [(each, each.data) for each in self._parameters if each.shape != _shape(each)]
+            try:
+                for parameter, _ in empty:
+                    parameter.data = parameter.new_full((), math.nan).expand(_shape(parameter))
+                yield
+            finally:
+                for parameter, data in empty:
+                    parameter.data = data
 
     # --- steps and checkpoints
 
@@ -230,7 +238,6 @@ class PartitionedOptimizer(MaskedOptimizer):
         """Update by the engine's own step; one that overflows is not counted."""
         self.inner.step()
         self.effective_steps += not self.zero.overflow
-        self._begins = True
 
     def state_dict(self, *, dense: bool = False) -> dict[str, Any]:
         """Return the state of this rank's partitions, which ``engine.save_checkpoint`` saves."""
@@ -256,7 +263,6 @@ class PartitionedOptimizer(MaskedOptimizer):
         return state
 
     def _after_load(self, _: Any) -> None:
-        self._begins = True
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -348,6 +354,26 @@ def _partitions_in_groups(zero: Any) -> Iterator[None]:
         zero._clear_fp32_optimizer_param_groups()
 
 
+def _load_checkpoint(load: Callable[..., Any], load_dir: str, tag: str | None = None, **options: Any) -> Any:
+    """Load a checkpoint as the engine does.
+
+    Raises:
+        PolicyError: If another number of processes saved it, for which stage 3 has errors of tensors' sizes.
+    """
+    latest = Path(load_dir, "latest")
+    folder = Path(load_dir, tag or (latest.read_text().strip() if latest.is_file() else ""))
+    saved, ranks = (
+        len(list(folder.glob("*zero_pp_rank_*_optim_states.pt"))),
+        torch.distributed.get_world_size(),
+    )
+    if saved not in (0, ranks):
+        raise PolicyError(
+            f"DeepSpeed: {folder} was saved by {saved} processes with a partition each, and cannot be loaded "
+            f"by {ranks}; start {saved}, or load the weights alone, which zero_to_fp32.py beside it joins"
+        )
+    return load(load_dir, tag, **options)
+
+
 def _checked_zero(engine: Any) -> Any:
     """Return the engine's optimizer, after checking that masks are exact with it.
 
@@ -366,8 +392,8 @@ def _checked_zero(engine: Any) -> Any:
     if rule_for(base) is None:
         why = (
             f"{type(base).__name__} has no update rule, which the entries of a partition need for ages of "
-            "their own; pass deepspeed.initialize(optimizer=torch.optim.AdamW(...)), or set "
-            '"torch_adam": true in the config'
+            "their own; give the engine torch.optim.AdamW(...), which Hugging Face's Trainer does if the "
+            'config has no "optimizer", or set "torch_adam": true in the config'
         )
     elif getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False):
         why = "offload_optimizer moves partitions away from the optimizer between steps"

@@ -67,6 +67,9 @@ class MaskSource:
     # True if masks() returns the same masks at all steps of a period, from arguments and state_dict alone. If
     # not, for example if they depend on the weights, checkpoints contain the masks.
     repeats_masks: bool = False
+    # False if masks() needs no more of the parameters than names, shapes and what prepare() has read. Where a
+    # process holds only its part of the weights, they are gathered for all other sources.
+    reads_weights: bool = True
     # True if tensors returned by masks() are never modified, so that they need not be copied.
     keeps_masks: bool = False
     # The model, for sources that need more than the parameters; set before setup.
@@ -198,6 +201,11 @@ class MaskSource:
         Called again for the same masks in a resumed run, and after another policy modified the weights.
         """
 
+    @property
+    def writes_weights(self) -> bool:
+        """True if the source may modify the weights."""
+        return type(self).apply is not MaskSource.apply or "apply" in vars(self)
+
     def release(self) -> None:
         """Remove hooks from the model. Called at the end of training."""
 
@@ -252,7 +260,7 @@ class StaticSource(MaskSource):
         **timetable: See :class:`MaskSource`. It has no effect, and gives a warning.
     """
 
-    repeats_masks = True
+    repeats_masks, reads_weights = True, False
 
     def __init__(self, **timetable: Any) -> None:
         super().__init__(**{"every": None, **timetable})

@@ -107,6 +107,11 @@ class Adapted(MaskSource):
         """The attribute of the object."""
         return bool(getattr(self.source, "repeats_masks", False))
 
+    @property
+    def reads_weights(self) -> bool:  # type: ignore[override]
+        """The attribute of the object."""
+        return bool(getattr(self.source, "reads_weights", True))
+
     def prepare(self) -> None:
         """Set the object up."""
         if callable(getattr(self.source, "setup", None)):

@@ -35,7 +35,7 @@ class LayerSource(MaskSource):
         PolicyError: If a group is empty.
     """
 
-    repeats_masks = True
+    repeats_masks, reads_weights = True, False
     # The parameters that always train.
     _always: Collection[str] = ()
 

@@ -256,6 +256,11 @@ class Phases(LayerSource):
         self._reference = value if improved else self._reference
         self._waited = 0 if improved else self._waited + 1
 
+    @property
+    def writes_weights(self) -> bool:
+        """True if the best weights of a phase are restored."""
+        return any(each.best for each in self._read)
+
     def finish(self) -> None:
         """Restore the best weights of the last phase, and warn of phases that never started."""
         self._put_back()

@@ -39,7 +39,7 @@ class Random(MaskSource):
         RandomMask(seed=0, step=20, name='fc.weight', density=0.5, level='entry')
     """
 
-    repeats_masks = True
+    repeats_masks, reads_weights = True, False
 
     def __init__(
         self,

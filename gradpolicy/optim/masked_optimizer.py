@@ -197,6 +197,13 @@ class MaskedOptimizer(torch.optim.Optimizer):
         """Add a group to the wrapped optimizer; its parameters start with every entry active."""
         self.inner.add_param_group(param_group)
 
+    def whole_parameters(self, *, values: bool) -> AbstractContextManager[Any]:
+        """Return a context manager in which parameters have their whole shape, and if asked for their values.
+
+        They always do, except those that an engine distributes between forward passes.
+        """
+        return nullcontext()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, as the wrapped optimizer does."""
         self.inner.zero_grad(set_to_none=set_to_none)

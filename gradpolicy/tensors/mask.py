@@ -78,12 +78,12 @@ def intersect(first: Mask, second: Mask, shape: Sequence[int], device: torch.dev
     return as_tensor(first, shape, device) & as_tensor(second, shape, device)
 
 
-def active_entries(mask: Mask, shape: Sequence[int]) -> int:
-    """Return the number of entries of a parameter that train under a mask."""
+def active_entries(mask: Mask, shape: Sequence[int], device: torch.device | str = "cpu") -> int:
+    """Return the number of entries of a parameter that train under a mask, which is drawn on the device."""
     entries = math.prod(shape)
     if isinstance(mask, bool):
         return entries if mask else 0
-    drawn = as_tensor(mask, shape)
+    drawn = as_tensor(mask, shape, device)
     return int(drawn.sum()) * (entries // max(drawn.numel(), 1))
 
 

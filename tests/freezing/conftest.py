@@ -1,5 +1,7 @@
 """What the tests of the engine share."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import nn
 
@@ -20,6 +22,10 @@ class FakeOptimizer:
 
     def active_rows(self, parameter) -> None:
         """No gradient is computed of rows alone."""
+
+    def whole_parameters(self, *, values) -> AbstractContextManager:
+        """They always are."""
+        return nullcontext()
 
     def set_settings(self, settings) -> None:
         """No policy here sets any."""

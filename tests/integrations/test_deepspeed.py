@@ -153,6 +153,29 @@ def in_bfloat16(stage: int) -> tuple[int, int]:
         return optimizer.effective_steps, engine.skipped_steps
 
 
+def gathers(reads: bool) -> tuple[int, int]:
+    """How often stage 3 gathers parameters in an uninterrupted run, and for the masks of an update."""
+    from gradpolicy.integrations import deepspeed as integration
+
+    counts, plain = [0], integration.GatheredParameters
+
+    def counting(*arguments: Any) -> Any:
+        counts[-1] += 1
+        return plain(*arguments)
+
+    source = gp.masks.Function(lambda name, parameter, step: parameter > 0, every=4)
+    mask = source if reads else gp.masks.Random(0.5, every=2)
+    integration.GatheredParameters = counting  # type: ignore[assignment,misc]
+    try:
+        engine = engine_for(3, zero={"stage3_param_persistence_threshold": 0})
+        with integration.training(engine, {"some": gp.Freeze(mask)}, seed=1) as optimizer:
+            counts.append(0)
+            train(engine, optimizer, range(STEPS))
+    finally:
+        integration.GatheredParameters = plain  # type: ignore[misc]
+    return counts[0], counts[1]
+
+
 def refused(case: str, folder: str) -> str:
     """What an engine or policy that does not work is refused with."""
     from gradpolicy.integrations.deepspeed import training
@@ -168,11 +191,20 @@ def refused(case: str, folder: str) -> str:
         "rates": {"a": gp.Rates({"0.*": 0.1})},
         "forward": {"a": gp.ForwardMask(gp.masks.Random(0.5), params="0.weight")},
         "phases": {"a": gp.Freeze(gp.masks.Phases([{"params": "*", "lr": 0.1}]))},
+        "best": {"a": gp.Freeze(gp.masks.Phases([{"params": "*", "until": {"metric": "x"}, "best": True}]))},
         "states": {
             "a": gp.Freeze(gp.masks.Random(0.5)),
             "b": gp.Freeze(gp.masks.Random(0.5), frozen_state="zero"),
         },
     }
+    if case == "ranks":
+        with training(engine, policies("keep")):
+            engine.save_checkpoint(folder)
+            (Path(folder) / "global_step0" / "zero_pp_rank_2_mp_rank_00_optim_states.pt").touch()
+            dist.barrier()
+            with pytest.raises(gp.PolicyError) as error:
+                engine.load_checkpoint(folder)
+            return str(error.value)
     if case == "loaded before":
         with training(engine, policies("keep")):
             engine.save_checkpoint(folder)
@@ -244,6 +276,11 @@ def test_settings_that_move_parameters_change_nothing(
     torch.testing.assert_close(first, on_one_process("zero"), rtol=0, atol=1e-6)
 
 
+def test_stage_3_gathers_parameters_only_when_a_source_reads_them(ranks: ProcessPool) -> None:
+    assert ranks(gathers, False) == [(1, 0)] * 2
+    assert ranks(gathers, True) == [(1, STEPS // 4)] * 2
+
+
 @pytest.mark.supports("mixed precision", loop="plain", processes="deepspeed")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_in_bfloat16_frozen_bits_stay_and_a_skipped_update_does_not_count(
@@ -271,6 +308,8 @@ def test_in_bfloat16_frozen_bits_stay_and_a_skipped_update_does_not_count(
         ("rates", "Rates acts on the model's parameters"),
         ("forward", "ForwardMask acts on the model's parameters"),
         ("phases", "parameters cannot have learning rates of their own"),
+        ("best", "Phases may write to weights"),
+        ("ranks", "was saved by 3 processes with a partition each, and cannot be loaded by 2; start 3"),
         ("loaded before", "load_checkpoint was called before the block"),
         ("age", "ages belong to partitions"),
         ("states", "frozen_state: must be the same .* policy.a: 'keep', policy.b: 'zero'"),
