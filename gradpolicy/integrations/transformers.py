@@ -1,8 +1,8 @@
 """The callback for Hugging Face's Trainer and its subclasses, such as TRL's SFTTrainer."""
 
-from collections.abc import Iterable
-from functools import wraps
-from typing import Any
+from collections.abc import Iterable, Mapping
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -13,10 +13,12 @@ from transformers.trainer_utils import IntervalStrategy
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.policy_checks import is_cut
-from gradpolicy.measurements import Measured, summary
+from gradpolicy.measurements import Measured, Measurements, summary
 from gradpolicy.optim.prepared import innermost, put_inside
-from gradpolicy.optim.zero_redundancy import deepspeed_refused
 from gradpolicy.training_policies import TrainingPolicies, calling, flat_parameters_refused
+
+if TYPE_CHECKING:  # importing DeepSpeed takes seconds
+    from gradpolicy.integrations.deepspeed import PartitionedOptimizer
 
 
 class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
@@ -29,7 +31,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
     - before the first batch of each update: schedules are evaluated and new masks are set;
     - after the gradients are unscaled and before they are clipped: mask sources get the gradients, and those
       of frozen entries are zeroed, so that they are neither in the clipped norm nor in the logged
-      ``grad_norm``;
+      ``grad_norm``; under DeepSpeed they are zeroed as they are computed;
     - when the Trainer logs: measurements of the policies are added, for all of its trackers;
     - when it saves: masks, ages and the state of mask sources are saved with the optimizer's state;
     - when training ends, or fails: everything is removed from the model and the optimizer.
@@ -41,7 +43,8 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         policies: The policies by name. Those that are None (``null`` in YAML) are left out.
         seed: The seed of mask sources without a seed of their own.
         log: Log for each policy the share of active entries, gradient norms before and after, and counts of
-            matched operations, whenever the Trainer logs its loss, as ``policy/<name>/…``.
+            matched operations, whenever the Trainer logs its loss, as ``policy/<name>/…``; under DeepSpeed
+            only the share for freeze policies.
         agreement_every: With several processes, the number of updates between comparisons of the checksums of
             masks, ages and weights; None for no comparisons.
 
@@ -52,9 +55,9 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
 
     Raises:
         PolicyError: If an entry is not a policy; when training starts, if a pattern matches nothing, two
-            policies contradict each other, or the Trainer uses DeepSpeed, version 1 of FSDP, tensor
-            parallelism or ``nn.DataParallel``; after the first update, if an operation that a policy names
-            never ran.
+            policies contradict each other, the Trainer uses version 1 of FSDP, tensor parallelism or
+            ``nn.DataParallel``, or a policy or setting does not work with DeepSpeed; after the first update,
+            if an operation that a policy names never ran.
 
     Example:
         >>> import gradpolicy as gp
@@ -67,6 +70,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
     _measures = False
     _measured: Measured | None = None
     _has_taken = False
+    _partitioned: "PartitionedOptimizer | None" = None
 
     # ---- installing and removing
 
@@ -93,7 +97,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
                 self.remove()
 
         trainer.train = train_and_remove  # type: ignore[method-assign]
-        if trainer.accelerator.is_fsdp2:
+        if _loads_before_callbacks(trainer):
             self._install_when_prepared(trainer)
 
     def _install_when_prepared(self, trainer: Trainer) -> None:
@@ -110,7 +114,9 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
             models = [one for one in each if isinstance(one, nn.Module)]
             optimizers = [one for one in each if isinstance(one, AcceleratedOptimizer)]
             if models and optimizers:
-                plain = getattr(models[0], "_orig_mod", models[0])
+                # DeepSpeed's engine has the model inside, which FSDP2 has sharded in place.
+                inside = "module" if _is_deepspeed(trainer) else "_orig_mod"
+                plain = getattr(models[0], inside, models[0])
                 self._install(trainer, plain, models[0], optimizers[0])
             return prepared
 
@@ -123,13 +129,13 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         trainer = _calling_trainer()
         self._evaluated: dict[str, float] = {}
         _check_supported(trainer)
-        if not trainer.accelerator.is_fsdp2:
+        if not _loads_before_callbacks(trainer):
             assert trainer.model is not None
             self._install(trainer, trainer.model, trainer.model_wrapped, trainer.optimizer)
         elif self._trainer is not trainer:
             raise PolicyError(
-                "GradientPoliciesCallback: under FSDP2 a checkpoint is loaded before callbacks are called; "
-                "give it to the Trainer as callbacks=[...], not by add_callback"
+                "GradientPoliciesCallback: under FSDP2 and DeepSpeed a checkpoint is loaded before callbacks "
+                "are called; give it to the Trainer as callbacks=[...], not by add_callback"
             )
         for name, policy in self.policies.items():
             if "fit" not in policy.when.phases:
@@ -154,7 +160,9 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         self._trainer = trainer
         self._install_flow(model)
         optimizer = innermost(prepared)
-        if self.optimizer_policies:
+        if self.optimizer_policies and _is_deepspeed(trainer):
+            optimizer = self._install_in_engine(model, wrapped)
+        elif self.optimizer_policies:
             # Code would be recompiled each time requires_grad changes, and reentrant recomputation gives no
             # gradient if its input needs none.
             toggles = not (is_compiled_module(wrapped) or _recomputes_reentrantly(model))
@@ -162,7 +170,28 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
             put_inside(prepared, optimizer)
         self._check_installed(model, [optimizer])
         self._join_ranks(model, getattr(wrapped, "_orig_mod", wrapped))
-        self._observe_before_clipping(trainer)
+        if not _is_deepspeed(trainer):
+            self._observe_before_clipping(trainer)
+
+    def _install_in_engine(self, model: nn.Module, engine: Any) -> "PartitionedOptimizer":
+        """Install freeze policies in DeepSpeed's engine, which clips and steps within ``backward``.
+
+        Returns:
+            The optimizer of the model's parameters, which zeroes gradients of frozen entries.
+        """
+        from gradpolicy.integrations.deepspeed import partitioned
+
+        optimizer = self._partitioned = partitioned(engine, self.policies)
+        with optimizer.whole_parameters(values=True):
+            self._install_freeze(model, [optimizer], toggle_requires_grad=False)
+        freezer = self.freezer
+        assert freezer is not None
+        freezer.scales_gradients = False
+        for name, parameter in freezer.parameters.items():
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_hook(partial(freezer.take_gradient, name)))
+        self._hooks.append(optimizer.register_step_pre_hook(lambda *_: freezer.observe(optimizer)))
+        return optimizer
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -190,6 +219,9 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
             optimizer.set_masks({p: None for group in optimizer.param_groups for p in group["params"]})
             if innermost(trainer.optimizer) is optimizer:
                 put_inside(trainer.optimizer, optimizer.inner)
+        if self._partitioned is not None:
+            self._partitioned.release()
+            self._partitioned = None
 
     # ---- training
 
@@ -202,8 +234,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         self._begin_update(self.updates(state), int(state.epoch or 0))
         self._measures = self.log_policies and self._logs_after_this(args, state)
         if self.installed is not None:
-            scaler = self._trainer.accelerator.scaler
-            self.installed.set_loss_scale(float(scaler.get_scale()) if scaler is not None else 1.0)
+            self.installed.set_loss_scale(_loss_scale(self._trainer))
             self.installed.measure_norms(self._measures)
         if self._measures:
             self._start_measuring().begin()
@@ -217,6 +248,8 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
             PolicyError: If they were not.
         """
         assert self._trainer is not None
+        if _is_deepspeed(self._trainer):
+            return
         if not args.max_grad_norm:
             # Nothing is clipped; older Trainers then do not compute the norm either.
             self._trainer.accelerator.unscale_gradients()
@@ -269,6 +302,9 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         if logs is None or "loss" not in logs or self._measured is None:
             return
         numbers, self._measured = summary(self._measured), None
+        if self._partitioned is not None and self.freezer is not None:
+            for name in self.freezer.policies:
+                numbers[f"policy/{name}/active_share"] = self.freezer.active_share(name)
         logs.update(numbers)
         state.log_history[-1].update(numbers)
 
@@ -301,6 +337,12 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
             optimizer.mask_gradients()
             if self._measures:
                 self._start_measuring().take_gradients(optimizer, "gradient_norm_after")
+
+    def _start_measuring(self, state: Mapping[str, Any] | None = None) -> Measurements:
+        """Prepare measurements; under DeepSpeed of flow policies alone, since a rank has partitions."""
+        if self._partitioned is not None and self._measurements is None:
+            self._measurements = Measurements(None, self.installed)
+        return super()._start_measuring(state)
 
     def _logs_after_this(self, args: TrainingArguments, state: TrainerState) -> bool:
         """Return True if the Trainer logs its loss after the update that is being prepared."""
@@ -369,8 +411,6 @@ def _check_supported(trainer: Trainer) -> None:
         PolicyError: If they are not; has the reason and an alternative.
     """
     accelerator, instead = trainer.accelerator, "use DDP: accelerate launch --multi_gpu, or torchrun"
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        raise deepspeed_refused("DeepSpeed", instead=instead)
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise flat_parameters_refused()
     if getattr(trainer, "is_distributed_loading_by_transformers", False):
@@ -383,6 +423,23 @@ def _check_supported(trainer: Trainer) -> None:
             "GradientPoliciesCallback: nn.DataParallel copies the model for each forward pass, without its "
             f"policies; {instead}"
         )
+
+
+def _is_deepspeed(trainer: Trainer) -> bool:
+    return bool(trainer.accelerator.distributed_type == DistributedType.DEEPSPEED)
+
+
+def _loads_before_callbacks(trainer: Trainer) -> bool:
+    """Return True if the Trainer loads a checkpoint into model and optimizer before it calls callbacks."""
+    return bool(trainer.accelerator.is_fsdp2) or _is_deepspeed(trainer)
+
+
+def _loss_scale(trainer: Trainer) -> float:
+    """Return the factor on the loss, of accelerate's scaler or of DeepSpeed's optimizer."""
+    scaler = trainer.accelerator.scaler
+    if scaler is not None:
+        return float(scaler.get_scale())
+    return float(getattr(innermost(trainer.optimizer), "loss_scale", 1.0))
 
 
 def _recomputes_reentrantly(model: nn.Module) -> bool:

@@ -112,8 +112,9 @@ class GradientPolicies(TrainingPolicies, Callback):
             if isinstance(trainer.strategy, DeepSpeedStrategy):
                 raise deepspeed_refused(
                     type(trainer.strategy).__name__,
-                    "here use trainer=ddp, trainer=zero1 (sharded optimizer state) or trainer=fsdp2 "
-                    "(everything sharded)",
+                    "Lightning starts it on CUDA devices alone, where policies are not tested; here use "
+                    "trainer=ddp, trainer=zero1 (sharded optimizer state) or trainer=fsdp2 (everything "
+                    "sharded)",
                 )
             trainer.strategy.optimizers = self._install_freeze(pl_module, trainer.strategy.optimizers)
         self._check_installed(pl_module, trainer.optimizers)
