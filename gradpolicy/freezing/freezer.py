@@ -102,7 +102,6 @@ class Freezer:
         _check_sources({**policies, **forward})
         self._forward = {name: self._bind(name, policy) for name, policy in forward.items()}
         self._policies = {name: self._bind(name, policy) for name, policy in policies.items()}
-        self._bound: dict[str, BoundPolicy[Any]] = {**self._forward, **self._policies}
         self.forward = ForwardMasks(
             {name: p for each in self._forward.values() for name, p in each.parameters.items()}
         )
@@ -111,6 +110,11 @@ class Freezer:
         self._show_whole()
 
     # ---- policies and parameters
+
+    @property
+    def _bound(self) -> dict[str, BoundPolicy[Any]]:
+        """The policies with a mask source, by name."""
+        return {**self._forward, **self._policies}
 
     def _find_parameters(self) -> None:
         """Find the model's parameters by name, and the parameters of each optimizer."""
@@ -221,7 +225,7 @@ class Freezer:
                     "all parameters from the start, or take these out of params"
                 )
             if joined:
-                self._policies[name] = self._bound[name] = self._bind(name, each.policy)
+                self._policies[name] = self._bind(name, each.policy)
         self._index()
 
     # ---- an effective step

@@ -134,6 +134,15 @@ def test_the_plan_refuses_what_the_run_would_refuse():
         planned(lambda weights: pytorch_optimizer.SOAP(list(weights)), gp.Freeze(gp.masks.Random(0.5)))
 
 
+def test_what_decay_leaves_in_the_first_state_of_a_frozen_entry_is_emptied():
+    weight = nn.Parameter(torch.ones(2, 2))
+    optimizer = gp.MaskedOptimizer(torch.optim.Adadelta([weight], weight_decay=0.5))
+    optimizer.set_mask(weight, HALF)
+    weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    assert torch.equal(optimizer.state[weight]["square_avg"] != 0, HALF)
+
+
 # --- how state begins
 
 ANCHORED = {
