@@ -1,12 +1,11 @@
-"""The summary of a sweep: a table of its jobs."""
+"""The summary of a sweep: a table of its jobs, and means over seeds."""
 
-import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,8 +15,12 @@ from gradpolicy.display import three_digits
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight.run_files import Result
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 # In the directory of a sweep: a result for each job, and a table of all.
 RESULTS, SUMMARY = "results", "summary.csv"
+SEED = "seed"
 OWN_COLUMNS = ("job", "best", "status", "error", "directory")
 
 
@@ -43,9 +46,14 @@ class SweepSummary:
     @property
     def best(self) -> int | None:
         """The index of the best result; None if no job has one."""
-        valued = {job: each.optimized for job, each in enumerate(self.results) if each.optimized is not None}
-        numbers = {job: value for job, value in valued.items() if not math.isnan(value)}
-        return (min if self.mode == "min" else max)(numbers, key=numbers.__getitem__, default=None)
+        return self._best([result.optimized for result in self.results])
+
+    def _best(self, values: Iterable[float | None]) -> int | None:
+        valued = {
+            index: value for index, value in enumerate(values) if value is not None and not math.isnan(value)
+        }
+        choose = min if self.mode == "min" else max
+        return choose(valued, key=valued.__getitem__, default=None)
 
     @cached_property
     def settings(self) -> list[dict[str, str]]:
@@ -67,50 +75,82 @@ class SweepSummary:
         """The directories of the runs that were completed."""
         return [Path(each.directory) for each in self.results if each.status == "completed"]
 
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        """A row for each job, with a column for each key that any job set."""
+    def frame(self) -> "pd.DataFrame":
+        """Return a row for each job, with a column for each key that any job set."""
+        import pandas as pd
+
         keys = [key for key in self.keys if key not in OWN_COLUMNS]
-        return [
-            {
-                "job": job,
-                **{key: settings.get(key) for key in keys},
-                self.heading: result.optimized,
-                "best": job == self.best,
-                **{column: getattr(result, column) for column in ("status", "error", "directory")},
-            }
-            for job, (settings, result) in enumerate(zip(self.settings, self.results, strict=True))
-        ]
+        table = pd.DataFrame(self.settings, columns=keys, dtype=object)
+        table.insert(0, "job", range(len(table)))
+        table[self.heading] = [result.optimized for result in self.results]
+        table["best"] = table["job"] == self.best
+        for column in ("status", "error", "directory"):
+            table[column] = [getattr(result, column) for result in self.results]
+        return table
+
+    def over_seeds(self) -> "pd.DataFrame | None":
+        """Return the mean over seeds of each setting, and the sample standard deviation.
+
+        Returns:
+            A row for each setting with ``mean``, ``std`` (NaN for one seed) and ``count``, in the order of
+            the jobs; None if all jobs have the same seed.
+        """
+        others = [key for key in self.varied if key != SEED]
+        if SEED not in self.varied:
+            return None
+        frame = self.frame().astype({self.heading: float})
+        by: Any = others or (lambda _: 0)
+        folded = frame.groupby(by, sort=False, dropna=False)[self.heading].agg(["mean", "std", "count"])
+        return folded.reset_index()[[*others, "mean", "std", "count"]]
 
     # ---- printing and writing
 
     def show(self, console: Console) -> None:
-        """Print a table of the jobs, and the overrides that they have in common."""
-        table = Table(title="Sweep", title_justify="left", title_style="bold", header_style="bold")
-        table.add_column("job", justify="right")
-        for key in self.varied:
-            # A key in a narrow column.
-            table.add_column(escape(key.replace(".", ".\n")), overflow="fold")
-        for heading in (self.heading, "best"):
-            table.add_column(escape(heading), justify="right", overflow="fold")
-        for job, (settings, result) in enumerate(zip(self.settings, self.results, strict=True)):
-            values = [three_digits(settings.get(key, "–")) for key in self.varied]
-            is_best = job == self.best
-            cells = [str(job), *values, result.error or _number(result.optimized), "*" if is_best else ""]
-            style = "bold green" if is_best else "red" if result.status == "failed" else ""
-            # Brackets in overrides are lists, not rich's markup.
-            table.add_row(*map(escape, cells), style=style)
-        console.print(table)
+        """Print a table of the jobs, the overrides that they have in common, and a table over seeds."""
+        frame = self.frame()
+        shown = frame[["job"]].join(frame[self.varied].fillna("–").map(three_digits))
+        shown = shown.assign(
+            **{self.heading: [result.error or _number(result.optimized) for result in self.results]},
+            best=["*" if is_best else "" for is_best in frame["best"]],
+        )
+        failed = {job for job, status in enumerate(frame["status"]) if status == "failed"}
+        self._print(shown, "Sweep", console, self.best, failed)
         common = [f"{key}={self.settings[0][key]}" for key in self.keys if key not in self.varied]
         if common and len(self.results) > 1:
             console.print(escape(f"all with {' '.join(sorted(common))}"), highlight=False)
+        folded = self.over_seeds()
+        if folded is not None:
+            spread = [f" ± {std:.2g}" if std >= 0 else "" for std in folded["std"]]
+            means = [_number(mean) + text for mean, text in zip(folded["mean"], spread, strict=True)]
+            settings = folded.drop(columns=["mean", "std", "count"]).fillna("–").map(three_digits)
+            shown = settings.assign(**{self.heading: means, "seeds": folded["count"]})
+            best = self._best(folded["mean"])
+            self._print(shown, "Over seeds: mean ± standard deviation", console, best)
+
+    def _print(
+        self,
+        shown: "pd.DataFrame",
+        title: str,
+        console: Console,
+        best: int | None,
+        failed: Collection[int] = (),
+    ) -> None:
+        """Print a table with the best row and failed rows marked."""
+        table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+        for name in map(str, shown):
+            is_number = name in ("job", self.heading, "best", "seeds")
+            # A key in a narrow column.
+            heading = name if is_number else name.replace(".", ".\n")
+            table.add_column(escape(heading), justify="right" if is_number else "left", overflow="fold")
+        for index, row in enumerate(shown.astype(str).itertuples(index=False)):
+            style = "bold green" if index == best else "red" if index in failed else ""
+            # Brackets in overrides are lists, not rich's markup.
+            table.add_row(*map(escape, row), style=style)
+        console.print(table)
 
     def write(self, path: Path, console: Console) -> None:
         """Write the table as CSV and print its path."""
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(self.rows[0]) if self.rows else OWN_COLUMNS)
-            writer.writeheader()
-            writer.writerows(self.rows)
+        self.frame().to_csv(path, index=False)
         console.print(escape(f"saved in {path}"), soft_wrap=True)
 
 

@@ -1,6 +1,7 @@
-"""The summary of a sweep: a column for each override."""
+"""The summary of a sweep: a column for each override, and means over seeds."""
 
 import csv
+import math
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,15 @@ RESULTS = [
     Result(["seed=2", "logger=csv"], optimized=float("nan")),
     Result(["seed=3", "logger=csv"], status="failed", error="no memory"),
     Result(["seed=4", "logger=csv"], optimized=0.75),
+]
+GRID = [
+    Result([f"policy={policy}", f"seed={seed}", "+x.y=1"], optimized=value)
+    for policy, seed, value in (
+        ("[stop,guided]", 1, 0.5),
+        ("[stop,guided]", 2, 0.7),
+        ("none", 1, 0.2),
+        ("none", 2, 0.2),
+    )
 ]
 
 
@@ -56,9 +66,34 @@ def test_values_are_printed_with_three_digits_and_kept_in_full() -> None:
     summary = SweepSummary([Result([f"optimizer.lr={rate}"], optimized=0.97083333) for rate in rates])
     shown = "\n".join(printed(summary))
     assert all(f" {text} " in shown for text in ("0.00376", "0.00482", "3", "0.9708"))
-    assert [row["optimizer.lr"] for row in summary.rows] == [str(rate) for rate in rates]
+    assert summary.frame()["optimizer.lr"].tolist() == [str(rate) for rate in rates]
 
 
 def test_lists_in_overrides_are_printed_as_they_were_written() -> None:
     lines = printed(SweepSummary([Result(["policy=[stop,guided]"]), Result(["policy=none"])]))
     assert any("[stop,guided]" in line for line in lines)
+
+
+def test_seeds_are_folded_into_mean_and_sample_deviation() -> None:
+    summary = SweepSummary(GRID, "val/loss")
+    folded = summary.over_seeds()
+    assert folded is not None
+    assert folded["policy"].tolist() == ["[stop,guided]", "none"]
+    assert folded["mean"].tolist() == pytest.approx([0.6, 0.2])
+    assert folded["std"].tolist() == pytest.approx([0.2 / math.sqrt(2), 0.0])
+    assert folded["count"].tolist() == [2, 2]
+    lines = printed(summary)
+    assert any("[stop,guided]" in line and "0.6 ± 0.14" in line for line in lines)
+
+
+def test_seeds_alone_are_counted_in_whole_numbers() -> None:
+    lines = printed(SweepSummary([Result([f"seed={seed}"], optimized=0.5 + seed / 10) for seed in (1, 2)]))
+    assert any("0.65 ± 0.071" in line and " 2 " in line for line in lines)
+
+
+def test_nothing_is_folded_without_seeds_and_jobs_without_a_value_do_not_count() -> None:
+    assert SweepSummary([Result(["x=1"], optimized=1.0), Result(["x=2"], optimized=2.0)]).over_seeds() is None
+    folded = SweepSummary(RESULTS).over_seeds()
+    assert folded is not None
+    assert folded["count"].tolist() == [2]
+    assert folded["mean"].tolist() == [0.5]
