@@ -138,47 +138,60 @@ def _coloured(
 
 
 class MaskPictures(Callback):
-    """Draws the masks of a few weights and the ages of their entries, after 1, 2, 4, 8, … updates.
+    """Draws the masks of a few weights and the ages of their entries at every n-th change.
 
     For each weight a folder gets ``mask_<step>.png`` and ``age_<step>.png``, and at the end of training the
     film strips ``history_mask.png`` and ``history_age.png``. They are logged as ``masks/<weight>/…``, if the
-    logger supports images.
+    logger supports images. When a weight has `frames` pictures, every second one is deleted, and from then on
+    half as many are drawn, which limits their number.
 
     The first rank draws. Sharded weights have no pictures, and neither have weights that train or freeze as a
     whole only: the record has all information.
 
     Args:
+        every: The number of changes of a weight's mask between pictures.
         params: Globs on the names of parameters of freeze policies.
         count: The maximum number of weights; those with two or more dimensions are preferred.
+        frames: The maximum number of pictures of a weight.
         directory: The directory of the PNGs; default: ``masks`` in the trainer's root directory.
 
     Raises:
-        PolicyError: If the number is too small; when training starts, if `params` matches nothing.
+        PolicyError: If a number is too small; when training starts, if `params` matches nothing.
     """
 
     def __init__(
-        self, params: str | Sequence[str] = "*", count: int = 4, directory: str | Path | None = None
+        self,
+        every: int = 10,
+        params: str | Sequence[str] = "*",
+        count: int = 4,
+        frames: int = 12,
+        directory: str | Path | None = None,
     ) -> None:
-        check_sizes("MaskPictures", count=count)
+        check_sizes("MaskPictures", every=every, count=count, frames=frames)
+        self.every = every
         self.params = as_patterns(params)
         self.count = count
+        self.frames = max(frames, 2)
         self.directory = Path(directory) if directory is not None else None
         self._folder = Path()
         self._policies: GradientPolicies | None = None
         # The parameters that may be drawn, and those that are drawn, by name.
         self._candidates: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] = {}
-        self._updates = 0
+        # The mask of each weight after the last batch.
+        self._masks: dict[str, Any] = {}
+        # The changes of each weight's mask so far, and the changes between pictures.
+        self._changes: dict[str, int] = {}
+        self._intervals: dict[str, int] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the candidate weights."""
+        """Find the candidate weights; a resumed run deletes pictures of steps that it repeats."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         found = [each for each in callbacks if isinstance(each, GradientPolicies) and each.freezer]
-        self._policies, self._candidates, self._weights = None, {}, {}
+        self._candidates, self._weights, self._masks = {}, {}, {}
         if not found or not trainer.is_global_zero:
             return
         self._policies = found[0]
-        self._updates = self._policies.updates(trainer)
         self._folder = self.directory or Path(trainer.default_root_dir) / "masks"
         freezer = self._policies.freezer
         with under("MaskPictures.params"):
@@ -187,38 +200,51 @@ class MaskPictures(Callback):
         # Sorting keeps the order of the parameters.
         ordered = sorted(whole, key=lambda name: matched[name].dim() < 2)
         self._candidates = {name: matched[name] for name in ordered}
+        self._weights = {name: matched[name] for name in ordered if name in self._changes}
+        for name in self._candidates:
+            for path in _frames(self._folder / name):
+                if _step_of(path) > trainer.global_step:
+                    path.unlink()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
-        """Draw the masks if the number of updates is a power of two."""
+        """Draw the masks that are due."""
         freezer = self._policies.freezer if self._policies is not None else None
-        if self._policies is None or freezer is None:
-            return
-        former, self._updates = self._updates, self._policies.updates(trainer)
-        if self._updates == former or self._updates & (self._updates - 1):
+        if freezer is None:
             return
         for name, parameter in self._candidates.items():
             if len(self._weights) < self.count and not isinstance(freezer.mask_of(name), bool):
                 self._weights.setdefault(name, parameter)
         for name in self._weights:
-            self._draw(trainer, name)
+            mask = freezer.mask_of(name)
+            # A new mask is a new object; a mask with the same entries is not set again.
+            if mask is self._masks.get(name):
+                continue
+            self._masks[name] = mask
+            changes = self._changes.get(name, 0)
+            self._changes[name] = changes + 1
+            if changes % self._intervals.setdefault(name, self.every) == 0:
+                self._draw(trainer, name)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw the film strips."""
         for name in self._weights:
             for kind in (MASK, AGE):
-                steps = {int(path.stem.rpartition("_")[2]): path for path in self._frames(name, kind)}
-                # Not of later steps, which a run has drawn that was continued from an earlier checkpoint.
-                drawn = {step: path for step, path in steps.items() if step <= self._updates}
-                strip = film_strip(
-                    list(map(Image.open, drawn.values())), [f"step {step:,}" for step in drawn]
-                )
-                path = self._folder / name / f"{HISTORY}_{kind}.png"
-                self._save(trainer, strip, path, label=path.stem)
+                if paths := _frames(self._folder / name, kind):
+                    captions = [f"step {_step_of(path):,}" for path in paths]
+                    strip = film_strip([Image.open(path) for path in paths], captions)
+                    path = self._folder / name / f"{HISTORY}_{kind}.png"
+                    self._save(trainer, strip, path, label=path.stem)
 
-    def _frames(self, name: str, kind: str) -> list[Path]:
-        return sorted((self._folder / name).glob(f"{kind}_[0-9]*.png"))
+    def state_dict(self) -> dict[str, Any]:
+        """Return the numbers of changes of masks, and the changes between pictures."""
+        return {"changes": self._changes, "intervals": self._intervals}
 
-    def _draw(self, trainer: Trainer, name: str) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the result of :meth:`state_dict`."""
+        self._changes = dict(state_dict["changes"])
+        self._intervals = dict(state_dict["intervals"])
+
+    def _mask_and_ages(self, trainer: Trainer, name: str) -> tuple[Tensor, Tensor]:
         parameter = self._weights[name]
         optimizer = next(
             each
@@ -227,9 +253,18 @@ class MaskPictures(Callback):
             and any(own is parameter for group in each.param_groups for own in group["params"])
         )
         mask = optimizer.get_mask(parameter).expand(parameter.shape)
-        ages = optimizer.age(parameter).expand(parameter.shape)
+        return mask, optimizer.age(parameter).expand(parameter.shape)
+
+    def _draw(self, trainer: Trainer, name: str) -> None:
+        mask, ages = self._mask_and_ages(trainer, name)
         for kind, picture in ((MASK, mask_image(mask)), (AGE, age_image(ages, mask))):
-            self._save(trainer, picture, self._folder / name / f"{kind}_{self._updates:09d}.png", label=kind)
+            path = self._folder / name / f"{kind}_{trainer.global_step:09d}.png"
+            self._save(trainer, picture, path, label=kind)
+            paths = _frames(self._folder / name, kind)
+            if len(paths) > self.frames:
+                for path in paths[1::2]:
+                    path.unlink()
+                self._intervals[name] *= 2 if kind == AGE else 1
 
     def _save(self, trainer: Trainer, picture: Image.Image, path: Path, *, label: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -238,3 +273,12 @@ class MaskPictures(Callback):
         folder = f"masks/{path.parent.name}"
         for logger in trainer.loggers:
             log_image(logger, f"{folder}/{label}", path, trainer.global_step, folder)
+
+
+def _step_of(path: Path) -> int:
+    """Return the step in the name of a picture."""
+    return int(path.stem.rpartition("_")[2])
+
+
+def _frames(folder: Path, kind: str = "*") -> list[Path]:
+    return sorted(folder.glob(f"{kind}_[0-9]*.png"))

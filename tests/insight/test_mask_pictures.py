@@ -102,20 +102,10 @@ def test_a_film_strip_holds_every_picture() -> None:
 
 # ---- during a run
 
-Fit = Callable[..., Trainer]
-HALF = {"half": gp.Freeze(gp.masks.Random(density=0.5, every=1), params="trunk.*")}
-
 
 @pytest.fixture
-def fit(two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]) -> Fit:
-    """Trains under policies with pictures."""
-
-    def run(drawing: MaskPictures, policies: dict = HALF, resume: Path | None = None, **settings) -> Trainer:
-        trainer = make_trainer(callbacks=[drawing, gp.GradientPolicies(policies)], **settings)
-        trainer.fit(two_layers, loader, ckpt_path=resume)
-        return trainer
-
-    return run
+def policies() -> gp.GradientPolicies:
+    return gp.GradientPolicies({"half": gp.Freeze(gp.masks.Random(density=0.5, every=1), params="trunk.*")})
 
 
 def drawn_steps(folder: Path) -> list[int]:
@@ -123,44 +113,87 @@ def drawn_steps(folder: Path) -> list[int]:
 
 
 def test_a_run_leaves_the_masks_that_were_in_force(
-    fit: Fit, two_layers: LightningModule, tmp_path: Path
+    two_layers: LightningModule,
+    loader: DataLoader,
+    make_trainer: Callable[..., Trainer],
+    policies: gp.GradientPolicies,
+    tmp_path: Path,
 ) -> None:
-    trainer = fit(MaskPictures(count=1), max_epochs=5, accumulate_grad_batches=2)
-    assert [path.name for path in (tmp_path / "masks").iterdir()] == ["trunk.0.weight"]
-    folder = tmp_path / "masks" / "trunk.0.weight"
-    assert drawn_steps(folder) == [1, 2, 4, 8]
+    trainer = make_trainer(callbacks=[MaskPictures(every=3), policies], max_epochs=2)
+    trainer.fit(two_layers, loader)
+    folder = tmp_path / "masks" / "trunk.2.weight"
+    # Every third change of eight, beginning with the first.
+    assert drawn_steps(folder) == [1, 4, 7]
     assert {path.name for path in folder.glob("history*")} == {"history_mask.png", "history_age.png"}
-    policies = next(each for each in trainer.callbacks if isinstance(each, gp.GradientPolicies))
-    policies.freezer.begin_step(7, 1)
-    mask = trainer.optimizers[0].get_mask(two_layers.trunk[0].weight)
-    assert (colours(Image.open(folder / "mask_000000008.png")) == colours(mask_image(mask))).all()
+    optimizer = trainer.optimizers[0]
+    assert policies.freezer is not None
+    policies.freezer.begin_step(6, 1)
+    mask = optimizer.get_mask(two_layers.trunk[2].weight)
+    assert (colours(Image.open(folder / "mask_000000007.png")) == colours(mask_image(mask))).all()
 
 
-def test_a_resumed_run_draws_the_steps_that_it_repeats_again(fit: Fit, tmp_path: Path) -> None:
-    fit(MaskPictures(count=1), max_epochs=1).save_checkpoint(tmp_path / "one.ckpt")
-    folder = tmp_path / "masks" / "trunk.0.weight"
-    for step in (8, 16):
-        (folder / f"mask_{step:09d}.png").write_bytes(b"of a run that went on further")
-    fit(MaskPictures(count=1), resume=tmp_path / "one.ckpt", max_epochs=2)
-    assert drawn_steps(folder) == [1, 2, 4, 8, 16]
-    Image.open(folder / "mask_000000008.png").load()
+def test_a_long_run_keeps_few_pictures(
+    two_layers: LightningModule,
+    loader: DataLoader,
+    make_trainer: Callable[..., Trainer],
+    policies: gp.GradientPolicies,
+    tmp_path: Path,
+) -> None:
+    trainer = make_trainer(callbacks=[MaskPictures(every=1, frames=4, count=1), policies], max_epochs=8)
+    trainer.fit(two_layers, loader)
+    steps = drawn_steps(tmp_path / "masks" / "trunk.0.weight")
+    assert len(steps) <= 4
+    assert steps[0] == 1
+    assert steps[-1] > 16
+    assert [path.name for path in (tmp_path / "masks").iterdir()] == ["trunk.0.weight"]
 
 
-def test_weights_that_train_and_freeze_as_a_whole_have_no_pictures(fit: Fit, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_pictures_of_one_that_was_left_alone(
+    two_layers: LightningModule,
+    loader: DataLoader,
+    make_trainer: Callable[..., Trainer],
+    policies: gp.GradientPolicies,
+    tmp_path: Path,
+) -> None:
+    def fit(folder: Path, epochs: int, checkpoint: Path | None = None) -> Trainer:
+        drawing = MaskPictures(every=2, count=1, directory=folder)
+        trainer = make_trainer(callbacks=[drawing, policies], max_epochs=epochs)
+        trainer.fit(two_layers, loader, ckpt_path=checkpoint)
+        return trainer
+
+    fit(tmp_path / "masks", 1).save_checkpoint(tmp_path / "one.ckpt")
+    late = tmp_path / "masks" / "trunk.0.weight" / "mask_000000007.png"
+    late.write_bytes(b"of a step that is taken again")
+    fit(tmp_path / "masks", 2, tmp_path / "one.ckpt")
+    steps = drawn_steps(tmp_path / "masks" / "trunk.0.weight")
+    assert steps == [1, 3, 5, 7]
+    Image.open(late).load()
+
+
+def test_weights_that_train_and_freeze_as_a_whole_have_no_pictures(
+    two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
     policies = {
         "layers": gp.Freeze(gp.masks.Layerwise(active=1, every=1), params="trunk.0.*"),
         "half": gp.Freeze(gp.masks.Random(0.5, every=9), params="trunk.2.*", when=gp.When(start=2)),
     }
-    fit(MaskPictures(count=1), policies)
+    trainer = make_trainer(callbacks=[MaskPictures(every=1, count=1), gp.GradientPolicies(policies)])
+    trainer.fit(two_layers, loader)
     assert [path.name for path in (tmp_path / "masks").iterdir()] == ["trunk.2.weight"]
-    assert drawn_steps(tmp_path / "masks" / "trunk.2.weight") == [4]  # until 3 every entry trained
+    assert drawn_steps(tmp_path / "masks" / "trunk.2.weight") == [3]  # until then every entry trained
 
 
-def test_wrong_input_names_the_key(fit: Fit) -> None:
-    with pytest.raises(PolicyError, match=r"MaskPictures.count"):
-        MaskPictures(count=0)
+def test_wrong_input_names_the_key(
+    two_layers: LightningModule,
+    loader: DataLoader,
+    make_trainer: Callable[..., Trainer],
+    policies: gp.GradientPolicies,
+) -> None:
+    with pytest.raises(PolicyError, match=r"MaskPictures.every"):
+        MaskPictures(every=0)
+    trainer = make_trainer(callbacks=[MaskPictures(params="trunk.0.wieght"), policies])
     with pytest.raises(PolicyError, match=r"MaskPictures.params.*trunk.0.weight"):
-        fit(MaskPictures(params="trunk.0.wieght"))
+        trainer.fit(two_layers, loader)
 
 
 def test_loggers_that_take_images_get_them(tmp_path: Path) -> None:
