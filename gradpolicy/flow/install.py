@@ -21,7 +21,7 @@ from gradpolicy.flow.parameters import ParameterRules
 from gradpolicy.flow.policy_checks import check_cuts, check_policies, is_cut
 from gradpolicy.flow.policy_report import Report, ReportRow, report_unmet, warn_or_raise
 from gradpolicy.flow.rule_state import CallScope, RuleState
-from gradpolicy.flow.seen import GradientNorms
+from gradpolicy.flow.seen import FlowObserver, GradientNorms
 from gradpolicy.flow.wrapped_forward import InstallSession, WrappedForward
 from gradpolicy.where import BOUNDARIES, PLACES, STEP_OPERATIONS, plain_name
 
@@ -191,6 +191,14 @@ class Installed(Displayed):
         """The norms of the gradients before and after each measured policy, over all locations."""
         read = {name: norms.read() for name, norms in self._norms.items()}
         return {name: pair for name, pair in read.items() if pair is not None}
+
+    def observe(self, name: str, observer: FlowObserver | None) -> None:
+        """Set the observer of a policy, which is called in eager mode; None removes it.
+
+        Raises:
+            PolicyError: If there is no such policy.
+        """
+        self._state(name).seen.observer = observer
 
     @property
     def zeros_passed(self) -> dict[str, tuple[Tensor, int]]:

@@ -123,7 +123,9 @@ class OperationRule:
         detached, target = native.mapped(Tensor.detach), native.target
         if self.state.detaches:
             self.state.note("matched", self.name)
-            return detached.run()
+            result = detached.run()
+            self.state.note_cut(self.name, result if target is None else ())
+            return result
         with torch.no_grad():
             values = detached.run()
         if target is not None and is_discrete(target):
@@ -190,7 +192,9 @@ class OperationRule:
             self.state.note("without_gradient", self.name)
             return result
         self.state.note("matched", self.name)
-        if not self.state.detaches and "output" in bound_rule.reads:
+        if self.state.detaches:
+            self.state.note_cut(self.name, result)
+        elif "output" in bound_rule.reads:
             outputs += [map_tensors(Tensor.detach, result), result._version]
         return result
 

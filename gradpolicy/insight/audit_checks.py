@@ -1,4 +1,4 @@
-"""The check of the audit: frozen entries keep their bits."""
+"""The checks of the audit: frozen entries and stopped branches."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradpolicy.flow.containers import tensors_in
+from gradpolicy.flow.install import Installed
 from gradpolicy.freezing import Freezer
 from gradpolicy.insight.run_files import AuditDifference
 from gradpolicy.optim.layout import local_mask
@@ -201,3 +203,78 @@ def bits_at(tensor: Tensor, places: Tensor) -> Tensor:
         [[0, 0, 0, 0], [0, 0, 0, 128]]
     """
     return tensor.detach().reshape(-1)[places].view(torch.uint8).view(len(places), -1)
+
+
+class StoppedBranches:
+    """Checks that gradients stopped by :class:`gradpolicy.Stop` are exactly zero, except in compiled code.
+
+    The tensor after a cut in the graph must not require a gradient, the gradient passed on under
+    ``mode="zero"`` must be zero, and parameters that are stopped (``params=``) must have no gradient, or
+    zeros.
+
+    Args:
+        installed: The flow policies.
+        stops: The names of the policies that stop.
+        named: The model's parameters by name.
+
+    Attributes:
+        counts: The number of checks, and of those that found a gradient that was not zero.
+    """
+
+    def __init__(self, installed: Installed, stops: Iterable[str], named: Mapping[str, Tensor]) -> None:
+        self.counts = {"checked": 0, "nonzero": 0}
+        self._checking = False
+        # In this batch: the policy, the place, and the number of wrong entries or tensors.
+        self._found: list[tuple[str, str, int | Tensor]] = []
+        rows = {row.name: row for row in installed.report().rows}
+        self._parameters = [
+            (policy, name, named[name]) for policy in stops for name in rows[policy].parameters
+        ]
+        for policy in stops:
+            installed.observe(policy, self)
+
+    def begin(self) -> None:
+        """Start checking a batch."""
+        self._checking = True
+        self._found.clear()
+
+    def cut(self, policy: str, location: str, results: Any) -> None:
+        """Check the tensor after a cut."""
+        if self._checking:
+            self._found.append((policy, location, sum(each.requires_grad for each in tensors_in(results))))
+
+    def passed(self, policy: str, gradients: Iterable[Tensor | None]) -> None:
+        """Check gradients that were passed on."""
+        if self._checking:
+            place = "the gradient that it lets through"
+            self._found += [(policy, place, each.count_nonzero()) for each in gradients if each is not None]
+
+    def end(self, step: int, active: Collection[str]) -> list[AuditDifference]:
+        """Check stopped gradients after an update.
+
+        Args:
+            step: The number of updates so far.
+            active: The active policies, if the parameters still have their gradients.
+        """
+        self._checking = False
+        for policy, name, parameter in self._parameters:
+            if policy in active:
+                gradient = parameter.grad
+                wrong = 0 if gradient is None else local_shard(gradient).count_nonzero()
+                self._found.append((policy, name, wrong))
+        differences = [
+            AuditDifference(
+                tensor=place,
+                what="gradient",
+                policy=policy,
+                count=count,
+                step=step,
+                message=f"policy.{policy}: {place} is stopped, and got a gradient that is not zero in "
+                f"{count} entries in update {step}",
+            )
+            for policy, place, wrong in self._found
+            if (count := int(wrong))
+        ]
+        self.counts["checked"] += len(self._found)
+        self.counts["nonzero"] += len(differences)
+        return differences

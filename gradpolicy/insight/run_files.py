@@ -26,10 +26,10 @@ class AuditDifference(BaseModel):
     """A failed check.
 
     Attributes:
-        tensor: The parameter.
-        what: ``"weight"`` or ``"state <name>"``.
+        tensor: The parameter, or the place of a stop.
+        what: ``"weight"``, ``"state <name>"`` or ``"gradient"``.
         policy: The policies on it.
-        count: Entries that changed.
+        count: Entries that changed or were not zero.
         step: The number of updates when it was found.
         rank: The process that found it.
         indices: The first entries; for a sharded parameter, within the part of that process.
@@ -54,6 +54,7 @@ class AuditFile(BaseModel):
         entries: The number of frozen entries in them.
         changed: The number of these that changed.
         sampled: True if random entries were compared, False if all were.
+        stopped_branches: ``checked``: checks of stopped gradients; ``nonzero``: those that were not zero.
         differences: The failed checks.
     """
 
@@ -61,6 +62,7 @@ class AuditFile(BaseModel):
     entries: Count
     changed: Count
     sampled: bool
+    stopped_branches: dict[str, Count] = {"checked": 0, "nonzero": 0}
     differences: list[AuditDifference] = []
 
 

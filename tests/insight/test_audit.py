@@ -184,6 +184,62 @@ def test_a_warning_lets_the_run_go_on(fit):
     assert report["intervals"] == 4 * 6
 
 
+# ---- flow policies
+
+
+@pytest.mark.parametrize("mode", ["detach", "zero"])
+def test_a_stopped_branch_gets_exactly_zero(fit, mode, capsys):
+    report = fit({"cut": gp.Stop(mode, modules="head")}, audit=FULL)
+    assert report["stopped_branches"]["checked"] >= 12
+    assert report["stopped_branches"]["nonzero"] == 0
+    assert "stopped branches" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", ["detach", pytest.param("zero", marks=pytest.mark.slow)])
+def test_under_manual_optimization_the_cuts_are_looked_at(fit, two_layers, mode):
+    def training_step(batch, batch_idx):
+        optimizer = two_layers.optimizers()
+        loss = type(two_layers).training_step(two_layers, batch, batch_idx)
+        two_layers.manual_backward(loss)
+        optimizer.step()
+        # Gone at the end of the batch, which is no sign of a cut.
+        optimizer.zero_grad()
+
+    two_layers.automatic_optimization = False
+    two_layers.training_step = training_step
+    report = fit({"cut": gp.Stop(mode, modules="head")}, audit=FULL)
+    assert report["stopped_branches"] == {"checked": 12, "nonzero": 0}
+
+
+def test_a_stop_that_compiled_code_hides_is_said_to_be_unchecked(fit, two_layers, capsys):
+    # What other tests compiled counts towards the limit after which torch gives up.
+    torch.compiler.reset()
+    two_layers.head.compile(backend="eager")
+    report = fit({"cut": gp.Stop(modules="head")}, audit=FULL)
+    assert report["stopped_branches"] == {"checked": 0, "nonzero": 0}
+    assert capsys.readouterr().out.endswith("0 changed; stopped branches: 0 checks\n")
+
+
+def test_a_gradient_of_a_stopped_parameter_is_found(fit, tmp_path):
+    def write(trainer, pl_module):
+        pl_module.head.bias.grad = torch.full_like(pl_module.head.bias, 1e-30)
+
+    with pytest.raises(PolicyError, match=r"policy\.cut: head\.bias is stopped, .* 2 entries in update 4"):
+        fit({"cut": gp.Stop(params="head.bias")}, Meddler(write, "on_before_optimizer_step"), audit=FULL)
+    (found,) = written(tmp_path)["differences"]
+    assert (found["tensor"], found["what"], found["count"], found["step"]) == ("head.bias", "gradient", 2, 4)
+
+
+def test_policies_that_come_and_go_by_their_schedule_are_no_difference(fit):
+    policies = {
+        "cut": gp.Stop(modules="head", when=gp.When(start=2, stride=3)),
+        "round": gp.StraightThrough(ops=["round"], when=gp.When(stride=2)),
+    }
+    report = fit(policies, audit=FULL)
+    assert report["stopped_branches"]["checked"] > 3
+    assert report["differences"] == []
+
+
 # ---- checkpoints
 
 

@@ -122,7 +122,7 @@ FAULT = {"tensor": "x", "what": "weight", "policy": "half", "count": 7, "step": 
             },
             "bad",
         ),
-        ({"intervals": 0}, ""),
+        ({"intervals": 0, "stopped_branches": {}}, ""),
     ],
     ids=["a difference", "nothing checked"],
 )

@@ -53,7 +53,9 @@ def render(runs: Sequence[Run]) -> str:
 
 def detail(run: Run) -> dict[str, Any]:
     """Return the variables of the template for one run."""
-    checked = run.audit.get("intervals", 0)
+    stopped = run.audit.get("stopped_branches", {})
+    faults = run.audit.get("changed", 0) + stopped.get("nonzero", 0)
+    checked = run.audit.get("intervals", 0) + stopped.get("checked", 0)
     return {
         "run": run,
         "changed": config_differences([run.defaults, run.config])[:ROWS]
@@ -67,7 +69,7 @@ def detail(run: Run) -> dict[str, Any]:
         "flow": figures.flow(run),
         "memory": figures.memory(run),
         "checked": checked,
-        "verdict": "bad" if run.audit.get("changed", 0) else "good" if checked else "",
+        "verdict": "bad" if faults else "good" if checked else "",
         "pictures": {title: inlined(path) for title, path in run.pictures.items()},
         "missing": run.missing,
     }
