@@ -10,9 +10,9 @@ from torch import Tensor
 
 from gradpolicy.checks import check_sizes
 from gradpolicy.errors import PolicyError, nearest, shown, warn_user
-from gradpolicy.insight.attribution import integrated_gradient
+from gradpolicy.insight.attribution import integrated_gradient, predict
 from gradpolicy.insight.attribution_checks import insertion_deletion, random_order
-from gradpolicy.insight.pictures import log_image, picture_grid, samples_of
+from gradpolicy.insight.pictures import Sample, log_image, picture_grid
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.tasks.images import images_of
 
@@ -124,8 +124,11 @@ class AttributionPictures(Callback):
         def forward(images: Tensor) -> Any:
             return pl_module.predict_step(images, 0)
 
+        def name(index: int) -> str:
+            return classes[index] if classes else str(index)
+
         images = torch.cat([images for images, _ in self._batches])
-        labels = [labels for _, labels in self._batches if labels is not None]
+        truth = [name(int(label)) for _, labels in self._batches if labels is not None for label in labels]
         attributions = integrated_gradient(forward, images)
         curves = insertion_deletion(forward, images, attributions)
         random = insertion_deletion(forward, images, random_order(images))
@@ -134,6 +137,15 @@ class AttributionPictures(Callback):
             f" (random order {getattr(random, f'{name}_area').mean():.2f})"
             for name in ("insertion", "deletion")
         )
-        known = torch.cat(labels) if len(labels) == len(self._batches) else None
-        samples = samples_of(forward, images, attributions, labels=known, classes=classes)[: self.count]
+        predicted, probabilities = predict(forward, images)
+        samples = [
+            Sample(
+                image=images[i],
+                attribution=attributions[i],
+                predicted=name(int(predicted[i])),
+                probability=float(probabilities[i]),
+                truth=truth[i] if len(truth) == len(images) else None,
+            )
+            for i in range(min(self.count, len(images)))
+        ]
         return picture_grid(samples, f"{self.policy}, integrated from a blurred image: {areas}", self.columns)

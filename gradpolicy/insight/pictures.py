@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from gradpolicy.insight.attribution import Forward, Target, predict
-
 COLOURS = "RdBu_r"  # red supports the class, blue counts against it, white does neither
 SCALE = Normalize(-1.0, 1.0)
 RIGHT, WRONG, UNKNOWN = "#1a7f37", "#cf222e", "#24292f"
@@ -56,45 +54,6 @@ class Sample:
         if self.truth is None:
             return UNKNOWN
         return RIGHT if self.truth == self.predicted else WRONG
-
-
-def samples_of(
-    forward: Forward,
-    images: Tensor,
-    attributions: Tensor,
-    target: Target = None,
-    *,
-    labels: Tensor | None = None,
-    classes: Sequence[str] | None = None,
-    titles: Sequence[str] = (),
-) -> list[Sample]:
-    """Return images with their attributions and a model's predictions, to draw.
-
-    Args:
-        forward: A function that returns class logits of images.
-        images: Images of shape (batch, channels, height, width).
-        attributions: Their attributions, of the same shape.
-        target: A class for all images or one for each; default: the predicted ones.
-        labels: The true classes, if they are known.
-        classes: The names of classes; default: their numbers.
-        titles: The names of the images, if they have any.
-    """
-
-    def name(index: Tensor) -> str:
-        return classes[int(index)] if classes else str(int(index))
-
-    predicted, probabilities = predict(forward, images, target)
-    return [
-        Sample(
-            image=image,
-            attribution=attribution,
-            predicted=name(predicted[index]),
-            probability=float(probabilities[index]),
-            truth=None if labels is None else name(labels[index]),
-            title=titles[index] if titles else None,
-        )
-        for index, (image, attribution) in enumerate(zip(images, attributions, strict=True))
-    ]
 
 
 def displayable(image: Tensor) -> NDArray[np.float32]:
@@ -167,6 +126,15 @@ def picture_grid(samples: Sequence[Sample], title: str, columns: int = 4) -> Fig
     bar = figure.colorbar(colours, ax=places, location="bottom", shrink=shrink, aspect=25)
     bar.set_ticks([-1, 0, 1], labels=["against the class", "0", "for the class"], fontsize=8, color=UNKNOWN)
     return figure
+
+
+def save_overlay(sample: Sample, path: Path, pixels: int = 448) -> None:
+    """Write one overlay as a PNG; small images are enlarged by an integer factor to about `pixels` pixels."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    colours = Image.fromarray((overlay(sample.image, sample.attribution) * 255).round().astype(np.uint8))
+    times = max(1, pixels // max(colours.size))
+    size = (colours.width * times, colours.height * times)
+    colours.resize(size, Image.Resampling.NEAREST).save(path)
 
 
 def log_image(logger: Logger, name: str, path: Path, step: int, folder: str) -> None:

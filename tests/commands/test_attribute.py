@@ -14,9 +14,14 @@ from PIL import Image
 
 from gradpolicy import Guided, Scale, Stop, StraightThrough, When
 from gradpolicy.commands import attribute, cli
-from gradpolicy.commands.attribute import model_policies
-from gradpolicy.insight.pictures import Sample, picture_grid
+from gradpolicy.commands.attribute import make_parser, model_policies, read_options
 from gradpolicy.tasks import Classifier, DigitsDataModule, QuantizedConvNet
+
+
+def main(arguments: list[str]) -> int:
+    """Runs `gradpolicy attribute`."""
+    return cli.main(["attribute", *arguments])
+
 
 CONFIG: dict[str, Any] = {
     "data": {"_target_": "gradpolicy.tasks.DigitsDataModule"},
@@ -55,48 +60,39 @@ def photographs(tmp_path: Path) -> Path:
     return directory
 
 
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Sample]:
-    """The samples that are drawn."""
-    samples: list[Sample] = []
-
-    def keep(given: list[Sample], title: str) -> object:
-        samples.extend(given)
-        return picture_grid(given[:1], title)
-
-    monkeypatch.setattr(attribute, "picture_grid", keep)
-    return samples
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["guided", "deconv", "gradient", "smoothgrad", "guided_gradcam"])
+def test_each_method_writes_overlays_and_a_grid(method: str, run: Path, tmp_path: Path) -> None:
+    arguments = [f"ckpt_path={run}/checkpoints/last.ckpt", f"method={method}", f"output={tmp_path}"]
+    assert main([*arguments, "images=test", "count=3"]) == 0
+    pictures = ["grid.png", "test_0000.png", "test_0001.png", "test_0002.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == pictures
+    colours = np.asarray(Image.open(tmp_path / "test_0000.png").convert("HSV"))
+    assert colours[..., 1].max() > 100  # an attribution of zero would leave it grey
 
 
-def main(*arguments: str) -> int:
-    """Runs `gradpolicy attribute`."""
-    return cli.main(["attribute", *arguments])
+def test_pictures_of_a_directory_are_brought_to_the_size_of_the_model(run: Path, photographs: Path) -> None:
+    assert main([f"ckpt_path={run}", f"images={photographs}"]) == 0
+    written = {path.name for path in (run / "attributions" / "guided").iterdir()}
+    assert written == {"grid.png", "wide.png", "tall.png"}
 
 
-def test_each_method_draws_the_test_images(run: Path, tmp_path: Path, drawn: list[Sample]) -> None:
-    methods = ("guided", "deconv", "gradient", "smoothgrad", "integrated", "guided_gradcam")
-    checkpoint = f"{run}/checkpoints/last.ckpt"
-    assert main(f"--ckpt_path={checkpoint}", "--method=all", "--count=10", f"--output={tmp_path}") == 0
-    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.png" for name in methods}
-    data = DigitsDataModule()
-    data.setup()
-    images, labels = (part[:10] for part in data.test_set.tensors)
-    for first in range(0, 60, 10):
-        of_method = drawn[first : first + 10]
-        assert torch.equal(torch.stack([sample.image for sample in of_method]).cpu(), images)
-        assert [sample.truth for sample in of_method] == [str(int(label)) for label in labels]
-        # Without the run's straight-through policy it would be zero.
-        assert any(sample.attribution.any() for sample in of_method)
+def test_several_methods_have_a_directory_each(run: Path, tmp_path: Path) -> None:
+    arguments = [f"ckpt_path={run}", "method=gradient,guided_gradcam", "count=1", f"output={tmp_path}"]
+    assert main(arguments) == 0
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.png")) == [
+        f"{method}/{name}.png" for method in ("gradient", "guided_gradcam") for name in ("grid", "test_0000")
+    ]
 
 
-def test_pictures_of_a_directory_are_brought_to_the_size_of_the_model(
-    run: Path, photographs: Path, drawn: list[Sample]
-) -> None:
-    arguments = [f"--ckpt_path={run}", f"--images={photographs}", "--method=gradient,guided", "--target=7"]
-    assert main(*arguments) == 0
-    assert {path.name for path in (run / "attributions").iterdir()} == {"gradient.png", "guided.png"}
-    found = [(sample.title, sample.predicted, sample.truth, sample.image.shape) for sample in drawn]
-    assert found == [(name, "7", None, (1, 8, 8)) for name in ("tall.jpg", "wide.png")] * 2
+def test_pictures_of_one_name_are_told_apart(run: Path, tmp_path: Path) -> None:
+    for name in ("a.png", "a.jpg", "b.png"):
+        Image.new("RGB", (8, 8)).save(tmp_path / name)
+    with pytest.warns(UserWarning, match="zero everywhere"):
+        main([f"ckpt_path={run}", f"images={tmp_path}", f"output={tmp_path / 'out'}", "method=gradient"])
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        *("a.jpg.png", "a.png.png", "b.png", "grid.png")
+    ]
 
 
 class Tokens(LightningDataModule):
@@ -111,8 +107,9 @@ class Tokens(LightningDataModule):
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (Tokens.batch, r"holds no images: .* begins with a tensor of int64 with the shape \(4, 16\)"),
-        (torch.zeros(4, 2, 8, 8), r"holds no images: .* 1 or 3 channels"),
+        (Tokens.batch, "holds no images: .* begins with a tensor of int64 with the shape (4, 16)"),
+        ({"image": torch.zeros(4, 1, 8, 8)}, "holds no images: .* begins with dict"),
+        (torch.zeros(4, 2, 8, 8), "images: the model takes 2 channels"),
         (None, "has no test images"),
     ],
 )
@@ -129,10 +126,42 @@ def test_data_that_are_no_images_are_refused_in_one_line(
     monkeypatch.setattr(Tokens, "batch", batch)
     monkeypatch.setattr(DigitsDataModule, "test_dataloader", lambda self: Tokens().test_dataloader())
     monkeypatch.chdir(photographs.parent)
-    assert main(f"--ckpt_path={run}", f"--images={images}") == 2
+    assert main([f"ckpt_path={run}", f"images={images}"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert re.search(message, error)
+    assert re.search(message.replace("(", r"\(").replace(")", r"\)"), error)
+
+
+def test_a_model_that_gives_no_class_scores_is_refused_in_one_line(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Classifier, "forward", lambda self, images: images)
+    assert main([f"ckpt_path={run}", "method=gradient"]) == 2
+    assert "error: model: gives logits of the shape (8, 1, 8, 8) for 8 images" in capsys.readouterr().err
+
+
+def test_one_class_can_be_asked_for(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        attribute,
+        "save_overlay",
+        lambda sample, path: (seen.append(sample), path.parent.mkdir(exist_ok=True)),
+    )
+    assert main([f"ckpt_path={run}", "target=7", "count=2", f"output={tmp_path / 'seven'}"]) == 0
+    assert [(sample.predicted, sample.truth) for sample in seen] == [("7", None)] * 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["ckpt_path=epoch=3.ckpt", "count=5", "debug=true"],
+        ["--ckpt_path", "epoch=3.ckpt", "--count=5", "--debug"],
+    ],
+)
+def test_options_are_read_by_their_types_in_both_forms(arguments: list[str]) -> None:
+    options = vars(read_options(make_parser(), arguments))
+    given = {"ckpt_path": "epoch=3.ckpt", "count": 5, "debug": "true"}
+    assert options == {**vars(make_parser().parse_args([])), **given}
 
 
 def test_policies_that_belong_to_the_model_hold_for_every_method() -> None:
@@ -141,42 +170,60 @@ def test_policies_that_belong_to_the_model_hold_for_every_method() -> None:
     assert model_policies([always, in_test, *others]) == (always, in_test)
 
 
-def test_a_checkpoint_that_lies_alone_has_no_config(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def wrong_inputs(run: Path, photographs: Path, tmp_path: Path) -> dict[str, tuple[list[str], str]]:
+    checkpoint = f"ckpt_path={run}/checkpoints/last.ckpt"
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.png").write_text("no picture")
+    return {
+        "form": (["guided"], "guided: there is no such flag"),
+        "name": ([checkpoint, "metod=guided"], "metod: there is no such flag; did you mean '--method'"),
+        "method": ([checkpoint, "method=guidd"], "method: unknown attribution method 'guidd'"),
+        "type": ([checkpoint, "count=many"], "--count: invalid int value: 'many'"),
+        "number": ([checkpoint, "count=0"], "count: 0 given"),
+        "no run": (["method=guided"], "ckpt_path: name a checkpoint"),
+        "checkpoint": ([f"ckpt_path={tmp_path}/no.ckpt"], "ckpt_path: "),
+        "no config": ([f"ckpt_path={stray(run, tmp_path)}"], "config.yaml is absent"),
+        "images": ([checkpoint, f"images={tmp_path}/nowhere"], "images: "),
+        "no images": ([checkpoint, f"images={tmp_path}/empty"], "holds no picture"),
+        "broken image": ([checkpoint, f"images={tmp_path}/broken.png"], "cannot be read as a picture"),
+        "target": ([checkpoint, "target=10"], "classes 0 to 9, 10 given"),
+        "device": ([checkpoint, "device=abacus"], "device: 'abacus' cannot be used"),
+        "output": (
+            [checkpoint, f"output={photographs}"],
+            "is there already; name a new or an empty directory",
+        ),
+    }
+
+
+def stray(run: Path, tmp_path: Path) -> Path:
+    """A checkpoint that lies alone."""
     path = tmp_path / "alone" / "checkpoints" / "last.ckpt"
     path.parent.mkdir(parents=True)
     path.write_bytes((run / "checkpoints" / "last.ckpt").read_bytes())
-    assert main(f"--ckpt_path={path}") == 2
-    assert "config.yaml is absent" in capsys.readouterr().err
+    return path
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("--method=guidd", "method: unknown attribution method 'guidd'"),
-        ("--count=0", "--count: 0 given"),
-        ("--ckpt_path=no.ckpt", "ckpt_path: "),
-        ("--images=nowhere", "--images: nowhere does not exist"),
-        ("--images=empty", "holds no picture"),
-        ("--images=broken.png", "cannot be read as a picture"),
-        ("--target=10", "classes 0 to 9, 10 given"),
-    ],
-)
+CASES = ("form", "name", "method", "type", "number", "no run", "checkpoint", "no config", "images")
+MORE_CASES = ("no images", "broken image", "target", "device", "output")
+
+
+@pytest.mark.parametrize("case", CASES + MORE_CASES)
 def test_wrong_input_gives_one_line_and_exit_code_2(
-    argument: str,
-    message: str,
-    run: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    case: str, run: Path, photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("empty").mkdir()
-    Path("broken.png").write_text("no picture")
-    assert main(f"--ckpt_path={run}", "--output=out", argument) == 2
+    arguments, message = wrong_inputs(run, photographs, tmp_path)[case]
+    assert main([f"output={tmp_path}/out", *arguments]) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith("error: ")
     assert message in error
     assert len(error.splitlines()) == 1
-    assert not Path("out").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(f"--{name} " in shown for name in vars(make_parser().parse_args([])))
+    assert main([]) == 2
+    assert capsys.readouterr().out == shown

@@ -1,8 +1,11 @@
 """The pictures show what was computed, on one scale, with the class named."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from gradpolicy.insight.pictures import (
     RIGHT,
@@ -13,6 +16,7 @@ from gradpolicy.insight.pictures import (
     overlay,
     picture_grid,
     relative,
+    save_overlay,
 )
 
 
@@ -46,6 +50,13 @@ def test_red_speaks_for_a_class_and_blue_against_it() -> None:
     assert for_it[0] > for_it[2]
     assert against_it[2] > against_it[0]
     assert neither[0] == neither[1] == neither[2]
+
+
+def test_a_small_overlay_is_enlarged_in_whole_steps(tmp_path: Path) -> None:
+    save_overlay(sample(), tmp_path / "new" / "overlay.png", pixels=70)
+    written = np.asarray(Image.open(tmp_path / "new" / "overlay.png"))
+    assert written.shape == (64, 64, 3)
+    assert (written[:8, :8] == written[0, 0]).all()
 
 
 @pytest.mark.parametrize(

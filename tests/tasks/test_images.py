@@ -8,14 +8,14 @@ import torch
 from PIL import Image
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.tasks.images import find_images, images_of, read_image
+from gradpolicy.tasks.images import ImageShape, find_images, images_of, read_image
 
 
 def test_a_picture_is_scaled_and_its_sides_are_cut_off(tmp_path: Path) -> None:
     pixels = np.zeros((4, 8, 3), np.uint8)
     pixels[:, 2:6] = 255
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    image = read_image(tmp_path / "a.png", 3, 2, 2)
+    image = read_image(tmp_path / "a.png", ImageShape(3, 2, 2))
     assert image.shape == (3, 2, 2)
     assert image.dtype == torch.float32
     assert image.min() > 0.9
@@ -23,7 +23,7 @@ def test_a_picture_is_scaled_and_its_sides_are_cut_off(tmp_path: Path) -> None:
 
 def test_colour_becomes_grey_where_the_model_takes_grey(tmp_path: Path) -> None:
     Image.new("RGB", (5, 5), (255, 0, 0)).save(tmp_path / "red.png")
-    image = read_image(tmp_path / "red.png", 1, 5, 5)
+    image = read_image(tmp_path / "red.png", ImageShape(1, 5, 5))
     torch.testing.assert_close(image, torch.full((1, 5, 5), 0.299), atol=3e-3, rtol=0)
 
 
@@ -32,6 +32,11 @@ def test_pictures_are_found_by_their_endings_in_the_order_of_their_names(tmp_pat
         (tmp_path / name).touch()
     assert [path.name for path in find_images(tmp_path)] == ["a.jpg", "b.PNG"]
     assert find_images(tmp_path / "c.txt") == [tmp_path / "c.txt"]
+
+
+def test_a_model_that_takes_no_picture_is_refused() -> None:
+    with pytest.raises(PolicyError, match="the model takes 2 channels"):
+        ImageShape(2, 8, 8)
 
 
 def test_a_batch_is_taken_apart() -> None:
