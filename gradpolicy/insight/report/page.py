@@ -88,6 +88,7 @@ def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
         "cells": {(group.label, name): spread(group.values(name)) for group in groups for name in metrics},
         "best": {name: _best(groups, name) for name in metrics},
         "differences": differences[:ROWS],
+        "settings": figures.settings_and_metric(runs, differences),
         "exceeding": exceeding.head(ROWS).to_dict("records"),
         "tested": int(compared["p"].notna().sum()),
         "untested": int(compared["p"].isna().sum()),
