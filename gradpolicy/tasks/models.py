@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradpolicy.checks import check_share, check_sizes
+from gradpolicy.checks import LARGEST_SIZE, check_share, check_sizes, check_whole
 
 
 class Prediction(NamedTuple):
@@ -68,6 +68,50 @@ class QuantizedBlock(nn.Sequential):
         self.conv = nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=False)
         self.norm = nn.GroupNorm(1, outputs)
         self.activation = QuantizedReLU(levels)
+
+
+class ConvNet(nn.Module):
+    """Two convolutions with pooling, two linear layers; every activation is its own `nn.ReLU`.
+
+    Args:
+        channels: Channels of the images.
+        size: Height and width of the images in pixels.
+        classes: Number of classes.
+        width: Channels of the first convolution; the second has twice as many.
+        hidden: Units of the hidden linear layer.
+        dropout: The dropout probability of these units.
+
+    Raises:
+        PolicyError: For an impossible size, or images that are too small for pooling.
+    """
+
+    def __init__(
+        self,
+        channels: int = 1,
+        size: int = 28,
+        classes: int = 10,
+        width: int = 32,
+        hidden: int = 128,
+        dropout: float = 0.25,
+    ) -> None:
+        super().__init__()
+        check_sizes("ConvNet", channels=channels, classes=classes, width=width, hidden=hidden)
+        # Each of the two poolings halves it.
+        check_whole("ConvNet.size", size, least=4, most=LARGEST_SIZE)
+        check_share("ConvNet.dropout", dropout)
+        self.trunk = nn.Sequential(
+            nn.Sequential(nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+            nn.Sequential(nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        )
+        self.hidden = nn.Linear(2 * width * (size // 4) ** 2, hidden)
+        self.activation = nn.ReLU()
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(hidden, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Classify images of shape (batch, channels, size, size)."""
+        features = self.activation(self.hidden(self.trunk(images).flatten(1)))
+        return self.head(self.dropout(features))
 
 
 class MultilayerPerceptron(nn.Module):

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
 from gradpolicy.tasks.binary import BinaryLinear, BinaryPerceptron
-from gradpolicy.tasks.models import MultilayerPerceptron, QuantizedConvNet, QuantizedReLU
+from gradpolicy.tasks.models import ConvNet, MultilayerPerceptron, QuantizedConvNet, QuantizedReLU
 from gradpolicy.tasks.spiking import Neurons, SpikingNetwork
 from gradpolicy.tasks.transformer import CharacterTransformer
 from gradpolicy.tasks.visual_attention import AttentionClassifier, VisualAttention
@@ -56,8 +56,10 @@ def test_the_quantised_activation_has_evenly_spaced_values_between_0_and_1() -> 
 
 
 def test_the_networks_classify_images_of_their_size() -> None:
+    images = torch.rand(2, 3, 12, 12)
     output = QuantizedConvNet(channels=3, size=13, classes=4, width=4)(torch.rand(2, 3, 13, 13))
     assert output.logits.shape == output.probe_logits.shape == (2, 4)
+    assert ConvNet(channels=3, size=12, classes=4, width=2, hidden=5)(images).shape == (2, 4)
     perceptron = MultilayerPerceptron(inputs=12, hidden=(7, 5), classes=4)
     assert perceptron(torch.rand(2, 3, 2, 2)).shape == (2, 4)
     assert [tuple(p.shape) for p in perceptron.parameters() if p.dim() == 2] == [(7, 12), (5, 7), (4, 5)]
@@ -71,6 +73,7 @@ def test_the_networks_classify_images_of_their_size() -> None:
     [
         (QuantizedReLU, ["levels"]),
         (QuantizedConvNet, ["channels", "size", "classes", "width", "levels"]),
+        (ConvNet, ["channels", "size", "classes", "width", "hidden"]),
         (MultilayerPerceptron, ["inputs", "classes"]),
         (CharacterTransformer, ["vocabulary", "context", "width", "layers", "heads"]),
         (VisualAttention, ["width"]),
