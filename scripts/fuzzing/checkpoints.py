@@ -1,12 +1,10 @@
-"""Hypothesis strategies of checkpoints, as files and as directories of shards."""
+"""Hypothesis strategies of checkpoints."""
 
 import copy
 import io
 import pickle
 import zipfile
-from collections.abc import Mapping
 from contextlib import chdir, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,8 @@ from fuzzing.dangers import EVIL_PICKLE, FILES, RunsWhenRead, WritesWhenRead, ar
 from fuzzing.running import Program
 
 GIVEN = "given.ckpt"
+# A refusal has one of these words.
+NAMES = ("ckpt_path", "initial_weights")
 # A small model makes a small file.
 MODEL = "model.model.width=2"
 LOOK = command(f"ckpt_path={GIVEN}", MODEL)
@@ -46,51 +46,38 @@ GARBAGE: tuple[Any, ...] = (
 KINDS = (torch.float64, torch.float16, torch.int8, torch.bool, torch.complex64)
 
 
-@dataclass(frozen=True)
-class Material:
-    """Checkpoints of one short run.
+def prepare(program: Program, folder: Path) -> bytes:
+    """Train for one batch in this process and plan the default job, so that forks need no imports.
 
-    Attributes:
-        file: A checkpoint in one file.
-        shards: The files of a checkpoint that is a directory.
+    Returns:
+        The checkpoint of the run.
     """
-
-    file: bytes
-    shards: Mapping[str, bytes]
-
-
-def prepare(program: Program, folder: Path) -> Material:
-    """Train for one batch in this process and plan the default job, so that forks need no imports."""
-    sharded = command("trainer=fsdp2", "trainer.accelerator=cpu", MODEL, "hydra.run.dir=shards", base=SHORT)
     lines = (
         command(MODEL, "extras.plan=true", "hydra.run.dir=run", base=SHORT),
         command(MODEL, "callbacks=default"),
         ("plan_only=true",),
-        sharded,
     )
-    last = folder / "run/checkpoints/last.ckpt"
     with chdir(folder), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as said:
         for line in lines:
             if program(line):
                 raise RuntimeError(f"a run that all cases start from failed: {line}: {said.getvalue()}")
-    shards = sorted((folder / "shards/checkpoints/last.ckpt").iterdir())
-    return Material(last.read_bytes(), {path.name: path.read_bytes() for path in shards})
+    return (folder / "run/checkpoints/last.ckpt").read_bytes()
 
 
 @st.composite
-def flipped_bits(draw: st.DrawFn, material: Material) -> Case:
+def flipped_bits(draw: st.DrawFn, file: bytes) -> Case:
     """Draw a bit to flip; within the file's contents it does harm, elsewhere it may not."""
-    place = draw(st.integers(0, len(material.file) - 1))
-    content = bytearray(material.file)
+    place = draw(st.integers(0, len(file) - 1))
+    content = bytearray(file)
     content[place] ^= 1 << draw(st.integers(0, 7))
-    harmful = any(start <= place < end for start, end in _held(material.file))
+    harmful = any(start <= place < end for start, end in _held(file))
     return draw(_cases("a flipped bit", bytes(content), REFUSE if harmful else EITHER))
 
 
 @st.composite
-def damaged_files(draw: st.DrawFn, material: Material) -> Case:
+def damaged_files(draw: st.DrawFn, file: bytes) -> Case:
     """Draw damage to a file."""
-    file, noise = material.file, draw(st.binary(min_size=64, max_size=256))
+    noise = draw(st.binary(min_size=64, max_size=256))
     place = draw(st.integers(1, len(file) - 1))
     ways = {
         "truncated": file[:place],
@@ -112,9 +99,9 @@ def damaged_files(draw: st.DrawFn, material: Material) -> Case:
 
 
 @st.composite
-def wrong_weights(draw: st.DrawFn, material: Material) -> Case:
+def wrong_weights(draw: st.DrawFn, file: bytes) -> Case:
     """Draw weights that are NaN, or of another model."""
-    content = _read(material.file)
+    content = _read(file)
     weights = content["state_dict"]
     name = draw(st.sampled_from(sorted(weights)))
     weight = weights.pop(name)
@@ -135,9 +122,9 @@ def wrong_weights(draw: st.DrawFn, material: Material) -> Case:
 
 
 @st.composite
-def wrong_parts(draw: st.DrawFn, material: Material) -> Case:
+def wrong_parts(draw: st.DrawFn, file: bytes) -> Case:
     """Draw a part outside the weights, at any depth, that is missing or invalid."""
-    content = _read(material.file)
+    content = _read(file)
     below: Any = content
     key: Any = draw(st.sampled_from(sorted({*content} - {"state_dict"})))
     path = [str(key)]
@@ -153,18 +140,18 @@ def wrong_parts(draw: st.DrawFn, material: Material) -> Case:
 
 
 @st.composite
-def whole_files(draw: st.DrawFn, material: Material) -> Case:
+def whole_files(draw: st.DrawFn, file: bytes) -> Case:
     """Draw the unchanged file, or one saved again."""
     how = draw(st.sampled_from(("unchanged", "saved again", "in torch's old format")))
     old = how == "in torch's old format"
-    content = material.file if how == "unchanged" else _written(_read(material.file), old=old)
+    content = file if how == "unchanged" else _written(_read(file), old=old)
     return draw(_cases(how, content, ACCEPT if how == "unchanged" else EITHER))
 
 
 @st.composite
-def running_code(draw: st.DrawFn, material: Material) -> Case:
+def running_code(draw: st.DrawFn, file: bytes) -> Case:
     """Draw a pickle that runs code, anywhere in a checkpoint."""
-    content = _read(material.file)
+    content = _read(file)
     name = draw(st.sampled_from(sorted(content)))
     evil = draw(st.sampled_from((RunsWhenRead(), WritesWhenRead())))
     content[name] = {**content[name], "evil": evil} if isinstance(content[name], dict) else evil
@@ -172,51 +159,22 @@ def running_code(draw: st.DrawFn, material: Material) -> Case:
 
 
 @st.composite
-def shards(draw: st.DrawFn, material: Material) -> Case:
-    """Draw a directory, complete or with a file that is missing, damaged, additional, or runs code."""
-    files = dict(material.shards)
-    name = draw(st.sampled_from(sorted(files)))
-    place = draw(st.integers(0, len(files[name]) - 1))
-    flipped = bytearray(files[name])
-    flipped[place] ^= 1 << draw(st.integers(0, 7))
-    damage = {
-        "code": pickle.dumps(RunsWhenRead()) if name == ".metadata" else EVIL_PICKLE,
-        "flipped": bytes(flipped),
-        "truncated": files[name][:place],
-        "empty": b"",
-        "at the end": files[name] + b"more",
-    }
-    ways: dict[str, tuple[dict[str, bytes], Expectation]] = {
-        "unchanged": (files, ACCEPT),
-        "with another file": ({**files, "notes.txt": b"mine"}, EITHER),
-        "with a Python file": ({**files, "stranger.py": FILES["stranger.py"]}, EITHER),
-        "only .metadata": ({".metadata": files.get(".metadata", b"")}, REFUSE),
-        "only a .metadata that runs code": ({".metadata": pickle.dumps(RunsWhenRead())}, REFUSE),
-        "nothing of a checkpoint": ({"notes.txt": b"mine"}, REFUSE),
-        "a damaged file": ({"last.ckpt": material.file[:5000]}, REFUSE),
-        f"{name} is missing": ({key: files[key] for key in files if key != name}, REFUSE),
-        **{f"{name}: {what}": ({**files, name: content}, REFUSE) for what, content in damage.items()},
-    }
-    what = draw(st.sampled_from(sorted(ways)))
-    held, expectation = ways[what]
-    # Without its checksums a directory is read as one of plain torch, with a warning.
-    if what == "whole is missing":
-        expectation = EITHER
-    below = {f"{GIVEN}/{file}": content for file, content in held.items()}
-    use = draw(st.sampled_from((LOOK, LOOK, TEST, RESUME)))
-    return Case(f"shards: {what}", use, expectation, ("ckpt_path",), {**FILES, **below})
+def directories(draw: st.DrawFn, file: bytes) -> Case:
+    """Draw a directory, such as one of shards, in place of a file."""
+    kinds = ((".metadata", pickle.dumps(RunsWhenRead())), ("model.ckpt", file))
+    name, content = draw(st.sampled_from(kinds))
+    return Case("a directory", draw(USES), REFUSE, NAMES, {**FILES, f"{GIVEN}/{name}": content})
 
 
-def cases(material: Material) -> SearchStrategy[Case]:
+def cases(file: bytes) -> SearchStrategy[Case]:
     """Return the strategy of all checkpoints."""
-    kinds = (flipped_bits, damaged_files, wrong_weights, wrong_parts, whole_files, running_code, shards)
-    return st.one_of(*(kind(material) for kind in kinds))
+    kinds = (flipped_bits, damaged_files, wrong_weights, wrong_parts, whole_files, running_code, directories)
+    return st.one_of(*(kind(file) for kind in kinds))
 
 
 @st.composite
 def _cases(draw: st.DrawFn, what: str, content: bytes, expectation: Expectation) -> Case:
-    names = ("ckpt_path", "initial_weights")
-    return Case(what, draw(USES), expectation, names, {**FILES, GIVEN: content})
+    return Case(what, draw(USES), expectation, NAMES, {**FILES, GIVEN: content})
 
 
 def _held(file: bytes) -> list[tuple[int, int]]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from gradpolicy.insight.audit import Audit
 from gradpolicy.insight.record import RECORD
@@ -43,8 +42,6 @@ def compare(first: Path, second: Path) -> list[str]:
 def differences(first: Any, second: Any, place: str = "") -> list[str]:
     """Return the differences of two checkpoints, bit for bit, except for the directories of their runs."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
-        # The unsharded part may contain values of all ranks.
-        first, second = (each.to_local() if isinstance(each, DTensor) else each for each in (first, second))
         same = first.dtype == second.dtype and torch.equal(first, second)
         return [] if same else [f"{place}: {_shown(first)} became {_shown(second)}"]
     if isinstance(first, Mapping) and isinstance(second, Mapping):
