@@ -192,32 +192,88 @@ class Argument:
         return kwargs.get(self.name)
 
 
-def find_argument(forward: Callable[..., Any], wanted: int | str, owner: str) -> Argument:
-    """Return the argument of a bound forward with a name or at a position.
+def parameters_of(forward: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters of a bound forward."""
+    # For a ScriptModule `inspect.signature` finds none, or only `*args` of a wrapper.
+    schema: Any = getattr(forward, "schema", None) if isinstance(forward, torch.ScriptMethod) else None
+    if schema is None:
+        return list(inspect.signature(forward).parameters.values())
+    return [
+        inspect.Parameter(
+            argument.name,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=argument.default_value if argument.has_default_value() else inspect.Parameter.empty,
+        )
+        for argument in schema.arguments[1:]
+    ]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The parameters of a forward, as plain values that the compiler can trace.
 
     Args:
-        forward: The forward.
-        wanted: The name, or the position (0 is the first).
-        owner: The policy and module, for messages: ``"policy 'cut' at module 'criterion'"``.
-
-    Raises:
-        PolicyError: If the forward has no such argument.
+        names: The names of the parameters, without ``*args`` and ``**kwargs``.
+        positional: The number of parameters that may be passed by position.
+        several: The name of ``*args``; None if there is none.
+        others: The name of ``**kwargs``; None if there is none.
+        defaults: The defaults by name.
     """
-    kinds = {name: one.kind for name, one in inspect.signature(forward).parameters.items()}
-    positional = [name for name, kind in kinds.items() if kind in _POSITIONAL]
-    if isinstance(wanted, int):
-        if wanted < len(positional):
-            return Argument(positional[wanted], wanted)
-        if inspect.Parameter.VAR_POSITIONAL in kinds.values():
-            return Argument(None, wanted)
-        raise PolicyError(
-            f"{owner}: argument {wanted} does not exist; its forward takes {len(positional)}: "
-            f"{', '.join(positional)}"
+
+    names: tuple[str, ...]
+    positional: int
+    several: str | None
+    others: str | None
+    defaults: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, forward: Callable[..., Any]) -> "Signature":
+        """Return the signature of a bound forward."""
+        parameters = parameters_of(forward)
+        by_kind = {parameter.kind: parameter.name for parameter in parameters}
+        return cls(
+            tuple(p.name for p in parameters if p.kind not in _SEVERAL),
+            sum(p.kind in _POSITIONAL for p in parameters),
+            by_kind.get(inspect.Parameter.VAR_POSITIONAL),
+            by_kind.get(inspect.Parameter.VAR_KEYWORD),
+            {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty},
         )
-    if kinds.get(wanted) in _SEVERAL:
-        raise PolicyError(
-            f"{owner}: argument {wanted!r} are several; give the position or name of one of them"
-        )
-    if wanted in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values():
-        return Argument(wanted, positional.index(wanted) if wanted in positional else None)
-    raise unknown("argument", wanted, kinds, key=owner)
+
+    def in_order(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return keyword arguments in the order of the parameters."""
+        return {key: kwargs[key] for key in (*self.names, *kwargs) if key in kwargs}
+
+    def by_name(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by name, including defaults; ``*args`` as a tuple."""
+        named: dict[str, Any] = dict(zip(self.names[: self.positional], args, strict=False))
+        if self.several is not None:
+            named[self.several] = args[self.positional :]
+        return {**self.defaults, **named, **kwargs}
+
+    def argument(self, wanted: int | str, owner: str) -> Argument:
+        """Return the argument with a name or at a position.
+
+        Args:
+            wanted: The name, or the position (0 is the first).
+            owner: The policy and module, for messages: ``"policy 'cut' at module 'criterion'"``.
+
+        Raises:
+            PolicyError: If the forward has no such argument.
+        """
+        positional = self.names[: self.positional]
+        if isinstance(wanted, int):
+            if wanted >= len(positional) and self.several is None:
+                raise PolicyError(
+                    f"{owner}: argument {wanted} does not exist; its forward takes {len(positional)}: "
+                    f"{', '.join(positional)}"
+                )
+            return Argument(positional[wanted] if wanted < len(positional) else None, wanted)
+        if wanted in (self.several, self.others):
+            stars, key = ("*", "position") if wanted == self.several else ("**", "name")
+            raise PolicyError(
+                f"{owner}: argument {wanted!r} is {stars}{wanted}, which are several; give the {key} of one "
+                "of them"
+            )
+        if wanted in self.names or self.others is not None:
+            return Argument(wanted, positional.index(wanted) if wanted in positional else None)
+        raise unknown("argument", wanted, self.names, key=owner)

@@ -1,7 +1,7 @@
 """Rules on the inputs and outputs of modules, and across modules."""
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -10,7 +10,7 @@ from torch.autograd import Function
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from gradpolicy.errors import PolicyError, nearest
-from gradpolicy.flow.arguments import Argument
+from gradpolicy.flow.arguments import Argument, Signature
 from gradpolicy.flow.autograd_functions import (
     AddPath,
     AdoptHistory,
@@ -24,8 +24,11 @@ from gradpolicy.flow.containers import classes_that_hide_tensors, map_tensors, r
 from gradpolicy.flow.locations import RulePlacement, place_at
 from gradpolicy.flow.rule_state import RuleState
 from gradpolicy.flow.tracing import in_transform
+from gradpolicy.rules.registry import Call
 from gradpolicy.rules.routing import is_differentiable
 
+# The arguments of a module's forward by parameter name; None if no rule has a keyword `call`.
+Arguments = Mapping[str, Any] | None
 DueRules = list[tuple[BoundRule, Argument | None]]
 
 
@@ -46,15 +49,18 @@ class Boundary:
         self.rules = tuple((BoundRule(state, location), argument) for state, argument in reversed(rules))
         self._has_searched = False
 
-    def enter(self, args: tuple, kwargs: dict, crossed: list) -> tuple[tuple, dict]:
+    def enter(
+        self, args: tuple, kwargs: dict, crossed: list, arguments: Arguments = None
+    ) -> tuple[tuple, dict]:
         """Return the arguments of a call with the rules between the tensors and their autograd nodes.
 
         Args:
             args: The positional arguments: tensors, also in tuples, lists, dicts and dataclasses.
             kwargs: The keyword arguments.
             crossed: A list to which pairs of each tensor and its replacement are added.
+            arguments: All arguments by parameter name, for rules with a keyword ``call``.
         """
-        due = self._due()
+        due = self._due(arguments)
         passed: set[str] = set()
         args = tuple(
             [self._cross(value, _rules_at(slot, due), crossed, passed) for slot, value in enumerate(args)]
@@ -65,17 +71,25 @@ class Boundary:
         self._note_untouched(due, passed)
         return args, kwargs
 
-    def leave(self, result: Any) -> Any:
+    def leave(self, result: Any, arguments: Arguments = None) -> Any:
         """Return a module's result with the rules between the tensors and their nodes; see :meth:`enter`."""
-        due = self._due()
+        due = self._due(arguments)
         passed: set[str] = set()
         result = self._cross(result, [rule for rule, _ in due], [], passed)
         self._note_untouched(due, passed)
         return result
 
-    def _due(self) -> DueRules:
+    def _due(self, arguments: Arguments) -> DueRules:
         """Return the rules that act on this call, each with its argument."""
-        return [each for each in self.rules if each[0].state.acts_at(self.location, self.module)]
+        due = [
+            (rule, argument)
+            for rule, argument in self.rules
+            if rule.state.acts_at(self.location, self.module)
+        ]
+        if arguments is None:
+            return due
+        call = Call(self.location, arguments)
+        return [(rule.for_call(call), argument) for rule, argument in due]
 
     def _note_untouched(self, due: DueRules, passed: Collection[str]) -> None:
         for rule, _ in due:
@@ -146,15 +160,19 @@ class ThroughRule:
         state: The rule.
         module: The module's name.
         argument: The argument that gets the gradient; None means all arguments.
-        parameters: The names of the parameters of the module's forward.
+        forward: The module's forward.
     """
 
     def __init__(
-        self, state: RuleState, module: str, argument: Argument | None, parameters: Sequence[str]
+        self,
+        state: RuleState,
+        module: str,
+        argument: Argument | None,
+        forward: Callable[..., Any],
     ) -> None:
         self.state = state
         self.module = module
-        self.parameters = tuple(parameters)
+        self.signature = Signature.of(forward)
         policy = cast(RulePlacement, state.policy)
         self.output = policy.output
         self.keeps_own = policy.inside == "own"
@@ -162,23 +180,29 @@ class ThroughRule:
         self.location = place_at("through", module)
         self.bound_rule = BoundRule(state, self.location)
 
-    def put_on(self, result: Any, args: tuple, kwargs: dict) -> tuple[Any, list[Tensor]]:
+    def put_on(
+        self, result: Any, args: tuple, kwargs: dict, arguments: Arguments = None
+    ) -> tuple[Any, list[Tensor]]:
         """Attach the rule's gradient, from the chosen outputs to the inputs.
 
         Args:
             result: The result of the forward.
             args: The positional arguments of the module, not the aliases that its forward got.
             kwargs: The keyword arguments of the module.
+            arguments: All arguments by parameter name, for rules with a keyword ``call``.
 
         Returns:
             The result with its chosen outputs replaced, and the replacements.
         """
         if len(kwargs) > 1:
             # Rules get the inputs in the order of the forward's parameters, not of the call.
-            kwargs = {key: kwargs[key] for key in (*self.parameters, *kwargs) if key in kwargs}
+            kwargs = self.signature.in_order(kwargs)
         given = (args, kwargs) if self.argument is None else self.argument.value(args, kwargs)
         inputs = tensors_in(given)
         self._note(inputs)
+        bound_rule = self.bound_rule
+        if arguments is not None:
+            bound_rule = bound_rule.for_call(Call(self.module, arguments))
         chosen: list[Tensor] = []
         self._map_outputs(result, lambda tensor: chosen.append(tensor) or tensor)  # type: ignore[func-returns-value]
         if not chosen:
@@ -190,7 +214,7 @@ class ThroughRule:
 
         def replace(tensor: Tensor) -> Tensor:
             own_inputs = [matching[len(replaced)]] if pairs else inputs
-            replaced.append(self._replaced(tensor, own_inputs))
+            replaced.append(self._replaced(tensor, own_inputs, bound_rule))
             return replaced[-1]
 
         return self._map_outputs(result, replace), replaced
@@ -223,7 +247,7 @@ class ThroughRule:
                 raise self._error(f"gives {kind} without an output {place!r}{hint}") from None
         return result
 
-    def _replaced(self, tensor: Tensor, inputs: list[Tensor]) -> Tensor:
+    def _replaced(self, tensor: Tensor, inputs: list[Tensor], bound_rule: BoundRule) -> Tensor:
         if self.state.detaches and self.keeps_own:
             return tensor
         if self.state.detaches:
@@ -233,7 +257,7 @@ class ThroughRule:
         # Such a rule passes the gradient of the output, changed or not, to a single input.
         if self.state.rule.each:
             self._check_input(tensor, inputs)
-        ruled = replace_gradient(self.bound_rule, tensor.detach(), inputs)
+        ruled = replace_gradient(bound_rule, tensor.detach(), inputs)
         if self.keeps_own and tensor.requires_grad:
             return run_function(AddPath, tensor, ruled, None)
         return ruled
@@ -242,10 +266,12 @@ class ThroughRule:
         """Check that there is one input that requires a gradient, and that it has the output's shape."""
         count = sum(one.requires_grad for one in inputs)
         if count > 1:
+            taken = ", ".join(self.signature.names)
+            if self.signature.several is not None:
+                taken = f"{taken}{', ' * bool(taken)}*{self.signature.several}: give a position"
             raise self._error(
                 f"rule {self.state.rule.name!r} gives its gradient to one input, and {count} need one; name "
-                f"the argument that is meant (argument=…, its forward takes "
-                f"{', '.join(self.parameters)}), or use a function that "
+                f"the argument that is meant (argument=…, its forward takes {taken}), or use a function that "
                 "returns a gradient for each (UseRule)"
             )
         first = next((one for one in inputs if is_differentiable(one)), None)
@@ -270,13 +296,14 @@ class Through:
     def __init__(self, rules: Sequence[ThroughRule]) -> None:
         self.rules = tuple(rules)
 
-    def run(self, forward: Forward, args: tuple, kwargs: dict) -> Any:
+    def run(self, forward: Forward, args: tuple, kwargs: dict, arguments: Arguments = None) -> Any:
         """Run the module's forward, with the rules' gradients from its output to its input.
 
         Args:
             forward: The forward.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
+            arguments: All arguments by parameter name, for rules with a keyword ``call``.
         """
         active = [rule for rule in self.rules if rule.state.acts_at(rule.location, rule.module)]
         if not active:
@@ -293,7 +320,7 @@ class Through:
         result = forward(inner_args, inner_kwargs)
         ruled: list[Tensor] = []
         for rule in active:
-            result, replaced = rule.put_on(result, args, kwargs)
+            result, replaced = rule.put_on(result, args, kwargs, arguments)
             ruled += replaced
         if cuts:
             result = self._with_own_gradients(result, ruled, fed, versions)

@@ -1,6 +1,5 @@
 """``install``: flow policies on a model."""
 
-import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from gradpolicy.display import Displayed
 from gradpolicy.errors import PolicyError, shown, unknown
-from gradpolicy.flow.arguments import Argument, find_argument
+from gradpolicy.flow.arguments import Argument, Signature
 from gradpolicy.flow.boundary import Boundary, Through, ThroughRule
 from gradpolicy.flow.dispatch import DispatchTable
 from gradpolicy.flow.locations import Locations, RulePlacement, describe_location, find_locations, place_at
@@ -89,7 +88,7 @@ class Installed(Displayed):
         *,
         strict: bool = False,
     ) -> None:
-        _check_model(model)
+        _refuse_replicas(model)
         self.model = model
         self.strict = strict
         self.policies = dict(policies)
@@ -107,8 +106,6 @@ class Installed(Displayed):
         # Modules with the same policies inside share a table; by the names of the policies.
         self._tables: dict[tuple[str, ...], DispatchTable] = {}
         self._wraps: list[WrappedForward] = []
-        # The ids of ScriptModules, and of the modules in them.
-        self._scripted: set[int] = set()
         self._was_reported = False
         self._parameter_rules: list[ParameterRules] = []
         try:
@@ -290,6 +287,8 @@ class Installed(Displayed):
             if id(module) not in done and "_orig_mod" not in module._modules:
                 done.add(id(module))
                 self._put_on_module(plain_name(raw_name), module, entry_points)
+        for placed in self._placed.values():
+            _note_script_modules(self.model, placed.locations, placed.state)
         self._session.acts_on_parameters = bool(self._parameter_rules)
         for rules in self._parameter_rules:
             rules.put_on()
@@ -303,10 +302,6 @@ class Installed(Displayed):
         table = self._table(module)
         at_module = [placed for placed in self._placed.values() if id(module) in placed.locations.boundaries]
         parameter_rules = self._rules_on_parameters(module)
-        if isinstance(module, torch.jit.ScriptModule):
-            self._note_script(name, module)
-            self._parameter_rules += parameter_rules
-            return
         # The model itself is always wrapped, to track its forward passes.
         if name and table is None and not at_module and not parameter_rules:
             return
@@ -321,10 +316,8 @@ class Installed(Displayed):
             entering, leaving = (
                 Boundary(side, name, rules[side]) if rules[side] else None for side in BOUNDARIES
             )
-            through = [
-                ThroughRule(state, name, argument, list(inspect.signature(forward).parameters))
-                for state, argument in rules["through"]
-            ]
+            through = [ThroughRule(state, name, argument, forward) for state, argument in rules["through"]]
+            needs_call = any(placed.state.rule.takes_call for placed in at_module)
             wrap = WrappedForward(
                 module,
                 method,
@@ -336,20 +329,11 @@ class Installed(Displayed):
                 through=Through(through) if through else None,
                 scope=self._scope(name, module),
                 parameter_rules=parameter_rules,
+                signature=Signature.of(forward) if needs_call else None,
                 is_counted=bool(counted),
             )
             wrap.put_on()
             self._wraps.append(wrap)
-
-    def _note_script(self, name: str, module: nn.Module) -> None:
-        """Record the policies that should act at or in a ScriptModule, which runs outside of Python."""
-        if id(module) in self._scripted:
-            return
-        parts = {id(part) for part in module.modules()}
-        self._scripted |= parts
-        for placed in self._placed.values():
-            if parts & (placed.locations.inside.keys() | placed.locations.boundaries):
-                placed.state.note_opaque(f"ScriptModule {name!r}", "it runs outside Python")
 
     def _table(self, module: nn.Module) -> DispatchTable | None:
         """Return the table of rules on operations inside a module; None without policies on operations."""
@@ -392,7 +376,7 @@ class Installed(Displayed):
         for state in [placed.state for placed in at_module if placed.locations.side == side]:
             wanted = self.policies[state.name].argument
             owner = f"policy {state.name!r} at module {name!r}"
-            found.append((state, None if wanted is None else find_argument(forward, wanted, owner)))
+            found.append((state, None if wanted is None else Signature.of(forward).argument(wanted, owner)))
         return found
 
 
@@ -415,16 +399,8 @@ def deactivate(model: nn.Module, policies: Collection[RulePlacement]) -> None:
                 wrap = wrap.inner
 
 
-def _check_model(model: nn.Module) -> None:
-    """Check that the model runs in Python, and not in replicas, which would run the original's forward.
-
-    Raises:
-        PolicyError: For a ScriptModule, and for DataParallel on several devices.
-    """
-    if isinstance(model, torch.jit.ScriptModule):
-        raise PolicyError(
-            "flow policies do not work on a ScriptModule; install them on the module it is made of"
-        )
+def _refuse_replicas(model: nn.Module) -> None:
+    """Raise an error for DataParallel on several devices, whose replicas would run the original's forward."""
     for name, module in model.named_modules():
         if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
             raise PolicyError(
@@ -490,6 +466,20 @@ class Placed:
             # A glob that matches a ModuleList, which has no forward, matches its modules too.
             never = [at for at in never if at.is_named or at.has_forward]
         return tuple(at.module for at in never if at.module is not None)
+
+
+def _note_script_modules(model: nn.Module, locations: Locations, state: RuleState) -> None:
+    """Record the outermost ScriptModules in which a rule should act, since they run outside of Python."""
+    scripted = [
+        (name, module)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, torch.jit.ScriptModule)
+    ]
+    within = {id(each) for _, module in scripted for each in module.modules() if each is not module}
+    for name, module in scripted:
+        parts = {id(each) for each in module.modules() if each is not module}
+        if id(module) not in within and (id(module) in locations.inside or parts & locations.boundaries):
+            state.note_opaque(f"ScriptModule {name!r}", "what is in it runs outside Python")
 
 
 def name_policies(policies: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]:

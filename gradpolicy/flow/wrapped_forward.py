@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import _pop_mode, _push_mode
 
 from gradpolicy.errors import PolicyError, warn_user
+from gradpolicy.flow.arguments import Signature
 from gradpolicy.flow.boundary import Boundary, Through, adopt_writes
-from gradpolicy.flow.containers import tensors_in
+from gradpolicy.flow.containers import map_tensors, tensors_in
 from gradpolicy.flow.dispatch import (
     DispatchMode,
     DispatchTable,
@@ -165,6 +166,7 @@ class WrappedForward:
         through: The rules across the module.
         scope: The counts of calls of operations inside the module, for policies with ``calls=``.
         parameter_rules: The rules on the module's parameters; for the whole model, on all parameters.
+        signature: The signature of the forward, if a rule at the module has a keyword ``call``.
         is_counted: True if a policy with ``calls=`` counts the module's calls.
     """
 
@@ -181,6 +183,7 @@ class WrappedForward:
         through: Through | None = None,
         scope: CallScope | None = None,
         parameter_rules: Sequence[ParameterRules] = (),
+        signature: Signature | None = None,
         is_counted: bool = False,
     ) -> None:
         self.module = module
@@ -193,9 +196,12 @@ class WrappedForward:
         self.through = through
         self.scope = scope
         self.parameter_rules = tuple(parameter_rules)
+        self.signature = signature
         self.is_counted = is_counted
         # The previous entry of the module's __dict__, such as the wrapper of another library.
         self.inner: Callable | None = module.__dict__.get(method)
+        # The class of a traced module has no forward of its own.
+        self.is_script = isinstance(module, torch.jit.ScriptModule)
         forward = getattr(type(module), method, None)
         self.is_relu = forward is _RELU and self.inner is None and scope is None
         acts_at_module = parameter_rules or entering or leaving or through or scope
@@ -206,6 +212,8 @@ class WrappedForward:
         """The forward that is replaced, for ``inspect.signature`` and Lightning."""
         if self.inner is not None:
             return self.inner
+        if self.is_script:
+            return self.module.__getattr__(self.method)  # type: ignore[return-value]
         return getattr(type(self.module), self.method).__get__(self.module)
 
     @property
@@ -220,14 +228,14 @@ class WrappedForward:
             # The rules are already active, in the module around this one.
             if not is_traced():
                 return self._run_in_mode(mode, args, kwargs)
-        elif not _is_exporting():
+        elif self.is_script or not _is_exporting():
             if self.parameter_rules:
                 return run_with_rules(self.parameter_rules, self._run_in_session, args, kwargs)
             return self._run_in_session(args, kwargs)
         # An exported program cannot have rules, so it gets the plain forward, without a call of _forward,
         # since the compiler limits the depth of nested calls.
-        if self.inner is not None:
-            return self.inner(*args, **kwargs)
+        if self.inner is not None or self.is_script:
+            return self.__wrapped__(*args, **kwargs)
         return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
 
     def _mode(self) -> InstallMode | None:
@@ -285,17 +293,20 @@ class WrappedForward:
     def _run_within_boundaries(self, args: tuple, kwargs: dict) -> Any:
         if self.is_counted:
             self._check_countable()
+        arguments = None
+        if self.signature is not None:
+            arguments = self.signature.by_name(*map_tensors(Tensor.detach, (args, kwargs)))
         crossed: list = []
         if self.entering is not None:
-            args, kwargs = self.entering.enter(args, kwargs, crossed)
+            args, kwargs = self.entering.enter(args, kwargs, crossed, arguments)
         versions = [] if in_transform() else [tensor._version for tensor, _ in crossed]
         if self.through is None:
             result = self._run_under_table(args, kwargs)
         else:
-            result = self.through.run(self._run_under_table, args, kwargs)
+            result = self.through.run(self._run_under_table, args, kwargs, arguments)
         if versions:
             adopt_writes(crossed, versions)
-        return result if self.leaving is None else self.leaving.leave(result)
+        return result if self.leaving is None else self.leaving.leave(result, arguments)
 
     @skip_alone
     def _check_countable(self) -> None:
@@ -358,6 +369,6 @@ class WrappedForward:
             _push_mode(mode)
 
     def _forward(self, args: tuple, kwargs: dict) -> Any:
-        if self.inner is not None:
-            return self.inner(*args, **kwargs)
+        if self.inner is not None or self.is_script:
+            return self.__wrapped__(*args, **kwargs)
         return getattr(type(self.module), self.method)(self.module, *args, **kwargs)

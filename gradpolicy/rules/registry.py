@@ -24,10 +24,10 @@ class Call:
 
     Args:
         operation: The operation's name, such as ``"softmax"``, whatever the spelling of the call. For
-            :func:`gradpolicy.apply` it is the name of the forward, and at a module or parameter the place,
-            such as ``"input of module 'head'"``.
-        arguments: All arguments of the call by parameter name, including defaults; empty at a module or
-            parameter. The first tensor of a torch operation is ``"input"``.
+            :func:`gradpolicy.apply` it is the name of the forward, across a module the module's name, and at
+            a module's input or output ``"input of module 'head'"``.
+        arguments: All arguments of the call by parameter name, including defaults. The first tensor of a
+            torch operation is ``"input"``.
     """
 
     operation: str

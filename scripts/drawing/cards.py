@@ -299,9 +299,7 @@ def error_of_expectation(name: str, logits: Tensor, weight: Tensor) -> float:
     logits, categories = logits.double(), torch.eye(len(logits), dtype=torch.float64)
     shares, losses = torch.softmax(logits, -1), torch.exp(categories @ weight)
     true = shares * (losses - shares @ losses)
-    passed = [
-        gp.get_rule(name)(loss * weight, (logits,), y) for loss, y in zip(losses, categories, strict=True)
-    ]
+    passed = [gp.get_rule(name)(loss * weight, (logits,), y) for loss, y in zip(losses, categories, strict=True)]
     return float((shares @ torch.stack(passed) - true).norm() / true.norm())
 
 

@@ -143,6 +143,31 @@ def test_backward_uses_the_scheduled_number_of_its_forward(compiles, compiled):
         assert torch.equal(found, torch.full((3,), 1.0 + step))
 
 
+class Weighted(nn.Module):
+    def forward(self, x, /, *more, weight, power=2, **others):
+        return x * weight
+
+
+@pytest.mark.parametrize("at", ["input", "output", "through"])
+def test_a_rule_sees_the_other_arguments_of_the_module_by_name(at, compiled):
+    seen = []
+
+    def by_weight(grad, inputs, output, *, call):
+        if not torch.compiler.is_compiling():
+            seen.append(call)
+        return grad * call.arguments["weight"]
+
+    x, weight = torch.ones(2, requires_grad=True), torch.tensor([3.0, 5.0])
+    with gp.install(model := Weighted(), [gp.UseRule(by_weight, modules=Weighted, at=at)]):
+        for run in (model, compiled(model)) if at == "input" else (model,):
+            (found,) = torch.autograd.grad(run(x, 7, weight=weight, mode="train").sum(), x)
+            assert torch.equal(found, weight if at == "through" else weight**2)
+    arguments = seen[0].arguments
+    assert seen[0].operation == ("" if at == "through" else f"{at} of module ''")
+    assert (arguments["more"], arguments["power"], arguments["mode"]) == ((7,), 2, "train")
+    assert not arguments["x"].requires_grad
+
+
 def test_what_is_no_gradient_s_business_is_passed_on_as_it_is():
     model = PassOn()
     given = {"labels": torch.tensor([1, 2]), "cache": [torch.ones(2)], "mode": "train"}
@@ -310,8 +335,9 @@ class Collects(nn.Module):
         ),
         (
             lambda: gp.install(Collects(), [gp.Stop(modules=Collects, argument="rest")]),
-            r"'rest' are several; give the position or name of one",
+            r"'rest' is \*rest, .* position of one",
         ),
+        (lambda: gp.install(Collects(), [gp.Stop(modules=Collects, argument="more")]), "name of one"),
     ],
 )
 def test_settings_that_mean_nothing_together_are_refused(make, message):

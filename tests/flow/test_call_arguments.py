@@ -128,15 +128,16 @@ def test_a_block_a_policy_and_apply_say_their_call_with_the_defaults():
     x = torch.ones(2, requires_grad=True)
     with gp.gradient_override({"round": note}):
         torch.round(x, decimals=1).sum().backward()
-    for where in ({"ops": "softmax"}, {"modules": "*"}):
+    for where in ({"ops": "softmax"}, {"modules": "*", "at": "through"}, {"modules": "*"}):
         with gp.install(model := Part(), [gp.UseRule(note, **where)]):
             model(x, scale=2).sum().backward()
     gp.apply(note, grid, x, levels=4).sum().backward()
-    rounded, operation, at_input, applied = seen
+    rounded, operation, across, at_input, applied = seen
     assert (rounded.operation, set(rounded.arguments)) == ("round", {"input", "decimals"})
     assert not rounded.arguments["input"].requires_grad
     assert operation.arguments["dim"] == -1
-    assert at_input == gp.Call("input of module ''")
+    assert (across.operation, across.arguments["scale"]) == ("", 2)
+    assert at_input.operation == "input of module ''"
     assert (applied.operation, applied.arguments["levels"], applied.arguments["offset"]) == ("grid", 4, 0.5)
 
 

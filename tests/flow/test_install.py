@@ -351,8 +351,6 @@ def test_data_parallel_holds_on_one_device_and_is_refused_on_many():
         parallel(x).sum().backward()
     assert not x.grad.any()
     parallel.device_ids = [0, 1]
-    with pytest.raises(gp.PolicyError, match="do not work on a ScriptModule"):
-        gp.install(torch.jit.script(nn.ReLU()), [gp.Guided()])
     with pytest.raises(gp.PolicyError, match="DataParallel on 2 devices; use DistributedDataParallel"):
         gp.install(parallel, [gp.Guided()])
     assert "forward" not in model[1].__dict__

@@ -238,7 +238,7 @@ def is_refused(way, place, kind):
     if "bypassed" in way:
         return place != "parameter"
     if way in ("scripted", "traced"):
-        return place != "parameter"
+        return place.startswith("operation")
     if "frozen below" in way:
         # A stop through the module cuts off what is within, whether or not its input needs a gradient.
         return place == "input" or (place == "through" and kind != "stop")

@@ -319,7 +319,7 @@ class Joins(nn.Module):
             STE,
             r"'it': module '': rule 'identity' .* 2 need one; .*\(argument=…, its forward takes input1",
         ),
-        (Joins(), lambda model, x: model(x, 2 * x), STE, r"its forward takes parts\)"),
+        (Joins(), lambda model, x: model(x, 2 * x), STE, r"its forward takes \*parts: give a position\)"),
         (
             nn.Bilinear(3, 3, 3),
             lambda model, x: model(x, 2 * x).sum().backward(),
