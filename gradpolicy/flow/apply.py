@@ -1,12 +1,14 @@
 """``apply``: any function with a rule as its backward."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from numbers import Number
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from gradpolicy.errors import PolicyError, shown, warn_user
 from gradpolicy.flow.arguments import arguments_of
@@ -20,6 +22,9 @@ from gradpolicy.flow.seen import Seen
 from gradpolicy.flow.tracing import in_transform, is_compiling, runs_while_tracing
 from gradpolicy.rules.registry import Call, Rule, RuleFunction
 
+# Attributes that are views of a tensor: its gradient would follow these.
+_VIEWS = tuple(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
+
 
 def apply(
     rule: str | Rule | RuleFunction,
@@ -30,7 +35,7 @@ def apply(
 ) -> Any:
     """Run any forward once, with a rule as its backward.
 
-    The forward gets its tensors detached, so it may call ``.numpy()`` on them.
+    The forward gets its tensors detached and runs without a graph, so it may call ``.numpy()`` on them.
     Arrays and numbers that it returns become tensors. A single integer or boolean result is converted to the
     dtype of the first floating-point input, since otherwise it could have no gradient. In a tuple such
     results stay as they are. Tensors that the forward uses and is not given, such as the parameters of a
@@ -67,19 +72,53 @@ def apply(
         Seen.uses += 1
     inputs = tensors_in((args, kwargs))
     watches = torch.is_grad_enabled() and not in_transform()
-    plain_args, plain_kwargs = map_tensors(Tensor.detach, (args, kwargs))
-    # With gradients, a result shows if it depends on tensors that are not among the arguments.
-    with torch.set_grad_enabled(watches):
-        values = run_forward(forward, plain_args, plain_kwargs, numpy)
-    if any(tensor.requires_grad for tensor in tensors_in(values)):
-        warn_user(
-            f"apply: forward {state.name!r} uses a tensor that needs a gradient and is not among its "
-            "arguments: it gets none; pass it as an argument, or detach it if none is meant"
-        )
-        values = map_tensors(Tensor.detach, values)
-    if bound_rule.takes_call:
-        bound_rule = bound_rule.for_call(call_of(forward, plain_args, plain_kwargs))
+    with torch.no_grad():
+        plain_args, plain_kwargs = map_tensors(torch.Tensor.detach, (args, kwargs))
+        with WatchForward(state.name) if watches else nullcontext():
+            values = run_forward(forward, plain_args, plain_kwargs, numpy)
+        if bound_rule.takes_call:
+            bound_rule = bound_rule.for_call(call_of(forward, plain_args, plain_kwargs))
     return replace_gradient(bound_rule, as_floating_point(values, inputs), inputs)
+
+
+class WatchForward(TorchFunctionMode):
+    """Warns if a forward uses tensors that require a gradient but are not among its arguments.
+
+    Args:
+        name: The name of the forward, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self._has_warned = False
+
+    def __torch_function__(
+        self, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Call the function and check its arguments, unless the forward itself enabled gradients."""
+        result = func(*args, **(kwargs or {}))
+        if self._has_warned or torch.is_grad_enabled() or not isinstance(result, Tensor):
+            return result
+        outside = [tensor for tensor in tensors_in((args, kwargs or {})) if tensor.requires_grad]
+        if outside and not _drops_gradient(func):
+            self._has_warned = True
+            warn_user(
+                f"apply: forward {self.name!r} uses a tensor of shape {tuple(outside[0].shape)} that "
+                "needs a gradient and is not among its arguments: it gets none; pass it as an "
+                "argument, or detach it if none is meant"
+            )
+        return result
+
+
+def _drops_gradient(function: Callable) -> bool:
+    """Return True for torch functions that do not propagate gradients, such as ``detach``."""
+    name = getattr(function, "__name__", "")
+    if name == "__get__":
+        return not any(function == attribute for attribute in _VIEWS)
+    return (
+        name in ("detach", "detach_", "requires_grad_") or name.endswith("_like") or name.startswith("new_")
+    )
 
 
 def replacing_rule(caller: str, rule: str | Rule | RuleFunction) -> Rule:

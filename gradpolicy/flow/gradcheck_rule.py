@@ -272,9 +272,7 @@ def _compare(
 ) -> RuleCheck:
     """Return the differences of the smooth entries. Values below the bound count as 0."""
     if not smooth.any():
-        raise PolicyError(
-            f"rule {rule!r}: every entry lies at a kink or jump of the forward; move the inputs"
-        )
+        raise PolicyError(f"rule {rule!r}: every entry lies at a kink or jump of the forward; move the inputs")
     bound = tolerance * max(1.0, float(true[:, smooth].abs().max()))
     difference = torch.where(smooth, (by_rule - true).abs(), -1.0)
     trial, entry = divmod(int(difference.argmax()), by_rule.shape[1])
