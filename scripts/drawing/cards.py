@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import gradpolicy as gp
 from drawing.common import panel
+from gradpolicy.rules.gradcheck import enumerate_categories
 
 FOLDER = Path(__file__).parents[2] / "docs" / "policies" / "pictures"
 # Okabe and Ito's colours, which colour-blind readers can distinguish.
@@ -296,11 +297,14 @@ def sampling() -> Figure:
 
 def error_of_expectation(name: str, logits: Tensor, weight: Tensor) -> float:
     """Return the distance of a rule's expected gradient from the true one, for exp(weight · sample)."""
-    logits, categories = logits.double(), torch.eye(len(logits), dtype=torch.float64)
-    shares, losses = torch.softmax(logits, -1), torch.exp(categories @ weight)
-    true = shares * (losses - shares @ losses)
-    passed = [gp.get_rule(name)(loss * weight, (logits,), y) for loss, y in zip(losses, categories, strict=True)]
-    return float((shares @ torch.stack(passed) - true).norm() / true.norm())
+    check = gp.gradcheck_rule(
+        name,
+        torch.softmax,
+        logits,
+        outcomes=enumerate_categories,
+        loss=lambda sample: torch.exp(weight @ sample) / weight.norm(),
+    )
+    return check.relative_deviation
 
 
 @picture

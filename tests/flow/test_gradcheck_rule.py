@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from gradpolicy import PolicyError, get_rule, gradcheck_rule
+from gradpolicy.rules.gradcheck import enumerate_bits, enumerate_categories
 
 X = torch.tensor([[-1.5, 0.4], [0.9, 2.0]])
 V, W = torch.tensor([0.3, -1.2, 0.9]), torch.tensor([2.0, 0.5, -0.7])
@@ -91,6 +92,17 @@ def test_the_largest_deviation_is_located():
     assert "largest at input 0 [1, 0]" in str(check)
 
 
+def test_each_input_has_figures_of_its_own():
+    def second_is_doubled(grad, inputs, output):
+        first, second = own(torch.mul)(grad, inputs, output)
+        return first, 2 * second
+
+    check = gradcheck_rule(second_is_doubled, torch.mul, (X, X + 1))
+    assert check.by_input[0].deviation < 1e-8
+    assert check.by_input[1].length_ratio == pytest.approx(2)
+    assert "input 1: 2 x longer" in str(check)
+
+
 def test_kinks_and_jumps_are_left_out_and_counted():
     check = gradcheck_rule(own(F.hardtanh), F.hardtanh, torch.tensor([1.0, 0.3, -2.0]))
     assert check.exact
@@ -144,6 +156,14 @@ def test_a_true_gradient_of_whatever_apply_takes_is_exact(rule, forward, inputs)
     assert check.left_out == (forward is torch.round)
 
 
+def test_outcomes_are_complete():
+    bits = list(enumerate_bits(torch.tensor([0.2, 0.7], dtype=torch.float64)))
+    assert sum(float(chance) for chance, _ in bits) == pytest.approx(1)
+    assert sorted(output.tolist() for _, output in bits) == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    categories = list(enumerate_categories(torch.tensor([0.0, 1.0, 2.0])))
+    assert sum(float(chance) for chance, _ in categories) == pytest.approx(1)
+
+
 def test_the_same_seed_gives_the_same_figures():
     assert gradcheck_rule("tanh", torch.sin, X, seed=3) == gradcheck_rule("tanh", torch.sin, X, seed=3)
     assert gradcheck_rule("tanh", torch.sin, X, seed=3) != gradcheck_rule("tanh", torch.sin, X, seed=4)
@@ -160,6 +180,7 @@ def cube_of_arrays(x):
 def test_several_inputs_in_numpy_or_torch(forward, numpy):
     check = gradcheck_rule(product, forward, (V, W), numpy=numpy)
     assert check.exact
+    assert len(check.by_input) == 2
     assert check.dtype == torch.float64
     assert "tolerance 1e-06 (float64)" in str(check)
     wrong = gradcheck_rule(lambda g, i, o: (g * i[1], g), forward, (V, W), numpy=numpy)
@@ -201,7 +222,7 @@ def test_the_tolerance_follows_the_precision_of_the_forward_and_is_said(forward,
             r"'<lambda>' at forward 'clone': returned 2 gradients \(.*\) for 1 inputs",
         ),
         ("identity", torch.abs, torch.zeros(2), "every entry lies at a kink"),
-        ("bernoulli", torch.bernoulli, torch.full((20,), 0.5), "random, so differences say nothing"),
+        ("bernoulli", torch.bernoulli, torch.full((20,), 0.5), "random; give outcomes="),
         ("identity", 3, torch.ones(1), "gradcheck_rule: the forward must be a function, got 3"),
         ("identity", torch.clone, torch.empty(0), "'identity': there is no floating-point input to check"),
         ("identity", torch.clone, torch.arange(3), "'identity': there is no floating-point input to check"),

@@ -29,16 +29,11 @@ def test_lsq_passes_values_inside_the_grid_and_gives_the_step_the_papers_gradien
 
 def test_lsq_is_the_true_gradient_for_the_step_but_for_the_term_of_the_round():
     """Outside the grid the forward is linear in the step: the rule is then exact, but for its scale."""
-    values, step = torch.tensor([-9.0, 8.0, 7.0], dtype=torch.float64), torch.tensor(1.0)
+    values, step = torch.tensor([-9.0, 8.0, 7.0]), torch.tensor(1.0)
     scale = math.sqrt(3 * 3)
-    rule = get_rule("lsq", bits=3)
-    check = gradcheck_rule(
-        lambda grad, inputs, output: rule(grad, (values, *inputs), output)[1],
-        lambda step: quantise(values, step),
-        step,
-    )
-    assert check.length_ratio == pytest.approx(1 / scale)
-    assert check.cosine == pytest.approx(1.0)
+    check = gradcheck_rule(get_rule("lsq", bits=3), quantise, (values, step))
+    assert check.by_input[1].length_ratio == pytest.approx(1 / scale)
+    assert check.by_input[1].cosine == pytest.approx(1.0)
 
 
 def test_lsq_counts_the_values_that_share_a_step():
