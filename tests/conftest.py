@@ -20,9 +20,14 @@ torch.set_num_threads(1)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Of a test that is mostly slow every fourth case is quick: all of them run in one suite or the other."""
+    """Of a test that is mostly slow every fourth case is quick: all of them run in one suite or the other.
+
+    Tests that need seven processes run on one worker, since these take long to start.
+    """
     cases: Counter[tuple[Path, str]] = Counter()
     for item in items:
+        if "pools" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("pools"))
         if item.get_closest_marker("mostly_slow"):
             test = item.path, item.originalname
             if cases[test] % 4:

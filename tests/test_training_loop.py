@@ -273,18 +273,24 @@ SOURCES = {
 }
 
 
+# When a loop is saved, and by what it is resumed.
+WAYS = [
+    (0, "in the block", "the wrapped optimizer"),
+    (3, "after the block", "the plain optimizer"),
+    (4, "in the block", "the model last"),
+    (3, "in the block", "the plain optimizer"),
+    (4, "after the block", "the wrapped optimizer"),
+]
+
+
 @pytest.mark.supports("resume", "gradient sources", loop="plain")
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
 @pytest.mark.parametrize(
-    ("saved_at", "where", "into"),
+    ("source", "frozen_state", "saved_at", "where", "into"),
     [
-        (0, "in the block", "the wrapped optimizer"),
-        (3, "after the block", "the plain optimizer"),
-        (4, "in the block", "the model last"),
-        (3, "in the block", "the plain optimizer"),
-        (4, "after the block", "the wrapped optimizer"),
+        (source, ("keep", "zero", "drop")[(row + column) % 3], *way)
+        for row, source in enumerate(SOURCES)
+        for column, way in enumerate(WAYS)
     ],
 )
 def test_a_loop_that_is_saved_and_resumed_ends_with_the_same_bits(
@@ -745,7 +751,7 @@ def test_wrong_arguments_are_refused_and_leave_nothing_behind(given, message):
     train(model, plain, 1)
 
 
-@pytest.mark.supports("tensors", "entries", "flow", loop=("plain", "lightning"))
+@pytest.mark.supports("tensors", "entries", "flow", "clipping", loop=("plain", "lightning"))
 def test_it_trains_what_lightnings_callback_does(make_trainer, loader, two_layers):
     policies = {
         "rounding": gp.StraightThrough(ops=["round"]),

@@ -62,8 +62,12 @@ class PruneTrial(PyTorchLightningPruningCallback):
         super().__init__(Trial(opened, trial), monitor)
 
 
-class SearchEndedError(Exception):
-    """Raised if no other trial may follow, with the exit code: after Ctrl-C, SIGTERM or invalid input."""
+class WrongTrialError(Exception):
+    """Raised if the overrides are wrong, so that every other trial would also fail."""
+
+
+class StoppedError(Exception):
+    """Raised if Ctrl-C or SIGTERM ended a trial, with the exit code."""
 
 
 class TrialFailedError(Exception):
@@ -120,8 +124,9 @@ def main(arguments: Sequence[str], config_dir: Path) -> int:
     except wrong_input_errors() as error:
         report_error(error, show_traceback=False)
         return WRONG_INPUT
-    if code != WRONG_INPUT:
-        show(search)
+    except WrongTrialError:
+        return WRONG_INPUT
+    show(search)
     return code
 
 
@@ -198,8 +203,8 @@ def run_trials(search: Search, wanted: int) -> int:
     try:
         if missing > 0:
             search.study.optimize(lambda trial: run_trial(trial, search), missing, catch=(TrialFailedError,))
-    except SearchEndedError as ended:
-        return int(ended.args[0])
+    except StoppedError as stopped:
+        return int(stopped.args[0])
     except (KeyboardInterrupt, SystemExit) as leaving:
         # Between two trials.
         return INTERRUPTED if isinstance(leaving, KeyboardInterrupt) else TERMINATED
@@ -231,8 +236,9 @@ def run_trial(trial: Trial, search: Search) -> float:
         raise
     if code in (INTERRUPTED, TERMINATED):
         search.study.enqueue_trial(trial.params)
-    if code in (INTERRUPTED, TERMINATED, WRONG_INPUT):
-        raise SearchEndedError(code)
+        raise StoppedError(code)
+    if code == WRONG_INPUT:
+        raise WrongTrialError
     if code:
         raise TrialFailedError(f"trial {trial.number} ended with code {code}")
     # With several processes the callback ends the training as usual and stores this note.

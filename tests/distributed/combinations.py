@@ -1,4 +1,4 @@
-"""Every combination of some parameters, of which most run in the slow part only."""
+"""Cases in which any two values of different parameters meet, of which most run in the slow part only."""
 
 import itertools
 from collections.abc import Collection, Sequence
@@ -8,8 +8,17 @@ import pytest
 
 
 def combinations(fast: Collection[tuple[str, ...]], *axes: Sequence[str]) -> list[Any]:
-    """The product of the axes for `pytest.mark.parametrize`; what is not in `fast` is marked slow."""
+    """Cases for `pytest.mark.parametrize`: those in `fast`, and slow ones until each pair of values meets."""
     product = list(itertools.product(*axes))
     unknown = set(fast) - set(product)
     assert not unknown, f"not among the combinations: {sorted(unknown)}"
-    return [pytest.param(*each, marks=() if each in fast else pytest.mark.slow) for each in product]
+    met = set().union(*map(_pairs, fast))
+    cases: list[Any] = list(fast)
+    while (best := max(product, key=lambda case: len(_pairs(case) - met))) and not _pairs(best) <= met:
+        met |= _pairs(best)
+        cases.append(pytest.param(*best, marks=pytest.mark.slow))
+    return cases
+
+
+def _pairs(case: tuple[str, ...]) -> set[Any]:
+    return set(itertools.combinations(enumerate(case), 2))

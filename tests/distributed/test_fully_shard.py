@@ -48,7 +48,7 @@ FAST_RUNS = [
     ("row", "keep", "nadam"),
     ("row", "zero", "nadam"),
 ]
-FAST_CHECKPOINTS = [
+CHECKPOINTS = [
     ("tensor", "zero"),
     ("row", "drop"),
     *(("entry", frozen_state) for frozen_state in FROZEN_STATES),
@@ -199,7 +199,7 @@ def agree(found: tuple[Facts, Facts], wanted: tuple[Facts, Facts]) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("level", "frozen_state"), combinations(FAST_CHECKPOINTS, LEVELS, FROZEN_STATES))
+@pytest.mark.parametrize(("level", "frozen_state"), CHECKPOINTS)
 def test_a_checkpoint_of_two_ranks_goes_on_on_two_and_on_one(
     pair: ProcessPool, tmp_path: Path, level: str, frozen_state: str
 ) -> None:
@@ -211,15 +211,14 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_two_and_on_one(
 
 
 @pytest.mark.supports("resume elsewhere", loop="plain", processes="fsdp2")
-@pytest.mark.slow
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("frozen_state", FROZEN_STATES)
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize(
+    ("level", "frozen_state", "ranks"), combinations((), LEVELS, FROZEN_STATES, ("1", "4"))
+)
 def test_a_checkpoint_of_two_ranks_goes_on_on_one_and_four_and_the_reverse(
-    pools: dict[int, ProcessPool], tmp_path: Path, level: str, frozen_state: str, ranks: int
+    pools: dict[int, ProcessPool], tmp_path: Path, level: str, frozen_state: str, ranks: str
 ) -> None:
-    wanted = expected(level, frozen_state)
-    for saving, loading in ((pools[2], pools[ranks]), (pools[ranks], pools[2])):
+    wanted, other = expected(level, frozen_state), pools[int(ranks)]
+    for saving, loading in ((pools[2], other), (other, pools[2])):
         folder = str(tmp_path / f"of_{saving.size}")
         saving(save_after_half, level, frozen_state, folder)
         for found in loading(load_and_finish, level, frozen_state, folder):

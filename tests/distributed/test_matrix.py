@@ -12,10 +12,21 @@ from runs import UPDATES, fit
 TOLERANCES = {"32-true": {"rtol": 2e-4, "atol": 2e-5}, "bf16-mixed": {"rtol": 0.05, "atol": 0.01}}
 FREEZING = ["layers", "tensors", "rows", "entries", "from the start", "all kinds"]
 FLOWING = ["none", "stop", "cut off", "straight through"]
-IN_THE_TABLE = {"layers": "tensors", "from the start": "tensors", "all kinds": "entries"}
+IN_THE_TABLE = {
+    "layers": "tensors",
+    "from the start": "tensors",
+    "all kinds": "entries",
+    "32-true": "clipping",
+    "bf16-mixed": "mixed precision",
+}
 """What docs/support.md calls them."""
 STRATEGIES = ["ddp", "zero1", "fsdp2"]
 FROZEN_STATES, PRECISIONS = ["keep", "zero", "drop"], list(TOLERANCES)
+FAST_FREEZING = [
+    (strategy, *settings, "32-true")
+    for strategy in STRATEGIES
+    for settings in (("layers", "keep"), ("entries", "zero"), ("all kinds", "drop"))
+]
 FAST_FLOWING = [
     *(("ddp", kind, "32-true") for kind in FLOWING),
     ("zero1", "stop", "32-true"),
@@ -40,33 +51,14 @@ def check(pair: ProcessPool, strategy: str, kind: str, frozen_state: str, precis
         torch.testing.assert_close(first["weights"][name], weight, **TOLERANCES[precision])
 
 
-@pytest.mark.supports("{kind}", "clipping", loop="lightning", processes="{strategy}", names=IN_THE_TABLE)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(
-    ("kind", "frozen_state"), [("layers", "keep"), ("entries", "zero"), ("all kinds", "drop")]
-)
-def test_two_ranks_equal_one_process(pair: ProcessPool, strategy: str, kind: str, frozen_state: str) -> None:
-    check(pair, strategy, kind, frozen_state, "32-true")
-
-
 @pytest.mark.supports(
-    "{kind}", "frozen_state", "clipping", loop="lightning", processes="{strategy}", names=IN_THE_TABLE
+    *("{kind}", "{precision}", "frozen_state"), loop="lightning", processes="{strategy}", names=IN_THE_TABLE
 )
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kind", FREEZING)
-@pytest.mark.parametrize("frozen_state", FROZEN_STATES)
 @pytest.mark.parametrize(
-    "precision",
-    [
-        "32-true",
-        pytest.param(
-            "bf16-mixed",
-            marks=pytest.mark.supports("mixed precision", loop="lightning", processes="{strategy}"),
-        ),
-    ],
+    ("strategy", "kind", "frozen_state", "precision"),
+    combinations(FAST_FREEZING, STRATEGIES, FREEZING, FROZEN_STATES, PRECISIONS),
 )
-def test_the_whole_matrix_of_freezing(
+def test_two_ranks_equal_one_process(
     pair: ProcessPool, strategy: str, kind: str, frozen_state: str, precision: str
 ) -> None:
     check(pair, strategy, kind, frozen_state, precision)

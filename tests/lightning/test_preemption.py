@@ -3,7 +3,6 @@ import os
 import signal
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,34 +187,12 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A Slurm job whose scontrol writes down what it is told."""
     told = tmp_path / "told"
     program = tmp_path / "scontrol"
-    program.write_text(f'#!/bin/sh\necho "$@" >> {told}\n')
+    refusal = '[ -z "$REFUSES" ] || { echo "$REFUSES" >&2; exit 1; }'
+    program.write_text(f'#!/bin/sh\necho "$@" >> {told}\n{refusal}\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     return told
-
-
-def test_a_slurm_job_goes_back_into_the_queue(slurm: Path) -> None:
-    requeue_slurm_job()
-    assert slurm.read_text() == "requeue 4711\n"
-
-
-def test_so_does_a_task_of_an_array(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "4700")
-    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "11")
-    requeue_slurm_job()
-    assert slurm.read_text() == "requeue 4700_11\n"
-
-
-@pytest.mark.parametrize("refuses", [True, False])
-def test_a_job_that_slurm_does_not_take_back_is_told(slurm: Path, tmp_path: Path, refuses: bool) -> None:
-    if refuses:
-        (tmp_path / "scontrol").write_text("#!/bin/sh\necho not allowed >&2\nexit 1\n")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        requeue_slurm_job()
-    words = ["Slurm job 4711 is not put back into the queue: not allowed"] if refuses else []
-    assert [str(warning.message) for warning in caught] == words
 
 
 def test_an_unknown_signal_is_refused() -> None:
@@ -247,23 +224,43 @@ def test_a_job_told_to_go_resumes_where_it_was(tmp_path: Path, slurm: Path, rank
     assert f"finished at step {saved + 2}" in resumed.stdout
 
 
-def test_where_there_is_no_scontrol_that_is_told(
-    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    with pytest.warns(
-        UserWarning, match="job 4711 is not put back into the queue: there is no scontrol here"
-    ):
-        requeue_slurm_job()
+ARRAY = {"SLURM_ARRAY_JOB_ID": "4700", "SLURM_ARRAY_TASK_ID": "11"}
 
 
-def test_a_job_that_is_back_in_the_queue_is_told_and_outside_of_slurm_nothing_is(
-    slurm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("environment", "asked", "told"),
+    [
+        ({}, "requeue 4711\n", "job 4711 is back in the queue"),
+        (
+            {"SLURM_ARRAY_JOB_ID": "4700", "SLURM_ARRAY_TASK_ID": "11"},
+            "requeue 4700_11\n",
+            "job 4700_11 is back",
+        ),
+        (
+            {"REFUSES": "not allowed"},
+            "requeue 4711\n",
+            "job 4711 is not put back into the queue: not allowed",
+        ),
+        ({"PATH": ""}, "", "job 4711 is not put back into the queue: there is no scontrol here"),
+        ({"SLURM_JOB_ID": None}, "", ""),
+    ],
+    ids=["a job", "a task of an array", "a job that is refused", "no scontrol", "no Slurm"],
+)
+@pytest.mark.filterwarnings("always")
+def test_what_became_of_a_job_is_told(
+    slurm: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    recwarn: pytest.WarningsRecorder,
+    environment: dict[str, str | None],
+    asked: str,
+    told: str,
 ) -> None:
+    for name, value in environment.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
     with caplog.at_level(logging.INFO):
         requeue_slurm_job()
-    assert "Slurm job 4711 is back in the queue" in caplog.text
-    monkeypatch.delenv("SLURM_JOB_ID")
-    slurm.unlink()
-    requeue_slurm_job()
-    assert not slurm.exists()
+    assert (slurm.read_text() if slurm.exists() else "") == asked
+    lines = [*(str(warning.message) for warning in recwarn), caplog.text]
+    assert any(told in line for line in lines)
+    assert any("Slurm job" in line for line in lines) == bool(told)

@@ -225,8 +225,7 @@ def compilations(monkeypatch):
     reference.compiled_update.cache_clear()
 
 
-@pytest.mark.parametrize("block", [1, 6])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("block", "packed"), [(1, False), (6, True)])
 def test_an_accelerators_code_is_compiled_once_whatever_ages_masks_and_shapes(
     compilations, monkeypatch, block, packed
 ):
