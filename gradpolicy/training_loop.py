@@ -249,7 +249,8 @@ class _Loop(TrainingPolicies):
             if module is self._outer and not torch.compiler.is_compiling() and torch.is_grad_enabled():
                 self._before_forward()
 
-        self._hooks.append(self._outer.register_forward_pre_hook(before_forward))
+        # Before FSDP2 gathers the root's parameters, whose values forward masks change.
+        self._hooks.append(self._outer.register_forward_pre_hook(before_forward, prepend=True))
 
     def _hook_gradients(self) -> None:
         """Register hooks on the parameters of freeze policies, including ones that were added later."""
