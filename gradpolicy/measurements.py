@@ -162,14 +162,11 @@ class Measurements:
             name: {"operations": counts[name], "active": self._installed.is_active(name)}
             for name in self._installed.operation_counts
         }
-        norms, zeros = self._installed.gradient_norms, self._installed.zeros_passed
-        values = iter(
-            _numbers([*(n for pair in norms.values() for n in pair), *(n for n, _ in zeros.values())])
-        )
-        for name in norms:
-            found[name] |= {"before": next(values) ** 2, "after": next(values) ** 2}
-        for name, (_, entries) in zeros.items():
-            found[name] |= {"zeros": next(values), "entries": entries}
+        norms = self._installed.gradient_norms
+        values = iter(_numbers([n for one in norms.values() for n in (one.before, one.after, one.zeros)]))
+        for name, one in norms.items():
+            before, after, zeros = next(values), next(values), next(values)
+            found[name] |= {"before": before, "after": after, "zeros": zeros, "entries": one.entries}
         return found
 
     def _measure_freeze(self, freezer: Freezer) -> dict[str, dict[str, Any]]:

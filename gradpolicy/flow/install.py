@@ -184,10 +184,10 @@ class Installed(Displayed):
             state.seen.norms = GradientNorms() if on else None
 
     @property
-    def gradient_norms(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """The norms of the gradients before and after each measured policy, over all locations."""
-        read = {name: norms.read() for name, norms in self._norms.items()}
-        return {name: pair for name, pair in read.items() if pair is not None}
+    def gradient_norms(self) -> dict[str, GradientNorms]:
+        """The gradients before and after each measured policy that passed some, over all locations."""
+        measured = {state.name: state.seen.norms for state in self._states}
+        return {name: norms for name, norms in measured.items() if norms is not None and norms.entries}
 
     def observe(self, name: str, observer: FlowObserver | None) -> None:
         """Set the observer of a policy, which is called in eager mode; None removes it.
@@ -196,20 +196,6 @@ class Installed(Displayed):
             PolicyError: If there is no such policy.
         """
         self._state(name).seen.observer = observer
-
-    @property
-    def zeros_passed(self) -> dict[str, tuple[Tensor, int]]:
-        """For each measured policy, the numbers of zeros and of all entries in the gradients after it."""
-        return {
-            name: (norms.zeros, norms.entries)
-            for name, norms in self._norms.items()
-            if norms.zeros is not None
-        }
-
-    @property
-    def _norms(self) -> dict[str, GradientNorms]:
-        norms = {state.name: state.seen.norms for state in self._states}
-        return {name: measured for name, measured in norms.items() if measured is not None}
 
     @property
     def operation_counts(self) -> dict[str, int]:

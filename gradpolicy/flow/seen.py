@@ -12,35 +12,30 @@ from gradpolicy.flow.tracing import runs_while_tracing
 
 
 class GradientNorms:
-    """Sums of squared gradient norms. The tensors stay on their device until they are read.
+    """Sums of squared gradient norms, and of zeros. The tensors stay on their device until they are read.
 
     Attributes:
-        zeros: The number of zeros in the gradients after the rule; None if there was no gradient.
-        entries: The number of entries of these gradients.
+        before: The squared norm of the gradients before the rule.
+        after: The squared norm of the gradients after the rule.
+        zeros: The number of zeros in the gradients after the rule.
+        entries: The number of entries of these gradients; 0 if there was none.
     """
 
     def __init__(self) -> None:
-        self._before: Tensor | None = None
-        self._after: Tensor | None = None
-        self.zeros: Tensor | None = None
-        self.entries = 0
+        self.before = self.after = torch.zeros(())
+        self.zeros, self.entries = torch.zeros((), dtype=torch.int64), 0
 
     def measure(self, before: Any, after: Iterable[Tensor | None]) -> None:
         """Add a gradient, or a tuple of gradients, before and after the rule."""
         with torch.no_grad():
             passed = [tensor for tensor in after if tensor is not None]
-            self._before = _add_squares(self._before, before if isinstance(before, tuple) else (before,))
-            self._after = _add_squares(self._after, passed)
+            for tensor in before if isinstance(before, tuple) else (before,):
+                if tensor is not None:
+                    self.before = _square(tensor) + self.before
             for tensor in passed:
-                zeros = tensor.numel() - tensor.count_nonzero()
-                self.zeros = zeros if self.zeros is None else self.zeros + zeros
+                self.after = _square(tensor) + self.after
+                self.zeros = tensor.numel() - tensor.count_nonzero() + self.zeros
                 self.entries += tensor.numel()
-
-    def read(self) -> tuple[Tensor, Tensor] | None:
-        """Return the norms before and after the rule, over all measurements; None if there are none."""
-        if self._before is None or self._after is None:
-            return None
-        return self._before.sqrt(), self._after.sqrt()
 
 
 class FlowObserver(Protocol):
@@ -123,10 +118,6 @@ class Seen:
         return {**self.__dict__, "observer": None}
 
 
-def _add_squares(total: Tensor | None, tensors: Iterable[Tensor | None]) -> Tensor | None:
-    for tensor in tensors:
-        if tensor is not None:
-            precise = torch.promote_types(tensor.dtype, torch.float32)
-            square = torch.linalg.vector_norm(tensor, dtype=precise) ** 2
-            total = square if total is None else total + square
-    return total
+def _square(tensor: Tensor) -> Tensor:
+    """Return the squared norm of a gradient."""
+    return torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)) ** 2
