@@ -17,14 +17,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
-    set_model_state_dict,
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from gradpolicy import MaskedOptimizer
-from gradpolicy.lightning.fully_shard_strategy import cut_as
 from gradpolicy.tensors.seeded import RandomMask
 
 STEPS, SAVED_AT = 10, 5
@@ -223,79 +221,6 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_one_and_four_and_the_reverse(
         saving(save_after_half, level, frozen_state, folder)
         for found in loading(load_and_finish, level, frozen_state, folder):
             assert agree(found, wanted)
-
-
-# ---- ranks whose parts have ages of their own
-
-
-def train_late_rows(model: nn.Module, optimizer: MaskedOptimizer, steps: range) -> None:
-    """The first rows pause in step 0, the later ones up to step 3; a parameter of one row is a later one."""
-    for step in steps:
-        for parameter in model.parameters():
-            number = torch.arange(parameter.shape[0]).view(-1, *(1,) * (parameter.dim() - 1))
-            late = number >= parameter.shape[0] // 2
-            optimizer.set_mask(parameter, late if step == 0 else ~late if step < 4 else late | ~late)
-        optimizer.zero_grad()
-        model(
-            torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).to(here())
-        ).square().mean().backward()
-        optimizer.step()
-
-
-def late_rows_from_a_file(file: str, frozen_state: str, kind: str) -> Facts:
-    """Goes on from what one process saved, as `FullyShardStrategy` does it."""
-    model, optimizer = made(frozen_state, kind, sharded=True)
-    saved = torch.load(file, weights_only=True)
-    options = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(model, saved["model"], options=options)
-    optimizer.load_state_dict(cut_as(saved["optimizer"], list(model.parameters())))
-    train_late_rows(model, optimizer, range(SAVED_AT, STEPS))
-    return facts(model, optimizer)
-
-
-def late_rows_through_a_checkpoint(folder: str, frozen_state: str, kind: str, saved_at: int) -> Facts:
-    model, optimizer = made(frozen_state, kind, sharded=True)
-    train_late_rows(model, optimizer, range(saved_at))
-    weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
-    resumed, other = made(frozen_state, kind, sharded=True)
-    weights, state = get_state_dict(resumed, other)
-    loaded = {"model": weights, "optimizer": state}
-    dcp.load(loaded, checkpoint_id=folder)
-    set_state_dict(resumed, other, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    train_late_rows(resumed, other, range(saved_at, STEPS))
-    return facts(resumed, other)
-
-
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("kind", ["adamw", "nadam"])
-@pytest.mark.parametrize("frozen_state", FROZEN_STATES)
-def test_each_rank_resumes_with_the_ages_of_its_own_part(
-    pair: ProcessPool, tmp_path: Path, frozen_state: str, kind: str
-) -> None:
-    model, optimizer = made(frozen_state, kind, sharded=False)
-    train_late_rows(model, optimizer, range(SAVED_AT))
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "file")
-    train_late_rows(model, optimizer, range(SAVED_AT, STEPS))
-    wanted = facts(model, optimizer)
-    folder = str(tmp_path / "folder")
-    for found in pair(late_rows_through_a_checkpoint, folder, frozen_state, kind, SAVED_AT):
-        assert same(found, wanted)
-    for found in pair(late_rows_from_a_file, str(tmp_path / "file"), frozen_state, kind):
-        assert same(found, wanted)
-
-
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize(
-    ("frozen_state", "kind"), [("drop", "adamw"), ("zero", "nadam"), ("drop", "nadam"), ("zero", "sgd")]
-)
-def test_a_checkpoint_is_whole_while_tensors_without_state_rest(
-    pair: ProcessPool, tmp_path: Path, frozen_state: str, kind: str
-) -> None:
-    model, optimizer = made(frozen_state, kind, sharded=False)
-    train_late_rows(model, optimizer, range(STEPS))
-    for found in pair(late_rows_through_a_checkpoint, str(tmp_path), frozen_state, kind, 3):
-        assert same(found, facts(model, optimizer))
 
 
 # ---- from any step, where ranks hold few entries or none
