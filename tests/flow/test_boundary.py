@@ -69,13 +69,6 @@ def test_a_boundary_acts_on_tensors_in_any_container(kind, side, gradient):
     assert torch.equal(value, torch.ones(3))
 
 
-def test_clipping_by_sample(gradient):
-    model, weights = PassOn(), torch.randn(4, 3)
-    with gp.install(model, [gp.Clip(norm=0.1, per_sample=True, modules=PassOn)]):
-        found, _ = gradient(model, torch.randn(4, 3), weights)
-    torch.testing.assert_close(found, weights * (0.1 / weights.norm(dim=1, keepdim=True)).clamp(max=1))
-
-
 def test_absolute_thresholds_follow_the_loss_scale(gradient):
     model, weights = PassOn(), torch.tensor([3.0, -0.2, 0.7])
     with gp.install(model, [gp.Clip(value=0.5, modules=PassOn)]) as installed:
@@ -175,26 +168,6 @@ def test_what_is_no_gradient_s_business_is_passed_on_as_it_is():
         assert model(given) is given
 
 
-def test_double_backward_through_a_boundary():
-    model, x = PassOn(), torch.tensor([2.0, 3.0], requires_grad=True)
-    with gp.install(model, [gp.Scale(3.0, modules=PassOn)]):
-        y = (model(x) ** 3).sum()
-    (first,) = torch.autograd.grad(y, x, create_graph=True)
-    torch.testing.assert_close(first, 9 * x**2)
-    torch.testing.assert_close(torch.autograd.grad(first.sum(), x)[0], 54 * x)
-
-
-def test_forward_mode_through_a_boundary_is_refused_and_a_cut_is_zero():
-    model, x = PassOn(), torch.randn(3)
-    with (
-        gp.install(model, [gp.Scale(2.0, modules=PassOn)]),
-        pytest.raises(gp.PolicyError, match="'scale' at input of module '' has no forward-mode derivative"),
-    ):
-        torch.func.jvp(model, (x,), (x,))
-    with gp.install(model, [gp.Stop(modules=PassOn)]):
-        assert torch.equal(torch.func.jvp(model, (x,), (x,))[1], torch.zeros(3))
-
-
 def test_transformers_like_outputs_that_are_dicts_and_dataclasses(gradient):
     transformers = pytest.importorskip("transformers.modeling_outputs")
 
@@ -290,19 +263,6 @@ def test_policies_on_different_arguments_go_together_and_with_one_on_all():
     assert (p.grad, z.grad) == (40.0, 2.0)
     with pytest.raises(gp.PolicyError, match="contradict each other at the input of module ''"):
         gp.install(criterion, [gp.Scale(2.0, modules=Criterion), policies[1]])
-
-
-def test_an_argument_of_another_entry_point():
-    class Encoder(nn.Module):
-        def encode(self, image, text):
-            return (image * text).sum()
-
-    a, b = torch.tensor([2.0], requires_grad=True), torch.tensor([5.0], requires_grad=True)
-    model = nn.ModuleDict({"part": Encoder()})
-    policy = gp.Scale(10.0, modules="part", argument="text")
-    with gp.install(model, [policy], entry_points={"part": ["encode"]}):
-        model["part"].encode(a, text=b).backward()
-    assert (a.grad, b.grad) == (5.0, 20.0)
 
 
 class Collects(nn.Module):

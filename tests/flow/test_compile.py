@@ -264,35 +264,6 @@ def test_a_call_that_cannot_be_seen_into_gives_a_warning_in_compiled_code_too(ba
         installed.remove(quiet=True)
 
 
-RULED_WITHOUT_A_GRADIENT = {
-    "an operation": (torch.round, [gp.StraightThrough(ops="round")]),
-    "in place": (lambda x: (2 * x).round_(), [gp.StraightThrough(ops="round")]),
-    "a boundary": (lambda x: 2 * x, [gp.UseRule("hardtanh", modules="inner")]),
-    "any forward": (any_forward, []),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("frozen", [True, False])
-@pytest.mark.parametrize("case", RULED_WITHOUT_A_GRADIENT)
-def test_compiled_code_passes_by_a_rule_where_nothing_wants_a_gradient(
-    case, frozen, batch, same, parameter_gradients, as_module
-):
-    """As behind layers that are frozen, and at what comes first in a model."""
-    function, policies = RULED_WITHOUT_A_GRADIENT[case]
-    model = as_module(lambda x: model.last(model.inner(model.first(x)) + model.inner(x)))
-    model.first, model.inner, model.last = nn.Linear(4, 4), as_module(function), nn.Linear(4, 2)
-    model.first.requires_grad_(not frozen)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with gp.install(model, policies):
-        for run in (model, compiled):
-            with torch.no_grad():
-                run(batch)
-        expected = parameter_gradients(model, batch)
-        assert sum(one is not None for one in expected.values()) == (2 if frozen else 4)
-        assert same(parameter_gradients(model, batch, call=compiled), expected, 1e-5)
-
-
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("transform", [torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f))])
 @pytest.mark.parametrize("rule", ["guided_relu", "redirected_relu"])

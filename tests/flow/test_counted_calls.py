@@ -68,13 +68,6 @@ def test_one_call_of_an_operation_by_its_number_in_every_forward(model, where, e
         assert installed.report().rows[0].matched["add"] == len(expected) * expected.count(5)
 
 
-def test_relus_are_counted_as_modules_too():
-    model = nn.Sequential(nn.ReLU(), nn.ReLU())
-    with gp.install(model, [gp.UseRule("stop", ops="relu", calls=1)]) as installed:
-        assert list(factors(model, 1)) == [0]
-        assert installed.report().rows[0].matched == {"relu": 1}
-
-
 def test_an_inactive_policy_counts_nothing():
     with gp.install(model := Sums(), {"half": five_times(ops=["add"], calls=[7])}) as installed:
         installed.set_active("half", False)

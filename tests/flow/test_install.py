@@ -5,7 +5,6 @@ import copy
 import gc
 import io
 import pickle
-import time
 
 import pytest
 import torch
@@ -96,13 +95,6 @@ def test_a_copy_runs_its_own_weights_with_the_policies(way, net, batch, paramete
             other.head.bias.fill_(7.0)
         assert torch.equal(other(batch), torch.full((8, 2), 7.0))
         assert not torch.equal(net(batch), other(batch))
-
-
-def test_the_state_dict_is_the_same_while_installed(net):
-    before = list(net.state_dict())
-    with gp.install(net, EVERY_KIND):
-        assert list(net.state_dict()) == before
-        net.load_state_dict(net.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -218,8 +210,8 @@ def test_gradient_norms_before_and_after(layer, policy, before, after):
             installed.measure_norms(measures)
             (model(x * 1) * torch.tensor([-3.0, 4.0, 4.0])).sum().backward()
             assert list(installed.gradient_norms) == ["it"] * measures
-        found = [float(norm) ** 2 for norm in installed.gradient_norms["it"]]
-    assert found == pytest.approx([before, after])
+        norms = installed.gradient_norms["it"]
+    assert (float(norms.before), float(norms.after)) == pytest.approx((before, after))
 
 
 @pytest.mark.parametrize(
@@ -293,25 +285,9 @@ def test_a_shared_module_and_a_compiled_wrapper_are_wrapped_once(batch):
         assert [row.operations_matched for row in installed.report().rows] == [2, 2]
 
 
-def _steps(net, batch, count):
-    for _ in range(count):
-        net.zero_grad(set_to_none=True)
-        net(batch).square().sum().backward()
-
-
 def _objects():
     gc.collect()
     return len(gc.get_objects())
-
-
-def test_nothing_grows_over_steps(net, batch):
-    with gp.install(net, EVERY_KIND):
-        handles = len(net.head.bias._backward_hooks)
-        _steps(net, batch, 10)
-        objects = _objects()
-        _steps(net, batch, 40)
-        assert _objects() - objects < 20
-        assert len(net.head.bias._backward_hooks) == handles
 
 
 def test_installing_and_removing_does_not_leak(net, batch, snapshot):
@@ -328,18 +304,6 @@ def test_installing_and_removing_does_not_leak(net, batch, snapshot):
         round_trip()
     assert _objects() - objects < 10
     assert snapshot(net) == before
-
-
-def test_ten_thousand_modules_take_less_than_half_a_second():
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Dropout()) for _ in range(2_500)))
-    policies = [gp.Guided(), gp.Scale(0.5, modules="17.*")]
-    times = []
-    for _ in range(2):
-        start = time.process_time()
-        installed = gp.install(model, policies)
-        times.append(time.process_time() - start)
-        installed.remove()
-    assert min(times) < 0.5
 
 
 def test_data_parallel_holds_on_one_device_and_is_refused_on_many():

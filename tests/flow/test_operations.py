@@ -353,15 +353,7 @@ def test_compiled_code_gives_every_spelling_the_gradient_of_eager_mode_or_refuse
     assert not calls or agrees(name, calls, backend)
 
 
-NAMES = "where pow bool sub div int clamp getitem floor_divide mul sigmoid tanh addcmul"
-IN_COMPILED_CODE = [
-    "relu",
-    "abs",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in [*NAMES.split(), twice]),
-]
-
-
-@pytest.mark.parametrize("name", IN_COMPILED_CODE, ids=lambda name: getattr(name, "__name__", name))
+@pytest.mark.parametrize("name", ["relu", "abs", pytest.param(twice, marks=pytest.mark.slow)])
 def test_rules_act_in_compiled_code_on(name, compiled):
     of_graphs = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
     calls = [call for call in SPELLINGS[name] if not isinstance(call, of_graphs)]

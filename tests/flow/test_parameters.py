@@ -54,27 +54,6 @@ def test_a_frozen_parameter_gets_the_rule_once_it_trains(net, batch, parameter_g
     assert snapshot(net) == before
 
 
-@pytest.mark.parametrize("policy", [gp.Scale(2.0, params="head.*"), gp.Clip(norm=0.1, params="head.*")])
-def test_parameters_that_a_functional_call_puts_in_get_the_rule(policy, net, batch, parameter_gradients):
-    plain_head = net.head.weight
-
-    def loss(parameters, x):
-        return torch.func.functional_call(net, parameters, (x,)).square().sum()
-
-    parameters = {name: p.detach().clone() for name, p in net.named_parameters()}
-    with gp.install(net, [policy]):
-        expected = parameter_gradients(net, batch)["head.weight"]
-        by_sample = torch.stack([parameter_gradients(net, row[None])["head.weight"] for row in batch])
-        found = torch.func.grad(loss)(parameters, batch)
-        each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, batch[:, None])
-        leaf = parameters["head.weight"].requires_grad_()
-        by_autograd = torch.autograd.grad(loss(parameters, batch), leaf)[0]
-    torch.testing.assert_close(found["head.weight"], expected)
-    torch.testing.assert_close(by_autograd, expected)
-    torch.testing.assert_close(each["head.weight"], by_sample)
-    assert net.head.weight is plain_head
-
-
 def test_compiled_code_refuses_another_parameter_than_that_with_the_hook(
     net, batch, parameter_gradients, compiled
 ):
