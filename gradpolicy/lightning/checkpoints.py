@@ -33,7 +33,8 @@ RESUMED = (
 CANNOT_RESUME = f"a run cannot be resumed from it; start a new one with its weights by {BY_INITIAL_WEIGHTS}"
 IS_DIRECTORY = (
     "is a directory, and a checkpoint is a file; python -m torch.distributed.checkpoint.format_utils "
-    "dcp_to_torch DIRECTORY FILE makes one with the weights of a directory of shards"
+    "dcp_to_torch DIRECTORY FILE makes one with the weights of a directory of shards, if you trust it: it "
+    "unpickles"
 )
 
 

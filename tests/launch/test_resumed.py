@@ -85,24 +85,16 @@ PLAN, RESUME, TEST, START = "plan_only=true", "train=true", "train=false", "call
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize(
-    ("evil", "way"),
-    [*(("metadata", way) for way in (PLAN, RESUME, TEST, START)), ("meta", PLAN), ("value", PLAN)],
-)
-def test_nothing_in_a_strangers_directory_is_run(train, trained, tmp_path: Path, evil: str, way: str) -> None:
+@pytest.mark.parametrize("way", [PLAN, RESUME, TEST, START])
+def test_nothing_in_a_strangers_directory_is_run(train, trained, tmp_path: Path, way: str) -> None:
     ran, path = tmp_path / "ran", tmp_path / "evil.ckpt"
-    content = {"state_dict": trained["state_dict"], "more": MakesFolder(ran) if evil == "value" else 3}
-    save_shards(content, storage_writer=FileSystemWriter(path), no_dist=True)
-    if evil == "meta":
-        torch.save(MakesFolder(ran), path / "meta.pt")
-    elif evil == "metadata":
-        (path / ".metadata").write_bytes(pickle.dumps(MakesFolder(ran)))
+    save_shards({"state_dict": trained["state_dict"]}, storage_writer=FileSystemWriter(path), no_dist=True)
+    (path / ".metadata").write_bytes(pickle.dumps(MakesFolder(ran)))
     key = "callbacks.initial_weights.path" if way == START else "ckpt_path"
     ended = train(way, f"{key}={path}", "extras.plan=false")
     assert ended.code == 2
-    assert ended.message.startswith(f"{key}: {path} is not read: ")
-    assert "mkdir" in ended.message
-    assert "weights_only" not in ended.out + ended.err
+    assert ended.message.startswith(f"{key}: {path} is ")
+    assert "director" in ended.message
     assert not ran.exists()
 
 
