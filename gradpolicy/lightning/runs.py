@@ -258,6 +258,7 @@ class InitialWeights(Callback):
             return
         path = Path(self.path).expanduser()
         if not path.is_file():
-            raise PolicyError(f"{INITIAL_WEIGHTS}: {path} {IS_DIRECTORY if path.is_dir() else 'is not a file'}")
+            wrong = IS_DIRECTORY if path.is_dir() else "is not a file"
+            raise PolicyError(f"{INITIAL_WEIGHTS}: {path} {wrong}")
         check_fits(path, pl_module, INITIAL_WEIGHTS)
         pl_module.load_state_dict(read_checkpoint(path, INITIAL_WEIGHTS)[WEIGHTS])

@@ -198,7 +198,7 @@ def test_the_trainer_trains_on_two_ranks_what_it_does_on_one_process_and_resumes
         assert moved == 0
 
 
-@pytest.mark.supports("resume", loop=("huggingface", "plain"), processes="deepspeed")
+@pytest.mark.supports("resume", loop="huggingface", processes="deepspeed")
 def test_a_run_of_which_a_rank_was_killed_resumes_with_the_same_bits(
     ranks: ProcessPool, tmp_path: Path
 ) -> None:
