@@ -62,12 +62,8 @@ class PruneTrial(PyTorchLightningPruningCallback):
         super().__init__(Trial(opened, trial), monitor)
 
 
-class WrongTrialError(Exception):
-    """Raised if the overrides are wrong, so that every other trial would also fail."""
-
-
-class StoppedError(Exception):
-    """Raised if Ctrl-C or SIGTERM ended a trial, with the exit code."""
+class SearchEndedError(Exception):
+    """Raised if no other trial may follow, with the exit code: after Ctrl-C, SIGTERM or invalid input."""
 
 
 class TrialFailedError(Exception):
@@ -124,9 +120,8 @@ def main(arguments: Sequence[str], config_dir: Path) -> int:
     except wrong_input_errors() as error:
         report_error(error, show_traceback=False)
         return WRONG_INPUT
-    except WrongTrialError:
-        return WRONG_INPUT
-    show(search)
+    if code != WRONG_INPUT:
+        show(search)
     return code
 
 
@@ -203,8 +198,8 @@ def run_trials(search: Search, wanted: int) -> int:
     try:
         if missing > 0:
             search.study.optimize(lambda trial: run_trial(trial, search), missing, catch=(TrialFailedError,))
-    except StoppedError as stopped:
-        return int(stopped.args[0])
+    except SearchEndedError as ended:
+        return int(ended.args[0])
     except (KeyboardInterrupt, SystemExit) as leaving:
         # Between two trials.
         return INTERRUPTED if isinstance(leaving, KeyboardInterrupt) else TERMINATED
@@ -236,9 +231,8 @@ def run_trial(trial: Trial, search: Search) -> float:
         raise
     if code in (INTERRUPTED, TERMINATED):
         search.study.enqueue_trial(trial.params)
-        raise StoppedError(code)
-    if code == WRONG_INPUT:
-        raise WrongTrialError
+    if code in (INTERRUPTED, TERMINATED, WRONG_INPUT):
+        raise SearchEndedError(code)
     if code:
         raise TrialFailedError(f"trial {trial.number} ended with code {code}")
     # With several processes the callback ends the training as usual and stores this note.

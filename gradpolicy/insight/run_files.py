@@ -1,7 +1,7 @@
 """The JSON files of a run directory: names, and models of their content.
 
-The model of ``run.json`` is :class:`gradpolicy.lightning.runs.RunRecord`. Keys that older versions did not
-write have defaults.
+``plan.json`` holds a :class:`gradpolicy.planning.plan_table.Plan`, ``run.json`` a
+:class:`gradpolicy.lightning.runs.RunRecord`.
 """
 
 import json
@@ -20,42 +20,6 @@ STOPPED = "stopped before its end"
 
 # A float represents integers up to this one exactly.
 Count = Annotated[int, Field(ge=0, le=2**53)]
-
-
-class PlanFileRow(BaseModel):
-    """A policy in ``plan.json``."""
-
-    name: str
-    what: str = ""
-    where: str = ""
-    when: str = ""
-    matched: list[str] = []
-    parameters: list[str] = []
-    operations: dict[str, Count] = {}
-    entries: Count = 0
-    active_entries: Count = 0
-    remarks: list[str] = []
-
-
-class PlanFileModule(BaseModel):
-    """A module in ``plan.json``."""
-
-    name: str
-    type: str = ""
-    parameters: Count = 0
-    policies: list[str] = []
-
-
-class PlanFile(BaseModel):
-    """The content of ``plan.json``."""
-
-    rows: list[PlanFileRow]
-    entries: Count | None = None
-    training_entries: Count = 0
-    cuts: list[str] = []
-    without_gradient: list[str] = []
-    warnings: list[str] = []
-    modules: list[PlanFileModule] = []
 
 
 class AuditDifference(BaseModel):

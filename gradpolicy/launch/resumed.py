@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from gradpolicy.errors import PolicyError, brief, shown
 from gradpolicy.insight.audit import Audit
 from gradpolicy.insight.record import Record
+from gradpolicy.insight.run_files import flat
 from gradpolicy.launch.config import Settings
 from gradpolicy.launch.processes import agreed, is_first_rank, under_torchrun
 from gradpolicy.lightning.callback import GradientPolicies
@@ -197,7 +198,7 @@ def compared_settings(settings: Settings) -> dict[str, Any]:
             value = value.replace(str(places[name]), f"${{paths.{name}}}")
         return value
 
-    return {key: placeless(value) for key, value in _values(compared, "")}
+    return {key: placeless(value) for key, value in flat(compared).items() if value != {}}
 
 
 def _differences(settings: Settings, saved: Mapping[Any, Any]) -> Iterator[str]:
@@ -224,15 +225,6 @@ def _differences(settings: Settings, saved: Mapping[Any, Any]) -> Iterator[str]:
                 f" {BY_INITIAL_WEIGHTS}"
             )
     yield from found
-
-
-def _values(node: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield every value below a node that is not a mapping, with its key."""
-    if isinstance(node, Mapping):
-        for name, value in node.items():
-            yield from _values(value, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, node
 
 
 def _told(value: Any) -> str:

@@ -22,7 +22,6 @@ from gradpolicy.errors import PolicyError, brief, nearest, shown
 from gradpolicy.imports import to_install
 from gradpolicy.insight.loggers import LogRun, name_loggers, write_plan
 from gradpolicy.insight.report import write_report
-from gradpolicy.insight.required_metric import RequiredMetric
 from gradpolicy.insight.run_files import REPORT, RESULT, STOPPED, Result
 from gradpolicy.insight.run_log import logged_run, print_config, print_results, quieter
 from gradpolicy.launch.config import (
@@ -48,7 +47,7 @@ from gradpolicy.launch.run_directory import (
     run_directory,
 )
 from gradpolicy.launch.targets import build, build_all
-from gradpolicy.launch.trainer import build_trainer, finished_loggers
+from gradpolicy.launch.trainer import RequiredMetric, build_trainer, finished_loggers
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.lightning.checkpoints import check_fits, check_resumable
 from gradpolicy.lightning.resume import checked_restore

@@ -7,7 +7,6 @@ import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,31 +29,28 @@ _locked: set[Path] = set()
 
 @contextmanager
 def claimed_directory(node: DictConfig, key: str) -> Iterator[Path]:
-    """Create the directory of a run or of a sweep, and remove it if it is empty at the end.
+    """Create and lock the directory of a run or of a sweep, and remove it if it is empty at the end.
 
-    A directory named after the time belongs to one run. If another run already has it, a number is appended
-    to the name. All processes of a run share it, and a requeued Slurm job uses the same one.
+    A directory named after the time belongs to one run. All processes of the run share it, and a requeued
+    Slurm job uses the same one.
 
     Args:
         node: The config node with the directory as ``dir``.
         key: The key of that directory, for messages.
 
     Raises:
-        PolicyError: If it cannot be created or written to, or another process runs in it.
+        PolicyError: If it cannot be created or written to, another process runs in it, or it is named after
+            the time and holds another run.
     """
     wanted = Path(node.dir).absolute()
-    check_writable(wanted, f"{key} (below paths.log_dir)" if "paths.log_dir" in _template(node) else key)
-    if under_srun() or under_torchrun() or is_fixed(node):
-        with locked(wanted, key):
-            yield wanted
-        return
-    with empty_directories_removed(wanted.parent):
-        directory = _made_anew(wanted) if is_first_rank() else wanted
-        try:
-            yield directory
-        finally:
-            if is_first_rank() and directory.is_dir() and not any(directory.iterdir()):
-                directory.rmdir()
+    key = f"{key} (below paths.log_dir)" if "paths.log_dir" in _template(node) else key
+    may_hold_run = under_srun() or under_torchrun() or is_fixed(node)
+    with locked(wanted, key):
+        if not (may_hold_run or is_unused(wanted)):
+            raise PolicyError(
+                f"{key}: {brief(str(wanted), most=120)} holds another run; start this one again"
+            )
+        yield wanted
 
 
 def is_fixed(node: DictConfig) -> bool:
@@ -64,19 +60,6 @@ def is_fixed(node: DictConfig) -> bool:
 
 def _template(node: DictConfig) -> str:
     return str(node._get_node("dir")._value())  # type: ignore[union-attr]
-
-
-def _made_anew(wanted: Path) -> Path:
-    """Create a new directory: the given one, or one with a number appended to its name."""
-    wanted.parent.mkdir(parents=True, exist_ok=True)
-    for number in count():
-        directory = wanted.with_name(f"{wanted.name}-{number}") if number else wanted
-        try:
-            directory.mkdir()
-        except FileExistsError:
-            continue
-        return directory
-    raise AssertionError
 
 
 @contextmanager

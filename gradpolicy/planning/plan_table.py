@@ -77,10 +77,9 @@ class PlanRow:
         return lines
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as plain values, with the matches under ``matched``."""
-        own = asdict(self)
-        own["matched"] = own.pop("modules")
-        return {**own, "active_entries": self.active_entries, "remarks": self.remarks}
+        """Return the row as plain values, with what programs need not derive themselves."""
+        derived = {"matched": self.modules, "active_entries": self.active_entries, "remarks": self.remarks}
+        return {**asdict(self), **derived}
 
 
 @dataclass(frozen=True)

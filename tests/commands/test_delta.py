@@ -130,11 +130,3 @@ def test_a_delta_is_replaced_by_a_delta_and_by_no_weights(files: Path) -> None:
     assert load_file("new.safetensors")["w"].view(-1).nonzero().flatten().tolist() == [9]
     for out in ("task.delta", "new.safetensors"):
         assert main(["delta", "apply", "base.safetensors", "task.delta", "--out", out]) == 2
-
-
-def test_the_output_is_named_by_a_word_of_its_own(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = Path("two.ckpt").read_bytes()
-    with pytest.raises(SystemExit, match="2"):
-        main(["delta", "save", "two.ckpt", "one.ckpt", "base.safetensors"])
-    assert "--out" in capsys.readouterr().err
-    assert Path("two.ckpt").read_bytes() == before

@@ -76,10 +76,3 @@ def test_wrong_input_gives_one_line(
     assert said.count("\n") == 1
     assert re.search(message, said)
     assert (tmp_path / "thesis.html").read_text() == "mine"
-
-
-def test_the_help_shows_how_it_is_called(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as leaving:
-        main(["--help"])
-    assert leaving.value.code == 0
-    assert "gradpolicy report outputs/train/runs/DATE" in capsys.readouterr().out

@@ -18,7 +18,6 @@ from tests.support_matrix import (
     parsed,
     rendered,
     split_page,
-    supports,
 )
 
 KNOWN = {
@@ -55,12 +54,6 @@ def test_a_table_is_read_as_it_was_written() -> None:
     ]
 
 
-def test_a_mark_states_every_combination_of_what_it_names() -> None:
-    stated = supports("rows", "entries", loop="plain", processes=("one", "ddp"), compiled=(False, True))
-    assert len(stated) == 8
-    assert Support("entries", "plain", "ddp", "compiled", "") in stated
-
-
 @pytest.mark.parametrize("where", ["zero1", "ddp"])
 def test_a_mark_may_name_a_parameter_of_its_test(where: str, request: pytest.FixtureRequest) -> None:
     class Item:
@@ -70,19 +63,6 @@ def test_a_mark_may_name_a_parameter_of_its_test(where: str, request: pytest.Fix
             return [pytest.mark.supports("rows", loop="plain", processes="{where}").mark]
 
     assert facts(Item()) == {Support("rows", "plain", where, "eager", "")}  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("features", "where", "wrong"),
-    [
-        (["row"], {"loop": "plain"}, "row"),
-        (["rows"], {"loop": "fabric"}, "fabric"),
-        ([], {"loop": "plain"}, ""),
-    ],
-)
-def test_a_name_that_is_no_row_or_column_is_refused(features: list[str], where: dict, wrong: str) -> None:
-    with pytest.raises(ValueError, match=f"supports: .*{wrong}.* should be among"):
-        supports(*features, **where)
 
 
 def report(when: str, outcome: str, *stated: Support) -> Any:

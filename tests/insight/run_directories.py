@@ -92,16 +92,29 @@ def plan() -> dict[str, Any]:
     }
     return {
         "rows": [
-            {"name": "cut", "what": "Stop", "where": "input of model.probe", "matched": ["model.probe"]},
-            {"name": "through", "what": "StraightThrough", "where": "ops round", "operations": {"round": 3}},
+            {
+                "name": "cut",
+                "policy": "Stop",
+                "what": "Stop",
+                "where": "input of model.probe",
+                "modules": ["model.probe"],
+            },
+            {
+                "name": "through",
+                "policy": "StraightThrough",
+                "what": "StraightThrough",
+                "where": "ops round",
+                "operations": {"round": 3},
+            },
             {
                 "name": "freeze",
+                "policy": "Freeze",
                 "what": "Freeze · Random",
                 "where": "params model.trunk.*",
                 "parameters": [f"{layer}.weight" for layer in LAYERS],
                 "entries": 3088,
-                "active_entries": 1544,
-                "remarks": ["may change every 5 steps"],
+                "active_share": 0.5,
+                "course": "may change every 5 steps",
             },
         ],
         "entries": 4000,

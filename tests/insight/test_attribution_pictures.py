@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image
 from process_pool import ProcessPool, here
 from runs import STRATEGIES
@@ -169,17 +168,3 @@ def test_data_without_images_are_refused_where_pictures_are_required(
     with pytest.warns(UserWarning, match="holds no images.*there are no pictures"):
         trainer.test(module, Named(), verbose=False)
     assert not (tmp_path / "pictures").exists()
-
-
-def test_tensorboard_really_takes_the_picture(
-    module: Classifier, make_trainer: Callable[..., Trainer], tmp_path: Path
-) -> None:
-    logger = TensorBoardLogger(tmp_path, "runs", version=0)
-    trainer = make_trainer(
-        logger=logger, callbacks=[gp.GradientPolicies(POLICIES), AttributionPictures(count=1)]
-    )
-    trainer.test(module, DigitsDataModule(), verbose=False)
-    logger.experiment.flush()
-    events = b"".join(path.read_bytes() for path in (tmp_path / "runs" / "version_0").glob("events*"))
-    assert b"attribution/guided" in events
-    assert b"PNG" in events

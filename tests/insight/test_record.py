@@ -24,13 +24,19 @@ def freeze(**settings: Any) -> gp.Freeze:
     return gp.Freeze(mask, **{"params": "trunk.*", "frozen_state": "zero", **settings})
 
 
-def fit(model, loader, make_trainer, directory, policies, *more, ckpt_path=None, **settings):
-    trainer = make_trainer(
-        callbacks=[*more, Record(directory), gp.GradientPolicies(policies)],
-        **{"max_epochs": 2, "log_every_n_steps": 4, **settings},
-    )
-    trainer.fit(model, loader, ckpt_path=ckpt_path, weights_only=True)
-    return trainer
+@pytest.fixture
+def fit(two_layers, loader, make_trainer, tmp_path):
+    """Trains under policies, and records that."""
+
+    def run(policies, *more, model=two_layers, ckpt_path=None, **settings):
+        trainer = make_trainer(
+            callbacks=[*more, Record(tmp_path), gp.GradientPolicies(policies)],
+            **{"max_epochs": 2, "log_every_n_steps": 4, **settings},
+        )
+        trainer.fit(model, loader, ckpt_path=ckpt_path, weights_only=True)
+        return trainer
+
+    return run
 
 
 class Reference(Callback):
@@ -72,10 +78,10 @@ class Reference(Callback):
             self.masks[name] = mask.clone()
 
 
-def test_each_parameter_is_measured_at_every_logged_step(two_layers, loader, make_trainer, tmp_path):
+def test_each_parameter_is_measured_at_every_logged_step(fit, two_layers, tmp_path):
     names = [name for name, _ in two_layers.named_parameters() if name.startswith("trunk")]
     reference = Reference(names)
-    fit(two_layers, loader, make_trainer, tmp_path, {"trunk": freeze(every=3)}, reference)
+    fit({"trunk": freeze(every=3)}, reference)
     table = record.load(tmp_path).query("kind == 'freeze'")
     assert sorted({*zip(table["step"], table["parameter"], strict=True)}) == sorted(
         (step, name) for step in (4, 8) for name in names
@@ -98,8 +104,8 @@ def test_each_parameter_is_measured_at_every_logged_step(two_layers, loader, mak
             assert row[key] == expected[key]
 
 
-def test_a_layer_is_the_sum_of_its_parameters(two_layers, loader, make_trainer, tmp_path):
-    fit(two_layers, loader, make_trainer, tmp_path, {"trunk": freeze()})
+def test_a_layer_is_the_sum_of_its_parameters(fit, tmp_path):
+    fit({"trunk": freeze()})
     table = record.load(tmp_path)
     whole = table.query("kind == 'layer' and step == 4 and layer == 'trunk.0'").iloc[0]
     parts = table.query("kind == 'freeze' and step == 4 and layer == 'trunk.0'")
@@ -112,9 +118,9 @@ def test_a_layer_is_the_sum_of_its_parameters(two_layers, loader, make_trainer, 
     assert whole["update_size"] == pytest.approx(moved / whole["weight_norm"])
 
 
-def test_memory_stands_beside_what_adam_would_hold(two_layers, loader, make_trainer, tmp_path):
+def test_memory_stands_beside_what_adam_would_hold(fit, two_layers, tmp_path):
     policy = gp.Freeze(gp.masks.Fixed(), params="trunk.*", frozen_state="drop")
-    trainer = fit(two_layers, loader, make_trainer, tmp_path, {"trunk": policy})
+    trainer = fit({"trunk": policy})
     row = record.load(tmp_path).query("kind == 'memory'").iloc[-1]
     entries, tensors = (f(p.numel() for p in two_layers.parameters()) for f in (sum, lambda x: len(list(x))))
     assert row["adam_bytes"] == 8 * entries + 4 * tensors
@@ -128,7 +134,7 @@ def first_half(grad, inputs, output):
     return torch.where(keep, 2 * grad, torch.zeros_like(grad))
 
 
-def test_flow_policies_are_measured_and_phases_kept_apart(two_layers, loader, make_trainer, tmp_path):
+def test_flow_policies_are_measured_and_phases_kept_apart(fit, two_layers, loader, tmp_path):
     seen = {}
 
     class Gradients(Callback):
@@ -142,7 +148,7 @@ def test_flow_policies_are_measured_and_phases_kept_apart(two_layers, loader, ma
 
     model = Rounding()
     rule = gp.UseRule("record_test_first_half", ops=["round"], when=gp.When(phases=("fit", "test")))
-    trainer = fit(model, loader, make_trainer, tmp_path, {"half": rule}, Gradients())
+    trainer = fit({"half": rule}, Gradients(), model=model)
     trainer.test(model, loader, verbose=False)
     table = record.load(tmp_path).query("kind == 'flow' and policy == 'half'")
     assert list(table["phase"]) == ["fit", "fit", "test"]
@@ -185,39 +191,27 @@ def test_a_resumed_run_has_the_record_of_the_undisturbed_one(tmp_path, accumulat
         assert (alone / RECORD).read_text() == text
 
 
-def test_a_run_that_has_nothing_left_to_train_takes_up_the_record(two_layers, loader, make_trainer, tmp_path):
-    settings = {"max_epochs": 2}
-    trainer = fit(two_layers, loader, make_trainer, tmp_path / "a", {"trunk": freeze()}, **settings)
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    text = (tmp_path / "a" / RECORD).read_text()
+def test_a_run_that_has_nothing_left_to_train_takes_up_the_record(fit, tmp_path):
+    fit({"trunk": freeze()}).save_checkpoint(tmp_path / "a.ckpt")
+    text = (tmp_path / RECORD).read_text()
     assert text
-    with (tmp_path / "a" / RECORD).open("a") as file:
+    with (tmp_path / RECORD).open("a") as file:
         file.write('{"kind": "memory"}\n')
-    resumed = {**settings, "ckpt_path": tmp_path / "a.ckpt"}
-    fit(two_layers, loader, make_trainer, tmp_path / "a", {"trunk": freeze()}, **resumed)
-    assert (tmp_path / "a" / RECORD).read_text() == text
+    fit({"trunk": freeze()}, ckpt_path=tmp_path / "a.ckpt")
+    assert (tmp_path / RECORD).read_text() == text
 
 
-def test_a_former_record_that_is_gone_is_told(two_layers, loader, make_trainer, tmp_path):
-    trainer = fit(two_layers, loader, make_trainer, tmp_path / "a", {"trunk": freeze()})
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    (tmp_path / "a" / RECORD).unlink()
+def test_a_former_record_that_is_gone_is_told(fit, tmp_path):
+    fit({"trunk": freeze()}).save_checkpoint(tmp_path / "a.ckpt")
+    (tmp_path / RECORD).unlink()
     with pytest.warns(UserWarning, match=r"record\.jsonl lacks rows of the steps before the checkpoint"):
-        fit(
-            two_layers,
-            loader,
-            make_trainer,
-            tmp_path / "b",
-            {"trunk": freeze()},
-            ckpt_path=tmp_path / "a.ckpt",
-            max_epochs=3,
-        )
-    assert record.load(tmp_path / "b")["step"].min() > 8
+        fit({"trunk": freeze()}, ckpt_path=tmp_path / "a.ckpt", max_epochs=3)
+    assert record.load(tmp_path)["step"].min() > 8
 
 
-def test_a_new_run_in_an_old_directory_begins_anew(two_layers, loader, make_trainer, tmp_path):
+def test_a_new_run_in_an_old_directory_begins_anew(fit, tmp_path):
     for _ in range(2):
-        fit(two_layers, loader, make_trainer, tmp_path, {"trunk": freeze()})
+        fit({"trunk": freeze()})
     table = record.load(tmp_path).query("kind == 'freeze'")
     assert not table.duplicated(["step", "parameter"]).any()
 

@@ -171,7 +171,7 @@ def test_a_metric_that_never_changes_has_no_chart(run: Path) -> None:
 
 
 def test_the_map_adds_up_norms_and_shares(run: Path) -> None:
-    module = {"name": "left.out.parents", "policies": ["freeze"]}
+    module = {"name": "left.out.parents", "type": "Module", "parameters": 0, "policies": ["freeze"]}
     plan = json.loads((run / "plan.json").read_text())
     edit_json(run / "plan.json", modules=[*plan["modules"], module])
     drawn = gradient_map(read_run(run))

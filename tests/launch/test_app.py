@@ -84,17 +84,6 @@ def test_testing_alone_takes_the_weights_of_a_checkpoint(train) -> None:
     assert not (tested.run / "checkpoints").exists()
 
 
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_bits_and_another_one_others(train) -> None:
-    weights = [
-        torch.load(ended.run / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
-        for ended in (train("seed=3"), train("seed=3"), train("seed=4"))
-    ]
-    first, again, other = (tensors["model.trunk.0.conv.weight"] for tensors in weights)
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-
-
 def test_a_run_that_had_only_to_be_tested_gives_the_results_of_the_run_before(train) -> None:
     whole = train()
     first = whole.result.metrics

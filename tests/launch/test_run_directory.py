@@ -168,19 +168,22 @@ def _same_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_same_time")
-def test_two_runs_of_one_time_stamp_get_two_directories(tmp_path: Path) -> None:
-    names = []
-    for _ in range(3):
-        with claimed_directory(place(f"{tmp_path}/runs/${{started:}}"), "hydra.run.dir") as directory:
-            (directory / "file").touch()
-            names.append(directory.name.removeprefix("2026-01-01_00-00-00-000"))
-    assert names == ["", "-1", "-2"]
+def test_two_runs_of_one_time_stamp_never_share_a_directory(tmp_path: Path) -> None:
+    node = place(f"{tmp_path}/runs/${{started:}}")
+    with claimed_directory(node, "hydra.run.dir") as directory:
+        (directory / "file").touch()
+    with (
+        pytest.raises(PolicyError, match=r"^hydra\.run\.dir: .* holds another run"),
+        claimed_directory(node, "hydra.run.dir"),
+    ):
+        pass
+    assert [path.name for path in directory.iterdir()] == ["file"]
 
 
 @pytest.mark.usefixtures("_same_time")
 def test_a_directory_that_stays_empty_goes_with_those_that_were_made_for_it(tmp_path: Path) -> None:
     with claimed_directory(place(f"{tmp_path}/train/runs/${{started:}}"), "hydra.run.dir") as directory:
-        assert directory.is_dir()
+        assert (directory / LOCK).is_file()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,9 +1,15 @@
-"""The plugins of every trainer, whatever its config says."""
+"""The plugins of every trainer, whatever its config says; the callback of a sweep's job."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from gradpolicy.launch.trainer import build_plugins
+from gradpolicy.errors import PolicyError
+from gradpolicy.launch.trainer import RequiredMetric, build_plugins
 from gradpolicy.lightning.checkpoints import WholeCheckpointIO
 
 PLUGINS = "lightning.pytorch.plugins"
@@ -24,3 +30,23 @@ def test_what_only_wraps_the_writing_wraps_whole_checkpoints() -> None:
     (wrapping,) = build_plugins([{"_target_": f"{PLUGINS}.AsyncCheckpointIO"}])
     assert isinstance(wrapping, AsyncCheckpointIO)
     assert isinstance(wrapping.checkpoint_io, WholeCheckpointIO)
+
+
+def after_an_epoch(name: str) -> None:
+    trainer: Any = SimpleNamespace(
+        callback_metrics={"val/loss": 1.0, "val/accuracy": 0.5},
+        checkpoint_callbacks=[ModelCheckpoint(monitor="val/accuracy"), ModelCheckpoint()],
+    )
+    model: Any = None
+    RequiredMetric(name).on_train_epoch_end(trainer, model)
+
+
+@pytest.mark.parametrize("name", ["val/loss", "val/accuracy_best", "test/loss", "policy/a/active_share"])
+def test_what_is_logged_or_may_be_later_is_no_error(name: str) -> None:
+    after_an_epoch(name)
+
+
+@pytest.mark.parametrize("name", ["val/acuracy_best", "val/loss_best"])
+def test_what_is_not_logged_is_an_error_with_the_nearest_names(name: str) -> None:
+    with pytest.raises(PolicyError, match=f"optimized_metric: '{name}' is not logged; did you mean"):
+        after_an_epoch(name)

@@ -10,18 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, seed, settings
-from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 import gradpolicy.launch.run as launch
-from fuzz import fuzz
-from fuzzing import commands, policies
 from fuzzing.case import ACCEPT, EITHER, REFUSE, Case, Expectation, command
 from fuzzing.dangers import FILES, RunsWhenRead
-from fuzzing.judging import ACCEPTED, FAULT, REFUSED, judge, same
+from fuzzing.judging import ACCEPTED, FAULT, REFUSED, judge
 from fuzzing.running import run_case
-from fuzzing.values import written
 
 PROGRAM = Path(__file__).parents[2] / "scripts" / "fuzz.py"
 RIGHT = {"seed": 3, "plan_only": True}
@@ -179,57 +174,4 @@ def test_a_value_that_is_not_held_is_a_fault(judged) -> None:
     assert judged(runs(RIGHT), holds={"a.b": [1]}) == (FAULT, "accepted, but a.b is absent instead of [1]")
 
 
-def test_values_are_compared_with_their_types() -> None:
-    assert same(float("nan"), float("nan"))
-    assert same({"a": [1], "more": 2}, {"a": [1]})
-    for one, other in ((1, True), (1, 1.0), ([1], [1, 2]), ({}, {"a": None})):
-        assert not same(one, other)
-
-
 # ---- what is drawn
-
-
-@pytest.mark.slow
-def test_a_fault_is_shrunk_and_each_sort_is_printed_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def program(arguments: Sequence[str]) -> int:
-        number = int(arguments[0])
-        print("error: seed" if number < 50 else f"error: at 0x{number:06x}", file=sys.stderr)
-        return 1 if number > 200 else 2
-
-    monkeypatch.setattr("fuzz.program", program)
-    monkeypatch.setattr("fuzz.KEPT", tmp_path)
-    drawn = st.integers(0, 1000).map(lambda number: Case("a number", (str(number),)))
-    counts = fuzz(drawn, number=0, cases=30, limit=60)
-    printed = capsys.readouterr().out
-    assert counts[FAULT] > 0
-    assert counts[REFUSED] > 0
-    assert printed.count("fault: ") == 2
-    # The smallest numbers of either sort.
-    assert "python train.py 50\n" in printed
-    assert "python train.py 201\n" in printed
-    assert any(tmp_path.rglob("*"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cases", [commands.cases, policies.cases])
-def test_cases_are_of_many_sorts(cases: Callable) -> None:
-    drawn: list[Case] = []
-
-    @seed(0)
-    @settings(max_examples=60, database=None, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(cases())
-    def keep(case: Case) -> None:
-        drawn.append(case)
-
-    keep()
-    assert len({case.what for case in drawn}) >= 6
-    assert {case.expectation for case in drawn} == {*Expectation}
-
-
-def test_a_written_value_is_read_by_hydra_as_it_was() -> None:
-    value = {"a": [1, None, True, "x'y"], "b": {"c": 0.5}}
-    with commands.initialize_config_dir(str(commands.CONF), version_base="1.3"):
-        config = commands.compose("train", [f"+user={written(value)}"])
-    assert same(OmegaConf.to_container(config.user), value)

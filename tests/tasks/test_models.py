@@ -85,15 +85,6 @@ def test_an_impossible_size_is_refused_by_its_name(model: type, sizes: list[str]
             model(**{name: bad})
 
 
-@pytest.mark.parametrize("model", [QuantizedConvNet, ConvNet, CharacterTransformer])
-def test_a_dropout_that_is_no_share_is_refused(model: type) -> None:
-    for bad in (math.nan, -0.1, 1.1):
-        with pytest.raises(
-            PolicyError, match=rf"^{model.__name__}\.dropout: must be a number between 0 and 1"
-        ):
-            model(dropout=bad)
-
-
 # ---- binary and spiking
 
 
@@ -118,23 +109,6 @@ def test_a_neuron_follows_its_formula() -> None:
     assert spikes == expected == [0.0, 0.0, 1.0, 0.0, 0.0, 1.0]
 
 
-def test_rates_are_shares_of_the_steps() -> None:
-    model = SpikingNetwork(steps=4)
-    rates = []
-    model.readout.register_forward_pre_hook(lambda module, inputs: rates.append(inputs[0] * 4))
-    assert model(torch.rand(3, 1, 8, 8)).shape == (3, 10)
-    assert set(rates[0].unique().tolist()) <= {0.0, 1.0, 2.0, 3.0, 4.0}
-
-
-def test_the_gradient_of_one_spike_is_the_surrogate() -> None:
-    current = torch.tensor([0.3, 0.9, 1.4], requires_grad=True)
-    neurons = Neurons()
-    with gp.install(neurons, [gp.StraightThrough("fast_sigmoid", parameters={"slope": 5.0}, ops=["gt"])]):
-        spikes, _ = neurons(torch.zeros(3), current)
-    (gradient,) = torch.autograd.grad(spikes.sum(), current)
-    torch.testing.assert_close(gradient, 1 / (5 * (current.detach() - 1).abs() + 1) ** 2)
-
-
 # ---- visual attention
 
 
@@ -144,18 +118,6 @@ def test_sampled_masks_are_bits_and_soft_ones_are_the_attention() -> None:
     assert set(hard.mask.unique().tolist()) == {0.0, 1.0}
     assert hard.mask.shape == hard.attention.shape == (4, 1, 14, 14)
     assert soft.mask is soft.attention
-
-
-def test_the_gradient_of_the_attention_is_features_times_incoming() -> None:
-    model, images = VisualAttention(), torch.rand(2, 1, 28, 28)
-    kept = {}
-    model.mask.register_forward_hook(lambda module, inputs, output: kept.update(attention=inputs[0]))
-    model.head.register_forward_pre_hook(lambda module, inputs: kept.update(seen=inputs[0]))
-    with gp.install(model, [gp.StraightThrough(ops=["bernoulli"], modules="mask")]):
-        loss = model(images).logits.square().sum()
-    attention, incoming = torch.autograd.grad(loss, (kept["attention"], kept["seen"]))
-    expected = (model.features(images) * incoming).sum(1, keepdim=True)
-    torch.testing.assert_close(attention, expected)
 
 
 def test_the_share_loss_is_zero_at_the_share() -> None:

@@ -115,19 +115,3 @@ def test_a_mark_shows_the_class_in_the_source_domain_only() -> None:
     assert source[:, 0, 0].sum(-1).tolist() == [0.0, 4.0, 8.0]
     assert not target[:, 0, 0].any()
     assert all((part == 0.5).all() for part in (source[:, :, 1:], target[:, :, 1:], images))
-
-
-def test_a_step_along_the_reversed_gradient_raises_the_loss_of_the_domains() -> None:
-    network = DomainNetwork()
-    images, domains = torch.rand(16, 64), torch.arange(16).float() % 2
-
-    def domain_loss() -> Tensor:
-        return functional.binary_cross_entropy_with_logits(network(images).domain_logits, domains)
-
-    with gp.install(network, [gp.Reverse(modules="domain")]):
-        before = domain_loss()
-        before.backward()
-    with torch.no_grad():
-        for parameter in network.features.parameters():
-            parameter -= 0.1 * parameter.grad
-    assert domain_loss() > before

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 
 from gradpolicy.insight.report.figures import Figure, styled
 from gradpolicy.insight.report.recorded_run import Run
+from gradpolicy.planning.plan_table import PlanRow
 
 # The effects on the gradient at a module, the strongest first, and their colours.
 CUT, REPLACED, SCALED, FROZEN = "cut", "replaced", "scaled", "frozen"
@@ -21,15 +21,15 @@ MEASURED = ["before", "after", "active", "entries"]
 
 def gradient_map(run: Run) -> Figure | None:
     """Draw the tree of modules with the effects on gradients; None if the plan has no modules."""
-    described = {module["name"]: module for module in run.plan.get("modules", ())}
-    if not described:
+    if run.plan is None or not run.plan.modules:
         return None
-    shown = [name for name, module in described.items() if module["policies"] or module["parameters"]]
+    described = {module.name: module for module in run.plan.modules}
+    shown = [name for name, module in described.items() if module.policies or module.parameters]
     names = list(dict.fromkeys(["", *(above for name in shown for above in reversed(_path(name)))]))
     parents = [name.rpartition(".")[0] for name in names]
-    policies = {name: described.get(name, {}).get("policies", []) for name in names}
-    kinds = {row["name"]: _kind_of(row["what"]) for row in run.plan["rows"]}
-    texts = {row["name"]: _description(row) for row in run.plan["rows"]}
+    policies = {name: described[name].policies if name in described else () for name in names}
+    kinds = {row.name: KINDS.get(row.policy, REPLACED) for row in run.plan.rows}
+    texts = {row.name: _description(row) for row in run.plan.rows}
     effects = [_strongest(policies[name], kinds) for name in names]
     measured = _measured(run).reindex(names)
     leaves = sum(name not in parents for name in names)
@@ -75,19 +75,14 @@ def _path(name: str) -> list[str]:
     return [name, *_path(name.rpartition(".")[0])] if name else [""]
 
 
-def _kind_of(what: str) -> str:
-    """Return the effect of a policy on the gradient, by its description, such as ``Freeze · Random``."""
-    return KINDS.get(what.split(" ")[0].split("(")[0], REPLACED)
-
-
 def _strongest(policies: Sequence[str], kinds: Mapping[str, str]) -> str:
     present = {kinds.get(policy, REPLACED) for policy in policies}
     return next((kind for kind in COLOURS if kind in present), "")
 
 
-def _description(row: Mapping[str, Any]) -> str:
-    calls = ", ".join(f"{count} {operation}" for operation, count in row["operations"].items())
-    return " ".join(filter(None, (row["what"], calls, row["when"])))
+def _description(row: PlanRow) -> str:
+    calls = ", ".join(f"{count} {operation}" for operation, count in row.operations.items())
+    return " ".join(filter(None, (row.what, calls, row.when)))
 
 
 def _measured(run: Run) -> pd.DataFrame:

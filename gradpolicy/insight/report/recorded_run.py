@@ -14,9 +14,10 @@ from pydantic import BaseModel
 
 from gradpolicy.errors import brief
 from gradpolicy.insight import record
-from gradpolicy.insight.run_files import AUDIT, PLAN, RESULT, AuditFile, PlanFile, Result, flat
+from gradpolicy.insight.run_files import AUDIT, PLAN, RESULT, AuditFile, Result, flat
 from gradpolicy.json_file import read_json
 from gradpolicy.lightning.runs import RunRecord
+from gradpolicy.planning.plan_table import Plan
 
 Content = TypeVar("Content")
 
@@ -35,7 +36,7 @@ class Run:
         config: The resolved config, values by dotted key; ``policy`` has the names of the policies.
         defaults: The config without overrides, in the same form; empty if it was not saved.
         overrides: The overrides of the command line.
-        plan: ``plan.json``.
+        plan: ``plan.json``; None if there is none.
         result: ``result.json``.
         metrics: The curves: a row for each logged step, a column for each metric.
         record: The record: a row for each line of ``record.jsonl``.
@@ -52,7 +53,7 @@ class Run:
     config: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     overrides: Sequence[str] = ()
-    plan: Mapping[str, Any] = field(default_factory=dict)
+    plan: Plan | None = None
     result: Mapping[str, Any] = field(default_factory=dict)
     metrics: pd.DataFrame = field(default_factory=pd.DataFrame)
     record: pd.DataFrame = field(default_factory=pd.DataFrame)
@@ -134,14 +135,14 @@ def read_run(directory: Path, name: str | None = None) -> Run:
     def read_model(name: str, purpose: str, model: type[Any]) -> dict[str, Any]:
         return read(name, purpose, lambda path: _as_plain(read_json(path, model)), {})
 
-    plan = read_model(PLAN, "the plan and the map of the gradient", PlanFile)
+    plan = read(PLAN, "the plan and the map of the gradient", lambda path: read_json(path, Plan), None)
     audit = read_model(AUDIT, "the proof", AuditFile)
     result = read_model(RESULT, "final results; the run did not end well", Result)
     began = read_model("run.json", "when it began", RunRecord)
     log = read("train.log", "warnings given during training", _read_text, "")
     curves = sorted(directory.glob("csv/*/metrics.csv"), key=lambda path: path.stat().st_mtime)
     metrics_file = str(curves[-1].relative_to(directory)) if curves else "csv/*/metrics.csv"
-    warnings = [*plan.get("warnings", ()), *(match[1] for match in WARNING.finditer(log))]
+    warnings = [*(plan.warnings if plan else ()), *(match[1] for match in WARNING.finditer(log))]
     return Run(
         directory=directory,
         name=name or directory.name,
