@@ -160,10 +160,10 @@ def running_code(draw: st.DrawFn, file: bytes) -> Case:
 
 @st.composite
 def directories(draw: st.DrawFn, file: bytes) -> Case:
-    """Draw a directory, such as one of shards, in place of a file."""
-    kinds = ((".metadata", pickle.dumps(RunsWhenRead())), ("model.ckpt", file))
-    name, content = draw(st.sampled_from(kinds))
-    return Case("a directory", draw(USES), REFUSE, NAMES, {**FILES, f"{GIVEN}/{name}": content})
+    """Draw a directory: one of shards, or one with a checkpoint, which ``ckpt_path`` then means."""
+    kinds = ((".metadata", pickle.dumps(RunsWhenRead()), REFUSE), ("model.ckpt", file, EITHER))
+    name, content, expectation = draw(st.sampled_from(kinds))
+    return Case("a directory", draw(USES), expectation, NAMES, {**FILES, f"{GIVEN}/{name}": content})
 
 
 def cases(file: bytes) -> SearchStrategy[Case]:
