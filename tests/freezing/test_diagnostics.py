@@ -41,7 +41,9 @@ def told(model, policies, steps, each_step=lambda model, step: None, ends=True):
         if ends:
             freezer.restore()
             freezer.restore()
-    return [str(each.message) for each in caught if "no gradient gets there" in str(each.message)]
+    reasons = ("no gradient gets there", "only zeros get there")
+    messages = [str(each.message) for each in caught]
+    return [message for message in messages if any(reason in message for reason in reasons)]
 
 
 def in_turn(every):
@@ -122,9 +124,7 @@ def test_zeros_at_first_are_no_reason_for_a_warning():
     forward = model.forward
     model.forward = lambda x: forward(x).sum()
     policies = {"all": gp.Freeze(gp.masks.Random(0.9, every=1))}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        told(model, policies, 5)
+    assert told(model, policies, 5) == []
 
 
 def test_a_training_step_of_a_batch_norm_changes_its_statistics():

@@ -42,19 +42,20 @@ def replaced(path: Path, content: bytes) -> Iterator[None]:
         path.write_bytes(former)
 
 
-def report_of(run: Path, name: str, content: bytes, others: Sequence[Run] = ()) -> None:
+def report_of(run: Path, name: str, content: bytes, others: Sequence[Run] = ()) -> Run:
     """Makes a report with another content of a file, which must be named if it is not that of a run."""
     with replaced(run / name, content):
         found = read_run(run)
     written = page.render([found, *others])
     assert (name in found.missing) == (f"<code>{name}</code> cannot be read" in written)
     assert not found.missing.keys() - {name}
+    return found
 
 
 @pytest.mark.parametrize("lines", [1, 3])
 def test_a_record_of_few_lines_is_shown(run: Path, lines: int) -> None:
     whole = (run / "record.jsonl").read_bytes().splitlines(keepends=True)
-    report_of(run, "record.jsonl", b"".join(whole[:lines]))
+    assert not report_of(run, "record.jsonl", b"".join(whole[:lines])).missing
     bare = b"\n".join(
         json.dumps({"step": 1, "epoch": 0, **line}).encode()
         for line in (
@@ -63,7 +64,7 @@ def test_a_record_of_few_lines_is_shown(run: Path, lines: int) -> None:
             {"kind": "memory"},
         )[:lines]
     )
-    report_of(run, "record.jsonl", bare + b"\n")
+    assert not report_of(run, "record.jsonl", bare + b"\n").missing
 
 
 @pytest.mark.parametrize(
