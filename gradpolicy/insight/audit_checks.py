@@ -165,16 +165,15 @@ class FrozenEntries:
         parameter, mask = self._freezer.parameters[name], self._freezer.mask_of(name)
         own = local_shard(parameter)
         if mask is True:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device=own.device)
         if self._entries is None or own.numel() <= self._entries:
-            places = torch.arange(own.numel())
+            places = torch.arange(own.numel(), device=own.device)
         else:
             # One entry in each of this number of equal parts of the tensor.
-            generator = torch.Generator().manual_seed(derive("audit", self._seed, name, self.updates))
-            starts = torch.arange(self._entries + 1) * own.numel() // self._entries
-            offsets = torch.rand(self._entries, generator=generator, dtype=torch.float64)
-            places = starts[:-1] + (offsets * starts.diff()).long()
-        places = places.to(own.device)
+            generator = torch.Generator("cpu").manual_seed(derive("audit", self._seed, name, self.updates))
+            starts = torch.arange(self._entries + 1, device="cpu") * own.numel() // self._entries
+            offsets = torch.rand(self._entries, generator=generator, dtype=torch.float64, device="cpu")
+            places = (starts[:-1] + (offsets * starts.diff()).long()).to(own.device)
         if mask is False:
             return places
         active = as_tensor(mask, parameter.shape, own.device)
@@ -202,7 +201,8 @@ def bits_at(tensor: Tensor, places: Tensor) -> Tensor:
         >>> bits_at(torch.tensor([0.0, 1.0, -0.0]), torch.tensor([0, 2])).tolist()
         [[0, 0, 0, 0], [0, 0, 0, 128]]
     """
-    return tensor.detach().reshape(-1)[places].view(torch.uint8).view(len(places), -1)
+    # Lightning has moved the model to the CPU when a fit ends.
+    return tensor.detach().reshape(-1)[places.to(tensor.device)].view(torch.uint8).view(len(places), -1)
 
 
 class StoppedBranches:
