@@ -100,7 +100,8 @@ def sums_over_loader(
         model.eval()
         for parameter in parameters.values():
             parameter.requires_grad_(True)
-        for batch in _pieces(batches, score.by_sample):
+        device = next(iter(parameters.values())).device
+        for batch in _pieces(batches, score.by_sample, device):
             with torch.enable_grad():
                 loss = score.loss(model, batch)
             if not statistics:
@@ -129,9 +130,10 @@ def norms_of_all(squares: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: sum_over_processes(each).sqrt() for name, each in squares.items()}
 
 
-def _pieces(batches: Iterable[Any], by_sample: bool) -> Iterator[Any]:
-    """Yield the batches, or their samples as batches of size 1."""
+def _pieces(batches: Iterable[Any], by_sample: bool, device: torch.device) -> Iterator[Any]:
+    """Yield the batches on a device, or their samples as batches of size 1."""
     for batch in batches:
+        batch = tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
         if not by_sample:
             yield batch
             continue
