@@ -49,7 +49,9 @@ class Change:
 
     def entries(self) -> Tensor:
         """Return the indices of the stored entries in the flattened tensor (int64, ascending)."""
-        return (self.lines[:, None] * self.width + torch.arange(self.width)).flatten()
+        return (
+            self.lines[:, None] * self.width + torch.arange(self.width, device=self.lines.device)
+        ).flatten()
 
     def written_to(self, tensor: Tensor, side: int) -> Tensor:
         """Return a copy of a tensor with the values of one side, bit for bit.
@@ -139,7 +141,7 @@ def encode(indices: Tensor) -> Tensor:
     sizes = {kind: _places(gaps, kind) * kind.itemsize for kind in _GAP_DTYPES}
     kind = min(_GAP_DTYPES, key=lambda each: sizes[each])
     most = torch.iinfo(kind).max
-    written = torch.full((_places(gaps, kind),), most, dtype=torch.int64)
+    written = gaps.new_full((_places(gaps, kind),), most)
     written[(gaps // most + 1).cumsum(0) - 1] = gaps % most
     return written.to(kind)
 

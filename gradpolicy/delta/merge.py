@@ -75,10 +75,10 @@ def _merged(name: str, parts: list[tuple[Change, float]]) -> Change:
         return parts[0][0]
     shape, dtype = parts[0][0].shape, parts[0][0].values.dtype
     wide = torch.complex128 if dtype.is_complex else torch.float64
-    both = torch.zeros(2, math.prod(shape), dtype=dtype)
-    moved = torch.zeros(both.shape[1], dtype=wide)
+    both = parts[0][0].values.new_zeros(2, math.prod(shape))
+    moved = both.new_zeros(both.shape[1], dtype=wide)
     # 0 if no file changes an entry, 1 if its only change is used unchanged.
-    count = torch.zeros(both.shape[1], dtype=torch.int32)
+    count = both.new_zeros(both.shape[1], dtype=torch.int32)
     for change, weight in parts:
         own, values = change.entries(), change.values.reshape(2, -1)
         moved[own] += weight * (values[NEW].to(wide) - values[BASE].to(wide))

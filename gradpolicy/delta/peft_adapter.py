@@ -157,7 +157,7 @@ def _shira_adapter(delta: Delta) -> _Adapter:
     tensors = {f"{_PREFIX}{name}": tensor for name, tensor in delta.replaced.items()}
     for name, (entries, summands) in terms.items():
         rows, columns = delta.changes[name].shape
-        free = torch.ones(rows * columns, dtype=torch.bool).index_fill(0, entries, False)
+        free = entries.new_ones(rows * columns, dtype=torch.bool).index_fill(0, entries, False)
         filling = free.nonzero().flatten()[: rank * (rows + columns) - len(entries)]
         entries = torch.cat([entries, filling])
         # Adding -0.0 changes no bit; adding 0.0 would turn -0.0 into 0.0.
@@ -275,7 +275,7 @@ def _with_adapter(adapter: _Adapter, base: dict[str, Tensor]) -> tuple[dict[str,
         new, old = tensor, whole(base[name])
         try:
             if kind == _ROWS:
-                rows = torch.tensor(adapter.config.get("token_indices"), dtype=torch.int64)
+                rows = tensor.new_tensor(adapter.config.get("token_indices"), dtype=torch.int64)
                 new = old.index_copy(0, rows, tensor.to(old.dtype))
             elif kind == _SUMMANDS:
                 indices: Any = adapter.tensors.get(f"{_PREFIX}{module}.{_INDICES}")

@@ -184,7 +184,7 @@ def gradcheck_rule(
             loss, dtype = None, comparison.precision_of(evaluate)
             outcomes = comparison.only_outcome(evaluate)
         output = next(iter(outcomes(*exact)))[1]
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator("cpu").manual_seed(seed)
         losses = [loss] if loss else [_random_loss(output, generator) for _ in range(cotangents)]
         comparison.compare(outcomes, losses, torch.finfo(dtype).eps)
     return comparison.summary(TOLERANCES.get(dtype, COARSE) if tolerance is None else tolerance, dtype)
@@ -258,7 +258,8 @@ class _Comparison:
             for position in itertools.product(*map(range, self.inputs[number].shape))
         ]
         bound = tolerance * max(1.0, float(true[:, smooth].abs().max()))
-        chosen = [smooth & torch.tensor([entry[0] == number for entry in index]) for number in self.numbers]
+        numbers = smooth.new_tensor([entry[0] for entry in index], dtype=torch.int64)
+        chosen = [smooth & (numbers == number) for number in self.numbers]
         overall = _departure(by_rule, true, smooth, index, bound)
         return RuleCheck(
             **vars(overall),
@@ -299,7 +300,7 @@ class _Comparison:
                 large = gaps[1] > 16 * unit * central.abs().clamp(min=1.0)
                 shrinks = (4 * gaps[0] - gaps[1]).abs() < gaps[1] / 2
                 kinks.append(bool((large & ~shrinks).any()))
-        return torch.stack(rows), torch.tensor(kinks)
+        return torch.stack(rows), rows[0].new_tensor(kinks, dtype=torch.bool)
 
     def _moved(self, number: int, entry: int, length: float) -> tuple[Tensor, ...]:
         moved = self.inputs[number].clone(memory_format=torch.contiguous_format)
@@ -316,7 +317,10 @@ def _outputs(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def _random_loss(output: Tensor | tuple[Tensor, ...], generator: torch.Generator) -> Callable:
     """Return a random linear function of an output, in double precision."""
-    weights = [torch.randn(one.shape, dtype=torch.float64, generator=generator) for one in _outputs(output)]
+    weights = [
+        torch.randn(one.shape, dtype=torch.float64, generator=generator, device="cpu").to(one.device)
+        for one in _outputs(output)
+    ]
 
     def loss(output: Tensor | tuple[Tensor, ...]) -> Tensor:
         pairs = zip(weights, _outputs(output), strict=True)

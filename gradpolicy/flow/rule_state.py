@@ -190,4 +190,4 @@ def _lost_message(operation: str, function: str, is_index: bool) -> str:
 
 
 def _number(value: float) -> Tensor:
-    return torch.tensor(float(value), dtype=torch.float64)
+    return torch.tensor(float(value), dtype=torch.float64, device="cpu")

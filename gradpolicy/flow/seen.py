@@ -22,8 +22,8 @@ class GradientNorms:
     """
 
     def __init__(self) -> None:
-        self.before = self.after = torch.zeros(())
-        self.zeros, self.entries = torch.zeros((), dtype=torch.int64), 0
+        self.before = self.after = torch.zeros((), device="cpu")
+        self.zeros, self.entries = torch.zeros((), dtype=torch.int64, device="cpu"), 0
 
     def measure(self, before: Any, after: Iterable[Tensor | None]) -> None:
         """Add a gradient, or a tuple of gradients, before and after the rule."""

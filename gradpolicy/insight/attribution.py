@@ -110,15 +110,15 @@ def smoothgrad(
     """
     if samples < 1 or noise < 0:
         raise PolicyError(f"smoothgrad: samples={samples} and noise={noise}; at least 1 and 0 needed")
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     pixels = images.flatten(1)
     spread = (noise * (pixels.amax(1) - pixels.amin(1))).view(-1, *[1] * (images.dim() - 1))
     with _evaluating(model, policies):
         target, _ = predict(model, images, target)
         total = torch.zeros_like(images)
         for _ in range(samples):
-            epsilon = torch.randn(images.shape, generator=generator, dtype=images.dtype).to(images.device)
-            total += input_gradient(model, images + spread * epsilon, target)
+            epsilon = torch.randn(images.shape, generator=generator, dtype=images.dtype, device="cpu")
+            total += input_gradient(model, images + spread * epsilon.to(images.device), target)
     return total / samples
 
 

@@ -78,7 +78,7 @@ def insertion_deletion(
     strength = attribution.detach().sum(dim=1).abs().flatten(1)
     # The rank of each pixel in the order of changes.
     ranks = strength.argsort(dim=1, descending=True).argsort(dim=1).view(-1, 1, *images.shape[-2:])
-    shares = torch.linspace(0, 1, steps + 1)
+    shares = torch.linspace(0, 1, steps + 1, device="cpu")
     blurred, pixels = blur(images), images.shape[-2] * images.shape[-1]
     curves: dict[str, list[Tensor]] = {"insertion": [], "deletion": []}
     for share in shares:
@@ -149,5 +149,5 @@ def _rank_correlation(first: Tensor, second: Tensor) -> Tensor:
 
 def random_order(images: Tensor, seed: int = 0) -> Tensor:
     """Return a random attribution, a baseline for others."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(images.shape, generator=generator).to(images)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.rand(images.shape, generator=generator, device="cpu").to(images)

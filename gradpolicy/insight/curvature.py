@@ -225,7 +225,7 @@ def top_eigenvalue(
     size = min(iterations, sum(parameter.numel() for parameter in parameters.values()))
     start = field.random(torch.randn, generator)
     basis = [_scaled(start, 1 / _norm(start))]
-    projected = torch.zeros(size + 1, size, dtype=torch.float64)
+    projected = torch.zeros(size + 1, size, dtype=torch.float64, device="cpu")
     for column in range(size):
         rest = field.derivative(basis[-1])
         # Twice, since the first time is not exact because of rounding.
@@ -419,7 +419,7 @@ def _check_parameters(parameters: Named) -> None:
 
 def _given_or_seeded(generator: torch.Generator | None) -> torch.Generator:
     """Return the generator, or a new one, since torch's default one is reset for each evaluation."""
-    return generator or torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+    return generator or torch.Generator("cpu").manual_seed(int(torch.randint(2**62, (), device="cpu")))
 
 
 def _random_signs(shape: torch.Size, **how: Any) -> Tensor:
@@ -441,5 +441,5 @@ def _scaled(vector: Named, factor: float) -> dict[str, Tensor]:
 
 def _mean(found: list[float]) -> Estimate[float]:
     """Return the mean, with the standard error of the mean."""
-    values = torch.tensor(found, dtype=torch.float64)
+    values = torch.tensor(found, dtype=torch.float64, device="cpu")
     return Estimate(float(values.mean()), float(values.std() / math.sqrt(len(found))), len(found))

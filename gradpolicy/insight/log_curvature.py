@@ -74,7 +74,7 @@ class LogCurvature(Callback):
         found = {}
         with _unobserved(pl_module), trainer.precision_plugin.train_step_context():
             for name in self.quantities:
-                generator = torch.Generator().manual_seed(self.seed)
+                generator = torch.Generator("cpu").manual_seed(self.seed)
                 estimate = QUANTITIES[name](
                     lambda: training_loss(pl_module, batch), parameters, self.samples, generator
                 )

@@ -160,7 +160,7 @@ def _least_key(parts: Mapping[str, Parts], kept: int, bits: int) -> tuple[int, i
     found, above = 0, 0
     for shift in range(bits - DIGIT, -1, -DIGIT):
         first = shift == bits - DIGIT
-        counts = torch.zeros(1 << DIGIT, dtype=torch.int64)
+        counts = torch.zeros(1 << DIGIT, dtype=torch.int64, device="cpu")
         for scores in parts.values():
             for keys in _keys(scores, bits):
                 if not first:

@@ -114,6 +114,7 @@ def settled_layers(before: list[float], now: list[float], percentile: float) -> 
             for old, new in zip(before, now, strict=True)
         ],
         dtype=torch.float64,
+        device="cpu",
     )
     threshold = torch.quantile(changes, percentile / 100.0)
     return int((changes >= threshold).nonzero()[0])

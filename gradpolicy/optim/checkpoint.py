@@ -329,7 +329,7 @@ def widened(record: Record, state: dict[str, Any], name: str) -> tuple[Record, d
 def _widened(record: Record, held: dict[str, Any], state: dict[str, Any]) -> tuple[Record, dict[str, Any]]:
     layout = Layout(torch.Size(held["shape"]), tuple(held["shape"]), tuple(held["order"]), plain=False)
     block, dtype, ages = held["block"], getattr(torch, held["dtype"]), record["ages"]
-    flags = torch.zeros(layout.size // block, dtype=torch.bool)
+    flags = torch.zeros(layout.size // block, dtype=torch.bool, device="cpu")
     if held["index"] is not None:
         flags = unpack(held["index"], len(flags))
 
@@ -342,7 +342,8 @@ def _widened(record: Record, held: dict[str, Any], state: dict[str, Any]) -> tup
     for key, start in held["starts"].items():
         if _HELD + key in state:
             value = state[_HELD + key]
-            value = spread(torch.empty(0, dtype=dtype.to_real()) if value is None else value, block, start)
+            value = ages.new_empty(0, dtype=dtype.to_real()) if value is None else value
+            value = spread(value, block, start)
             wide[key] = torch.view_as_complex(value) if dtype.is_complex else value
     if held["index"] is not None:
         ages = spread(ages, 1, -1)

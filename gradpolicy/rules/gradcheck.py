@@ -20,7 +20,7 @@ def enumerate_bits(probabilities: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         True
     """
     for bits in itertools.product((0.0, 1.0), repeat=probabilities.numel()):
-        output = torch.tensor(bits, dtype=probabilities.dtype).reshape(probabilities.shape)
+        output = probabilities.new_tensor(bits).reshape(probabilities.shape)
         yield torch.where(output == 1, probabilities, 1 - probabilities).prod(), output
 
 
@@ -30,4 +30,8 @@ def enumerate_categories(logits: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     Args:
         logits: Unnormalised log-probabilities, one dimension.
     """
-    yield from zip(torch.softmax(logits, -1), torch.eye(logits.numel(), dtype=logits.dtype), strict=True)
+    yield from zip(
+        torch.softmax(logits, -1),
+        torch.eye(logits.numel(), dtype=logits.dtype, device=logits.device),
+        strict=True,
+    )

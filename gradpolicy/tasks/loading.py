@@ -65,9 +65,9 @@ class EpochSampler(DistributedSampler[Any]):
         """Return the samples of this epoch over all ranks, in order."""
         size = len(self.dataset)  # type: ignore[arg-type]
         if not self.shuffle:
-            return torch.arange(self.count)
-        generator = torch.Generator().manual_seed(epoch_seed(self.seed, self.epoch))
-        return torch.randperm(size, generator=generator)[: self.count]
+            return torch.arange(self.count, device="cpu")
+        generator = torch.Generator("cpu").manual_seed(epoch_seed(self.seed, self.epoch))
+        return torch.randperm(size, generator=generator, device="cpu")[: self.count]
 
     def __iter__(self) -> Iterator[int]:
         """Yield this rank's samples of the epoch, from `start` on."""

@@ -136,9 +136,13 @@ class RandomMask:
             return mask[begin - first * pattern.rows :][: end - begin].reshape(-1, *shape[1:])
         step = max(_CPU_CHUNK // width, 1)
         ranges = ((start, min(start + step, end)) for start in range(begin, end, step))
-        words = (words_at(key, torch.arange(start * width, stop * width)) for start, stop in ranges)
+        words = (
+            words_at(key, torch.arange(start * width, stop * width, device="cpu")) for start, stop in ranges
+        )
         marks = [pattern.best(each) for each in words]
-        return torch.cat([torch.zeros(0, dtype=torch.bool), *marks]).reshape(end - begin, *shape[1:])
+        return torch.cat([torch.zeros(0, dtype=torch.bool, device="cpu"), *marks]).reshape(
+            end - begin, *shape[1:]
+        )
 
     def state(self) -> dict[str, Any]:
         """Return the numbers as a plain dict, which loads under ``weights_only=True``."""
