@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType
-from process_pool import ProcessPool, RemoteError
+from process_pool import ProcessPool, RemoteError, here
 from sharded import PLACES, SAVED_AT, STEPS, batch, forget_accelerate, make_llama
 from small_bert import VOCABULARY, make_bert, make_data
 from torch import Tensor, nn
@@ -101,7 +101,12 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def train(
-    stage: int, sharded: bool, folder: str, resume: int | None = None, killed_at: int | None = None
+    stage: int,
+    sharded: bool,
+    folder: str,
+    resume: int | None = None,
+    killed_at: int | None = None,
+    **settings: Any,
 ) -> Trained:
     """What the Trainer ends with: weights, the number of frozen entries that have changed, and a log.
 
@@ -111,7 +116,22 @@ def train(
         folder: Where checkpoints are.
         resume: The step whose checkpoint to go on from.
         killed_at: The step after which the second rank is killed.
+        **settings: As TrainingArguments'.
     """
+    try:
+        trainer, watch = make_trainer(stage, sharded, folder, killed_at, **settings)
+        trainer.train(resume_from_checkpoint=resume and str(Path(folder) / f"checkpoint-{resume}"))
+        log = next(entry for entry in reversed(trainer.state.log_history) if "loss" in entry)
+        shares = {key: value for key, value in log.items() if "active_share" in key}
+        assert isinstance(trainer.model, nn.Module)
+        return weights(trainer.model), watch.moved, {**shares, "grad_norm": log["grad_norm"]}
+    finally:
+        forget_accelerate()
+
+
+def make_trainer(
+    stage: int, sharded: bool, folder: str, killed_at: int | None = None, **settings: Any
+) -> tuple[Trainer, Watch]:
     kind, declared = policies(stage)
     callback = GradientPoliciesCallback(declared, seed=1)
     watch = Watch(callback, killed_at)
@@ -121,21 +141,15 @@ def train(
         for samples in [batch(kind, step)]
         for row in zip(*samples.values(), strict=True)
     ]
-    try:
-        arguments = make_arguments(TrainingArguments, folder, stage if sharded else 0)
-        model = make_bert() if kind == "bert" else make_llama()
-        trainer = Trainer(model, arguments, train_dataset=data, callbacks=[callback, watch])
-        trainer.train(resume_from_checkpoint=resume and str(Path(folder) / f"checkpoint-{resume}"))
-        log = next(entry for entry in reversed(trainer.state.log_history) if "loss" in entry)
-        shares = {key: value for key, value in log.items() if "active_share" in key}
-        return weights(model), watch.moved, {**shares, "grad_norm": log["grad_norm"]}
-    finally:
-        forget_accelerate()
+    arguments = make_arguments(TrainingArguments, folder, stage if sharded else 0, **settings)
+    model = make_bert() if kind == "bert" else make_llama()
+    return Trainer(model, arguments, train_dataset=data, callbacks=[callback, watch]), watch
 
 
 def make_arguments(kind: Any, folder: str, stage: int, **settings: Any) -> Any:
-    """The settings of a Trainer with DeepSpeed on two ranks, or, for stage 0, without on one process."""
+    """The settings of a Trainer with DeepSpeed on these ranks, or, for stage 0, without on one process."""
     forget_accelerate()
+    use_cpu = here().type == "cpu"
     settings = {
         "max_steps": STEPS,
         "learning_rate": 1e-2,
@@ -146,22 +160,26 @@ def make_arguments(kind: Any, folder: str, stage: int, **settings: Any) -> Any:
         "max_grad_norm": 0.05,
         "average_tokens_across_devices": False,
         "gradient_accumulation_steps": PARTS,
-        "per_device_train_batch_size": BATCH // PARTS // (2 if stage else 1),
+        "per_device_train_batch_size": BATCH // PARTS // (dist.get_world_size() if stage else 1),
         "save_steps": SAVED_AT,
         "logging_steps": 1,
         "report_to": [],
-        "use_cpu": True,
+        "use_cpu": use_cpu,
         "disable_tqdm": True,
         **settings,
     }
     if stage:
-        use_deepspeed_on_cpus()
+        if use_cpu:
+            use_deepspeed_on_cpus()
         auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         config: dict[str, Any] = dict.fromkeys((*auto, "gradient_clipping"), "auto")
         config["zero_optimization"] = {"stage": stage, "stage3_param_persistence_threshold": 20}
+        # The scale on the loss, which fp16 alone has, is too large in the first steps.
+        config["fp16"] = {"enabled": "auto", "initial_scale_power": 24, "hysteresis": 1}
+        config["bf16"] = {"enabled": "auto"}
         settings["deepspeed"] = {**config, **({"optimizer": TORCH_ADAM} if stage == 1 else {})}
     arguments = kind(folder, **settings)
-    if stage:
+    if stage and use_cpu:
         # On CPU ranks accelerate would use DDP without a word.
         PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
     return arguments

@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
-from process_pool import ProcessPool, RemoteError
+from process_pool import ProcessPool, RemoteError, here
 from sharded import (
     FORMS,
     LAYERS,
@@ -43,7 +43,6 @@ SETTINGS: dict[str, Any] = {
     "average_tokens_across_devices": False,
     "save_steps": SAVED_AT,
     "report_to": [],
-    "use_cpu": True,
     "disable_tqdm": True,
 }
 
@@ -100,9 +99,12 @@ def make_arguments(
     if ranks:
         layers = {"transformer_layer_cls_to_wrap": [LAYERS[model]]}
         settings |= {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": form, **layers}}
-    settings = {**SETTINGS, "per_device_train_batch_size": BATCH // max(ranks, 1), **settings}
-    arguments = kind(folder, **settings)
-    if ranks:
+    use_cpu = here().type == "cpu"
+    size = BATCH // max(ranks, 1)
+    arguments = kind(
+        folder, **{**SETTINGS, "use_cpu": use_cpu, "per_device_train_batch_size": size, **settings}
+    )
+    if ranks and use_cpu:
         # As in shard_with_accelerate.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return arguments
