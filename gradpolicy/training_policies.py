@@ -9,6 +9,7 @@ import inspect
 import io
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +30,7 @@ from gradpolicy.flow.policy_report import check_operations
 from gradpolicy.freezing import Freezer
 from gradpolicy.freezing.diagnostics import copy_buffers, moving_parts, moving_warnings
 from gradpolicy.freezing.requires_grad import is_turned_off
-from gradpolicy.measurements import Measured, Measurements
+from gradpolicy.measurements import Measured, Measurements, summary
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import wrapper_of
 from gradpolicy.optim.optimizers import plain_optimizers
@@ -99,6 +100,8 @@ class TrainingPolicies:
         self.shown_warnings: frozenset[str] = frozenset()
         # The state of the policies in a state_dict that an optimizer is loading.
         self._loaded: dict[MaskedOptimizer, dict[str, Any]] = {}
+        # Under DeepSpeed: the optimizer of the model's parameters, of which a rank has partitions.
+        self._partitioned: Any = None
 
     @property
     def flow_policies(self) -> dict[str, FlowPolicy]:
@@ -158,6 +161,25 @@ class TrainingPolicies:
         self._hook_steps()
         return wrapped
 
+    def _install_in_engine(self, model: nn.Module, optimizer: Any) -> None:
+        """Install freeze policies in DeepSpeed's engine, which clips and steps by itself.
+
+        Args:
+            model: The model in the engine.
+            optimizer: The engine's ``gradpolicy.integrations.deepspeed.PartitionedOptimizer``.
+        """
+        self._partitioned = optimizer
+        with optimizer.whole_parameters(values=True):
+            self._install_freeze(model, [optimizer], toggle_requires_grad=False)
+        freezer = self.freezer
+        assert freezer is not None
+        freezer.scales_gradients = False
+        for name, parameter in freezer.parameters.items():
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_hook(partial(freezer.take_gradient, name)))
+        optimizer.hook_gradients()
+        self._hooks.append(optimizer.register_step_pre_hook(lambda *_: freezer.observe(optimizer)))
+
     def _wrap(
         self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
     ) -> list[torch.optim.Optimizer]:
@@ -179,7 +201,7 @@ class TrainingPolicies:
     ) -> Sequence[torch.optim.Optimizer]:
         """Return the optimizers to train with; optimizers that were replaced during training are wrapped."""
         masked = [each for each in optimizers if isinstance(each, MaskedOptimizer)]
-        if self.freezer is None or masked == self.masked_optimizers:
+        if self.freezer is None or self._partitioned is not None or masked == self.masked_optimizers:
             return optimizers
         steps = max(optimizer.effective_steps for optimizer in self.masked_optimizers)
         wrapped = self._wrap(model, optimizers)
@@ -264,6 +286,9 @@ class TrainingPolicies:
         if self._measurements is not None:
             self._measurements.detach()
             self._measurements = None
+        if self._partitioned is not None:
+            self._partitioned.release()
+            self._partitioned = None
         self.ranks = None
         self._updates_seen = -1
 
@@ -331,9 +356,11 @@ class TrainingPolicies:
     # ---- measurements
 
     def _start_measuring(self, state: Mapping[str, Any] | None = None) -> Measurements:
-        """Prepare measurements, with the counts of a checkpoint."""
+        """Prepare measurements, with the counts of a checkpoint; of partitions there are none."""
         if self._measurements is None:
-            self._measurements = Measurements(self.freezer, self.installed)
+            self._measurements = Measurements(
+                self.freezer if self._partitioned is None else None, self.installed
+            )
             self._measurements.load_state(state or {})
         return self._measurements
 
@@ -344,6 +371,14 @@ class TrainingPolicies:
         for sink in self.sinks:
             sink(phase, updates, measured)
         return measured
+
+    def _summary(self, measured: Measured) -> dict[str, float]:
+        """Return one number for each quantity; under DeepSpeed with the active shares, which need no ages."""
+        numbers = summary(measured)
+        if self._partitioned is not None and self.freezer is not None:
+            for name in self.freezer.policies:
+                numbers[f"policy/{name}/active_share"] = self.freezer.active_share(name)
+        return numbers
 
     # ---- checkpoints
 

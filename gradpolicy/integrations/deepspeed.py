@@ -68,6 +68,7 @@ def training(
         with ExitStack() as stack:
             with optimizer.whole_parameters(values=True):
                 stack.enter_context(plain_training(engine, optimizer, named, seed, **settings))
+            optimizer.hook_gradients()
             yield optimizer
     finally:
         optimizer.release()
@@ -115,8 +116,8 @@ def _checked_frozen_state(policies: Mapping[str, Policy | None]) -> str:
 class PartitionedOptimizer(MaskedOptimizer):
     """The optimizer of a DeepSpeed engine, which takes masks of the model's parameters.
 
-    It cuts each mask up for the partitions of this rank, and zeroes the gradients of frozen entries before
-    the engine averages and clips them.
+    It cuts each mask up for the partitions of this rank, and, after ``hook_gradients``, zeroes the gradients
+    of frozen entries before the engine averages and clips them.
 
     Args:
         engine: The engine.
@@ -140,7 +141,6 @@ class PartitionedOptimizer(MaskedOptimizer):
         self._masks: dict[Tensor, Mask] = {}
         self._parameters = [parameter for group in groups for parameter in group]
         self._handles: list[Any] = [
-            *(each.register_hook(partial(self._masked_gradient, each)) for each in self._parameters),
             self.local.register_state_dict_post_hook(self._add_to_saved),
             self.local.register_load_state_dict_pre_hook(self._before_load),
             self.local.register_load_state_dict_post_hook(self._after_load),
@@ -149,6 +149,12 @@ class PartitionedOptimizer(MaskedOptimizer):
         self.zero.step = self.step
         self._engine: Any = engine
         self._engine.load_checkpoint = partial(_load_checkpoint, engine.load_checkpoint)
+
+    def hook_gradients(self) -> None:
+        """Zero the gradients of frozen entries from now on, after hooks that need them as they were."""
+        self._handles += [
+            each.register_hook(partial(self._masked_gradient, each)) for each in self._parameters
+        ]
 
     def release(self) -> None:
         """Give the engine its own methods back; its optimizer stays wrapped."""

@@ -1,8 +1,8 @@
 """The callback for Hugging Face's Trainer and its subclasses, such as TRL's SFTTrainer."""
 
-from collections.abc import Iterable, Mapping
-from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from functools import wraps
+from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -13,12 +13,9 @@ from transformers.trainer_utils import IntervalStrategy
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.policy_checks import is_cut
-from gradpolicy.measurements import Measured, Measurements, summary
+from gradpolicy.measurements import Measured
 from gradpolicy.optim.prepared import innermost, put_inside
 from gradpolicy.training_policies import TrainingPolicies, calling, flat_parameters_refused
-
-if TYPE_CHECKING:  # importing DeepSpeed takes seconds
-    from gradpolicy.integrations.deepspeed import PartitionedOptimizer
 
 
 class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
@@ -70,7 +67,6 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
     _measures = False
     _measured: Measured | None = None
     _has_taken = False
-    _partitioned: "PartitionedOptimizer | None" = None
 
     # ---- installing and removing
 
@@ -161,7 +157,10 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         self._install_flow(model)
         optimizer = innermost(prepared)
         if self.optimizer_policies and _is_deepspeed(trainer):
-            optimizer = self._install_in_engine(model, wrapped)
+            from gradpolicy.integrations.deepspeed import partitioned  # importing DeepSpeed takes seconds
+
+            optimizer = partitioned(wrapped, self.policies)
+            self._install_in_engine(model, optimizer)
         elif self.optimizer_policies:
             # Code would be recompiled each time requires_grad changes, and reentrant recomputation gives no
             # gradient if its input needs none.
@@ -172,26 +171,6 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         self._join_ranks(model, getattr(wrapped, "_orig_mod", wrapped))
         if not _is_deepspeed(trainer):
             self._observe_before_clipping(trainer)
-
-    def _install_in_engine(self, model: nn.Module, engine: Any) -> "PartitionedOptimizer":
-        """Install freeze policies in DeepSpeed's engine, which clips and steps within ``backward``.
-
-        Returns:
-            The optimizer of the model's parameters, which zeroes gradients of frozen entries.
-        """
-        from gradpolicy.integrations.deepspeed import partitioned
-
-        optimizer = self._partitioned = partitioned(engine, self.policies)
-        with optimizer.whole_parameters(values=True):
-            self._install_freeze(model, [optimizer], toggle_requires_grad=False)
-        freezer = self.freezer
-        assert freezer is not None
-        freezer.scales_gradients = False
-        for name, parameter in freezer.parameters.items():
-            if parameter.requires_grad:
-                self._hooks.append(parameter.register_hook(partial(freezer.take_gradient, name)))
-        self._hooks.append(optimizer.register_step_pre_hook(lambda *_: freezer.observe(optimizer)))
-        return optimizer
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -219,9 +198,6 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
             optimizer.set_masks({p: None for group in optimizer.param_groups for p in group["params"]})
             if innermost(trainer.optimizer) is optimizer:
                 put_inside(trainer.optimizer, optimizer.inner)
-        if self._partitioned is not None:
-            self._partitioned.release()
-            self._partitioned = None
 
     # ---- training
 
@@ -301,10 +277,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         """Add measurements of the policies to the values that the Trainer logs."""
         if logs is None or "loss" not in logs or self._measured is None:
             return
-        numbers, self._measured = summary(self._measured), None
-        if self._partitioned is not None and self.freezer is not None:
-            for name in self.freezer.policies:
-                numbers[f"policy/{name}/active_share"] = self.freezer.active_share(name)
+        numbers, self._measured = self._summary(self._measured), None
         logs.update(numbers)
         state.log_history[-1].update(numbers)
 
@@ -337,12 +310,6 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
             optimizer.mask_gradients()
             if self._measures:
                 self._start_measuring().take_gradients(optimizer, "gradient_norm_after")
-
-    def _start_measuring(self, state: Mapping[str, Any] | None = None) -> Measurements:
-        """Prepare measurements; under DeepSpeed of flow policies alone, since a rank has partitions."""
-        if self._partitioned is not None and self._measurements is None:
-            self._measurements = Measurements(None, self.installed)
-        return super()._start_measuring(state)
 
     def _logs_after_this(self, args: TrainingArguments, state: TrainerState) -> bool:
         """Return True if the Trainer logs its loss after the update that is being prepared."""

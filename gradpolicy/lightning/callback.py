@@ -17,7 +17,6 @@ from torch import Tensor
 from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.lightning.weight_averaging import check_weight_averaging
 from gradpolicy.measurements import summary
-from gradpolicy.optim.zero_redundancy import deepspeed_refused
 from gradpolicy.planning.plan import plan as make_plan
 from gradpolicy.planning.plan import training_loss
 from gradpolicy.policies import Policy
@@ -40,6 +39,8 @@ class GradientPolicies(TrainingPolicies, Callback):
     - before gradient clipping, if there is any: gradients of frozen entries are zeroed, so that they count
       neither in the clipped norm nor in logs;
     - as soon as  an optimizer has stepped: its update is scaled where a mask source sets learning rates;
+    - under DeepSpeed gradients of frozen entries are zeroed as they are computed, and of freeze policies only
+      the share of active entries is logged;
     - once for each active tensor that gets no gradient, or only zeros: a warning, see
       :class:`~gradpolicy.freezing.Freezer`;
     - at the end of a stage: everything is removed from the model.
@@ -108,16 +109,17 @@ class GradientPolicies(TrainingPolicies, Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install all policies, now that the model is on its device and wrapped, and the optimizers exist."""
         self._install_flow(pl_module, STEP_POINTS)
+        optimizers: list[Any] = trainer.optimizers
         if self.optimizer_policies:
             if isinstance(trainer.strategy, DeepSpeedStrategy):
-                raise deepspeed_refused(
-                    type(trainer.strategy).__name__,
-                    "Lightning starts it on CUDA devices alone, where policies are not tested; here use "
-                    "trainer=ddp, trainer=zero1 (sharded optimizer state) or trainer=fsdp2 (everything "
-                    "sharded)",
-                )
-            trainer.strategy.optimizers = self._install_freeze(pl_module, trainer.strategy.optimizers)
-        self._check_installed(pl_module, trainer.optimizers)
+                from gradpolicy.integrations.deepspeed import partitioned  # takes seconds
+
+                optimizers = [partitioned(trainer.strategy.model, self.policies)]
+                self._install_in_engine(pl_module, *optimizers)
+            else:
+                optimizers = self._install_freeze(pl_module, trainer.strategy.optimizers)
+                trainer.strategy.optimizers = optimizers
+        self._check_installed(pl_module, optimizers)
         # The same configuration also runs on one process, which sends nothing.
         communication = self.communication if trainer.world_size > 1 else None
         self._join_ranks(pl_module, trainer.strategy.model, communication)
@@ -185,9 +187,14 @@ class GradientPolicies(TrainingPolicies, Callback):
         """Print the plan, by one step on a copy of the model with the first batch."""
         if self.plan is False or not self.policies or (self.plan is None and not sys.stdout.isatty()):
             return
-        if trainer.world_size > 1 or not pl_module.automatic_optimization:
+        obstacles = {
+            "several processes": trainer.world_size > 1,
+            "DeepSpeed": isinstance(trainer.strategy, DeepSpeedStrategy),
+            "manual optimization": not pl_module.automatic_optimization,
+        }
+        if any(obstacles.values()):
             if self.plan:
-                where = "several processes" if trainer.world_size > 1 else "manual optimization"
+                where = next(name for name, holds in obstacles.items() if holds)
                 self._warn(f"GradientPolicies: plan=True makes no plan under {where}; call gradpolicy.plan")
             return
 
@@ -253,7 +260,7 @@ class GradientPolicies(TrainingPolicies, Callback):
             self._measures = False
             measured = self._measure("fit", updates)
             if self.log_policies and trainer.loggers:
-                pl_module.log_dict(summary(measured))
+                pl_module.log_dict(self._summary(measured))
 
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *position: int
@@ -342,8 +349,11 @@ class GradientPolicies(TrainingPolicies, Callback):
 
 
 def _loss_scale(trainer: Trainer) -> float:
+    """Return the factor on the loss, of the precision plugin's scaler or of DeepSpeed's optimizer."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return float(scaler.get_scale()) if scaler is not None else 1.0
+    if scaler is not None:
+        return float(scaler.get_scale())
+    return float(getattr(trainer.optimizers[0], "loss_scale", 1.0)) if trainer.optimizers else 1.0
 
 
 def _unscale(trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:

@@ -124,7 +124,7 @@ def as_masked(optimizer: Optimizer) -> MaskedOptimizer:
 def deepspeed_refused(what: str, instead: str = "give it the engine") -> PolicyError:
     """Return the error that says where policies work under DeepSpeed, and what to do instead."""
     return PolicyError(
-        f"{what}: freeze policies are refused under DeepSpeed except under Hugging Face's Trainer and in a "
-        "loop of your own, with gradpolicy.integrations.deepspeed.training: its engine updates partitions of "
-        f"the weights within its own step; {instead}"
+        f"{what}: freeze policies are refused under DeepSpeed except under Lightning's and Hugging Face's "
+        "Trainer and in a loop of your own, with gradpolicy.integrations.deepspeed.training: its engine "
+        f"updates partitions of the weights within its own step; {instead}"
     )

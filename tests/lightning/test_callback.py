@@ -6,7 +6,6 @@ import functools
 import itertools
 import math
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DeepSpeedStrategy
 
 import gradpolicy as gp
 from gradpolicy.distributed.compression import ActiveEntries
@@ -715,11 +713,13 @@ def test_learning_rate_schedulers_see_the_steps_of_the_wrapped_optimizer(two_lay
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.125)
 
 
+@pytest.mark.supports("gradient sources", loop="lightning")
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_a_resumed_run_ends_with_the_same_bits(two_layers, loader, make_trainer, tmp_path):
     def policies():
         return {
             "random": gp.Freeze(gp.masks.Random(density=0.5, every=3), params="trunk.*", frozen_state="zero"),
+            "top": gp.Freeze(gp.masks.TopK(0.5, by="gradient", window=2, every=3), params="head.*"),
             "rounding": gp.StraightThrough(ops=["round"]),
         }
 
@@ -1051,22 +1051,6 @@ def test_an_operation_that_a_test_never_meets_ends_it(two_layers, loader, make_t
         make_trainer(callbacks=[gp.GradientPolicies({"wrong": wrong})]).test(
             two_layers, loader, verbose=False
         )
-
-
-@pytest.mark.supports(
-    *("tensors", "rows", "entries"),
-    loop="lightning",
-    processes="deepspeed",
-    no="Lightning starts DeepSpeed on CUDA devices alone, where it is not tested",
-)
-def test_under_deepspeed_freezing_is_refused(two_layers):
-    class Engine(DeepSpeedStrategy):
-        def __init__(self):
-            """Do without DeepSpeed."""
-
-    callback = gp.GradientPolicies({"half": gp.Freeze(half, params="head.weight")})
-    with pytest.raises(gp.PolicyError, match="refused under DeepSpeed"):
-        callback.on_fit_start(SimpleNamespace(strategy=Engine()), two_layers)
 
 
 def test_what_is_for_several_processes_does_no_harm_on_one(two_layers, loader, make_trainer):
