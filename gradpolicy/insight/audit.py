@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from gradpolicy.checks import check_choice, check_whole
-from gradpolicy.errors import PromiseError
+from gradpolicy.errors import PolicyError, PromiseError
 from gradpolicy.insight.audit_checks import FrozenEntries, StoppedBranches
 from gradpolicy.insight.run_files import AUDIT, AuditDifference, AuditFile
 from gradpolicy.insight.run_log import say
@@ -85,13 +85,22 @@ class Audit(Callback):
             self._reset()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the checks, now that policies are installed and state is restored."""
+        """Start the checks, now that policies are installed and state is restored.
+
+        Raises:
+            PolicyError: Under DeepSpeed's stage 3.
+        """
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         policies = next((each for each in callbacks if isinstance(each, GradientPolicies)), None)
         if policies is None:
             return
         self._policies, self._running, self._rank = policies, True, trainer.global_rank
         if policies.freezer is not None:
+            if any(hasattr(parameter, "ds_id") for parameter in policies.freezer.parameters.values()):
+                raise PolicyError(
+                    "callbacks.audit: DeepSpeed's stage 3 keeps no whole weights to compare; leave the audit "
+                    "out, or use stage 1 or 2"
+                )
             seed = self.seed + trainer.global_rank
             self._frozen = FrozenEntries(
                 policies.freezer, entries=self.entries, every=self.every, seed=seed, report=self._report

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.launch.config import Settings
@@ -104,6 +105,9 @@ def build_trainer(
         record: The record of the run.
         others: Further callbacks.
         resumed: The checkpoint from which training continues; None for a new run.
+
+    Raises:
+        PolicyError: If the strategy is DeepSpeed's.
     """
     node = dict(settings.trainer)
     saves = node.get("enable_checkpointing") is not False and not node.get("fast_dev_run")
@@ -135,7 +139,7 @@ def build_trainer(
         *([SaveOnPreemption()] if saves else []),
     ]
     plugins = build_plugins(node.pop("plugins", None))
-    return build(
+    trainer: Trainer = build(
         node,
         "trainer",
         Trainer,
@@ -143,6 +147,13 @@ def build_trainer(
         logger=list(loggers.values()) or False,
         plugins=plugins,
     )
+    if isinstance(trainer.strategy, DeepSpeedStrategy):
+        raise PolicyError(
+            "trainer.strategy: DeepSpeed writes directories, which a run cannot check and resume from; use "
+            "trainer=zero1 (sharded optimizer state) or trainer=fsdp2 (everything sharded), or give "
+            "gradpolicy.GradientPolicies to a Trainer of your own"
+        )
+    return trainer
 
 
 def build_plugins(nodes: Any) -> list[Any]:

@@ -174,7 +174,8 @@ class ExactResume(Callback):
                     f" {CANNOT_RESUME}"
                 )
         for optimizer in trainer.optimizers:
-            lacking = optimizer.defaults.keys() - optimizer.param_groups[0].keys()
+            # DeepSpeed's optimizer has no defaults, and checks this by itself.
+            lacking = getattr(optimizer, "defaults", {}).keys() - optimizer.param_groups[0].keys()
             if lacking:
                 raise PolicyError(
                     f"{KEY}: {trainer.ckpt_path} is of another optimizer than this run's, which needs"

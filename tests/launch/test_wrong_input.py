@@ -8,6 +8,7 @@ from pathlib import Path
 from urllib.error import URLError
 
 import pytest
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gradpolicy.launch.run_directory import LOCK
@@ -171,6 +172,14 @@ def test_a_metric_that_no_one_logs_is_named_with_the_nearest(train) -> None:
     assert ended.code == 2
     assert ended.message.startswith("callbacks.model_checkpoint.monitor: 'val/acuracy' is not logged")
     assert "val/accuracy" in ended.message
+
+
+def test_deepspeed_is_refused_before_the_run_starts(train, monkeypatch: pytest.MonkeyPatch) -> None:
+    # In its place, since importing DeepSpeed takes seconds.
+    monkeypatch.setattr("gradpolicy.launch.trainer.DeepSpeedStrategy", SingleDeviceStrategy)
+    message = train("trainer=cpu", "extras.plan=false").refusal
+    assert message.startswith("trainer.strategy: DeepSpeed writes directories")
+    assert "trainer=fsdp2" in message
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import json
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -14,11 +15,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
-from process_pool import ProcessPool, here
+from process_pool import ProcessPool, RemoteError, here
 from runs import Network, data, policies
 from torch import Tensor, distributed, nn
 
 import gradpolicy as gp
+from gradpolicy.insight.audit import Audit
+from gradpolicy.lightning.resume import ExactResume
 
 INSTALLED = importlib.util.find_spec("deepspeed") is not None
 pytestmark = [
@@ -194,6 +197,16 @@ def evaluate_stage_3(folder: str) -> tuple[list[float], str]:
     return [*found, metrics["test/loss"]], str(error.value)
 
 
+def audit(stage: int, folder: str) -> tuple[int, int]:
+    """Train with an audit of all entries, and with exact resume; return its intervals and differences."""
+    trainer, _ = make_trainer(stage, policies(*KINDS[2]), folder, max_epochs=2)
+    trainer.callbacks += [ExactResume(), Audit(folder, entries=None, every=1)]  # type: ignore[attr-defined]
+    trainer.fit(WithATest(), batches(stage))
+    trainer.strategy.barrier()
+    found = json.loads((Path(folder) / "audit.json").read_text())
+    return found["intervals"], found["changed"]
+
+
 def refused(folder: str) -> str:
     """What is said to a source that reads gradients."""
     trainer, _ = make_trainer(1, {"some": gp.Freeze(gp.masks.TopK(0.5))}, folder)
@@ -259,6 +272,27 @@ def test_stage_3_evaluates_what_fit_ended_with_and_a_converted_checkpoint(
         assert found == pytest.approx([wanted] * 2, abs=1e-6)
         # DeepSpeed 0.19.8, also without policies; docs/integrations/deepspeed.md says what to do.
         assert "_restore_from_bit16_weights" in message
+
+
+@pytest.mark.supports("audit", loop="lightning", processes="deepspeed")
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_audit_finds_no_frozen_entry_changed(ranks: ProcessPool, tmp_path: Path, stage: int) -> None:
+    for intervals, changed in ranks(audit, stage, str(tmp_path)):
+        assert intervals > 0
+        assert changed == 0
+
+
+@pytest.mark.supports(
+    "audit",
+    loop="lightning",
+    processes="deepspeed",
+    no="stage 3 of DeepSpeed keeps no whole weights",
+)
+@pytest.mark.slow
+def test_the_audit_is_refused_in_stage_3(ranks: ProcessPool, tmp_path: Path) -> None:
+    with pytest.raises(RemoteError, match=r"PolicyError: callbacks\.audit: DeepSpeed's stage 3"):
+        ranks(audit, 3, str(tmp_path))
 
 
 @pytest.mark.supports(
