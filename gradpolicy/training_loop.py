@@ -208,7 +208,8 @@ class _Loop(TrainingPolicies):
             self._hooks.append(each.register_step_pre_hook(self._before_step))
         # Everything that trains must require a gradient before DistributedDataParallel is created.
         alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
-        toggles = toggle_requires_grad and (alone or self._ddp is not None) and len(wrapped) == 1
+        reduced = alone or self._ddp is not None or any(each.allows_unused for each in wrapped)
+        toggles = toggle_requires_grad and reduced and len(wrapped) == 1
         self._install_freeze(self.model, wrapped, toggle_requires_grad=toggles)
         if self.freezer is not None:
             # Hooks of sharded parameters are not called.

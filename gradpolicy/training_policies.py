@@ -161,16 +161,20 @@ class TrainingPolicies:
         self._hook_steps()
         return wrapped
 
-    def _install_in_engine(self, model: nn.Module, optimizer: Any) -> None:
+    def _install_in_engine(
+        self, model: nn.Module, optimizer: Any, *, toggle_requires_grad: bool = True
+    ) -> None:
         """Install freeze policies in DeepSpeed's engine, which clips and steps by itself.
 
         Args:
             model: The model in the engine.
             optimizer: The engine's ``gradpolicy.integrations.deepspeed.PartitionedOptimizer``.
+            toggle_requires_grad: As Freezer's; the engine must allow it too.
         """
         self._partitioned = optimizer
+        toggles = toggle_requires_grad and optimizer.allows_unused
         with optimizer.whole_parameters(values=True):
-            self._install_freeze(model, [optimizer], toggle_requires_grad=False)
+            self._install_freeze(model, [optimizer], toggle_requires_grad=toggles)
         freezer = self.freezer
         assert freezer is not None
         freezer.scales_gradients = False

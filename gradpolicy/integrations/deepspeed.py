@@ -63,7 +63,8 @@ def training(
     named = name_policies(policies)
     optimizer = partitioned(engine, named)
     scaler: Any = SimpleNamespace(get_scale=lambda: optimizer.zero.loss_scale)
-    settings = {"steps_per_epoch": steps_per_epoch, "scaler": scaler, "toggle_requires_grad": False}
+    toggles = optimizer.allows_unused
+    settings = {"steps_per_epoch": steps_per_epoch, "scaler": scaler, "toggle_requires_grad": toggles}
     try:
         with ExitStack() as stack:
             with optimizer.whole_parameters(values=True):
@@ -149,6 +150,11 @@ class PartitionedOptimizer(MaskedOptimizer):
         self.zero.step = self.step
         self._engine: Any = engine
         self._engine.load_checkpoint = partial(_load_checkpoint, engine.load_checkpoint)
+
+    @property
+    def allows_unused(self) -> bool:  # type: ignore[override]
+        """True if frozen parameters need no gradient; stage 3 would use that of an earlier step."""
+        return not _is_stage_3(self.zero) and self.zero.ignore_unused_parameters
 
     def hook_gradients(self) -> None:
         """Zero the gradients of frozen entries from now on, after hooks that need them as they were."""

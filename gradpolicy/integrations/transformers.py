@@ -156,15 +156,15 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         self._trainer = trainer
         self._install_flow(model)
         optimizer = innermost(prepared)
+        # Code would be recompiled each time requires_grad changes, and reentrant recomputation gives no
+        # gradient if its input needs none.
+        toggles = not (is_compiled_module(wrapped) or _recomputes_reentrantly(model))
         if self.optimizer_policies and _is_deepspeed(trainer):
             from gradpolicy.integrations.deepspeed import partitioned  # importing DeepSpeed takes seconds
 
             optimizer = partitioned(wrapped, self.policies)
-            self._install_in_engine(model, optimizer)
+            self._install_in_engine(model, optimizer, toggle_requires_grad=toggles)
         elif self.optimizer_policies:
-            # Code would be recompiled each time requires_grad changes, and reentrant recomputation gives no
-            # gradient if its input needs none.
-            toggles = not (is_compiled_module(wrapped) or _recomputes_reentrantly(model))
             (optimizer,) = self._install_freeze(model, [optimizer], toggle_requires_grad=toggles)
             put_inside(prepared, optimizer)
         self._check_installed(model, [optimizer])

@@ -89,6 +89,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
         tensor([1., 1.])
     """
 
+    # True if an engine reduces the gradients, and frozen parameters need not have any.
+    allows_unused = False
     _kinds: ClassVar[list[type[MaskedOptimizer]]] = []
 
     def __init_subclass__(cls, **options: Any) -> None:

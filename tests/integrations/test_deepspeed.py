@@ -222,6 +222,23 @@ def refused(case: str, folder: str) -> str:
     return str(error.value)
 
 
+def with_gradients(stage: int) -> list[set[str]]:
+    """The parameters for which the backward pass of each update computes a gradient; all thaw at the second."""
+    from gradpolicy.integrations.deepspeed import training
+
+    found: list[set[str]] = []
+    engine = engine_for(stage, micro_batches=1)
+    head = gp.Freeze(gp.masks.Fixed(["6.*"]), when=gp.When(stop=1))
+    with training(engine, [head]) as optimizer:
+        for name, parameter in engine.module.named_parameters():
+            if not name.startswith("2."):
+                parameter.register_hook(lambda _, name=name: found[-1].add(name))
+        for step in range(2):
+            found.append(set())
+            train(engine, optimizer, range(step, step + 1))
+    return found
+
+
 # --- tests
 
 
@@ -274,6 +291,13 @@ def test_settings_that_move_parameters_change_nothing(
 ) -> None:
     (first, _), _ = ranks(trained, stage, "zero", None, "", setting)
     torch.testing.assert_close(first, on_one_process("zero"), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_backward_pass_ends_at_frozen_layers_but_in_stage_3(ranks: ProcessPool, stage: int) -> None:
+    head = {"6.weight", "6.bias"}
+    everything = head | {"0.weight", "0.bias", "4.weight", "4.bias"}
+    assert ranks(with_gradients, stage) == [[everything if stage == 3 else head, everything]] * 2
 
 
 def test_stage_3_gathers_parameters_only_when_a_source_reads_them(ranks: ProcessPool) -> None:
