@@ -223,7 +223,7 @@ def refused(case: str, folder: str) -> str:
 
 
 def with_gradients(stage: int) -> list[set[str]]:
-    """The parameters for which the backward pass of each update computes a gradient; all thaw at the second."""
+    """The parameters of which each update computes a gradient; all thaw at the second."""
     from gradpolicy.integrations.deepspeed import training
 
     found: list[set[str]] = []
