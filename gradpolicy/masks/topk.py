@@ -25,6 +25,7 @@ from gradpolicy.masks.selection import (
     kept_count,
     marks_of_highest,
 )
+from gradpolicy.schedules import Constant
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.tensors.packed_mask import pack, unpack
 from gradpolicy.tensors.pattern import pattern_of
@@ -133,6 +134,8 @@ class TopK(GradientSource):
         self.statistics = [each for each in asks if each in STATISTICS]
         self.needs_gradients = self.score.batches is None and any(each in GATHERED for each in asks)
         self._masks: dict[str, Mask] = {}
+        # The marks of the next choice, as bits, if it is already made.
+        self._next: dict[str, Tensor] = {}
         self._initial: dict[str, Tensor] = {}
         self._norms: ActivationNorms | None = None
         self._to_rewind = False
@@ -143,7 +146,7 @@ class TopK(GradientSource):
         """Copy the initial weights, and register hooks on layers, if the score needs them."""
         super().prepare()
         self._masks = dict.fromkeys(self.parameters, self.before == "train")
-        self._initial = {}
+        self._next, self._initial = {}, {}
         self._to_rewind = False
         if self._pattern is not None:
             for name, parameter in self.parameters.items():
@@ -170,9 +173,31 @@ class TopK(GradientSource):
         if self.overdue(step, epoch):
             self._to_rewind = self.rewind and self.decided < 0
             changed = self.timetable.begins(self.period(step, epoch))
-            self._masks = self._choose(density_at(self.density, changed))
+            marks = self._next or self._choose(density_at(self.density, changed))
+            self._masks = {name: self._as_mask(name, marks.pop(name)) for name in self.parameters}
             self.decide(step, epoch)
         return self._masks
+
+    @torch.no_grad()
+    def observe(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add the gradients of an effective step, or choose by them at once, if they are a whole window.
+
+        The choice then needs no copy of the gradients. It sees weights as they are before the update.
+        """
+        a_window = self.window == 1 and self.timetable.unit == "step"
+        whole = a_window and gradients.keys() == self.parameters.keys()
+        if not whole or not isinstance(self.density, Constant):
+            super().observe(gradients)
+            return
+        self.sums = {
+            statistic: {
+                name: STATISTICS[statistic](self.parameters[name].detach(), wide(gradient))
+                for name, gradient in gradients.items()
+            }
+            for statistic in self.statistics
+        }
+        self._next = self._choose(self.density.value)
+        self.sums, self.steps = {}, 1
 
     @property
     def resets_state(self) -> bool:
@@ -202,7 +227,8 @@ class TopK(GradientSource):
         if self.needs_gradients:
             self.observe_more(gradients)
         self._most_batches = 1
-        return self._choose(density_at(self.density, self.timetable.start))
+        marks = self._choose(density_at(self.density, self.timetable.start))
+        return {name: self._as_mask(name, marks[name]) for name in self.parameters}
 
     def describe(self) -> dict[str, Any]:
         """Return the arguments, without the default of ``largest``."""
@@ -210,10 +236,12 @@ class TopK(GradientSource):
         return {key: value for key, value in described.items() if (key, value) != ("largest", True)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the masks, the sums, and w₀ if it is needed."""
+        """Return the masks, the next choice, the sums, and w₀ if it is needed."""
+        masks, marks = dict(self._masks), dict(self._next)
         initial = {name: full_tensor(weight) for name, weight in self._initial.items()}
         squares = dict(self._norms.squares) if self._norms is not None else {}
-        return {**super().state_dict(), "masks": dict(self._masks), "initial": initial, "squares": squares}
+        own = {"masks": masks, "next": marks, "initial": initial, "squares": squares}
+        return {**super().state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`."""
@@ -222,6 +250,7 @@ class TopK(GradientSource):
             name: mask.to(self.parameters[name].device) if isinstance(mask, Tensor) else mask
             for name, mask in state["masks"].items()
         }
+        self._next = {name: marks.to(self.parameters[name].device) for name, marks in state["next"].items()}
         if self._norms is not None:
             squares = state["squares"].items()
             self._norms.squares = {name: each.to(self.parameters[name].device) for name, each in squares}
@@ -229,7 +258,8 @@ class TopK(GradientSource):
             name: shard_like(weight, self.parameters[name]) for name, weight in state["initial"].items()
         }
 
-    def _choose(self, density: float) -> dict[str, Mask]:
+    def _choose(self, density: float) -> dict[str, Tensor]:
+        """Return the marks of the chosen units of each parameter as bits."""
         if self.score.batches is not None and self.model is not None:
             batches = itertools.islice(self.score.batches, self._most_batches)
             self.sums = sums_over_loader(self.model, self.parameters, self.score, batches)
@@ -252,12 +282,11 @@ class TopK(GradientSource):
                 else marks_of_highest(parts, kept_count(density, total), total, dtype)
             )
             for name, marks in found:
-                # As bits, if computing the next scores takes much memory.
-                chosen[name] = torch.cat(marks) if self.score.by_rows else pack(torch.cat(marks))
+                chosen[name] = pack(torch.cat(marks))
                 # Free the memory of sums that are no longer needed.
                 for sums in self.sums.values():
                     sums.pop(name, None)
-        return {name: self._as_mask(name, chosen.pop(name)) for name in self.parameters}
+        return chosen
 
     def _scopes(self) -> list[list[str]]:
         """Return the names of the parameters that are compared with each other."""
@@ -277,7 +306,7 @@ class TopK(GradientSource):
 
     def _as_mask(self, name: str, marks: Tensor) -> Mask:
         shape, own = tuple(self.parameters[name].shape), self._shape(name)
-        marks = (marks if self.score.by_rows else unpack(marks, math.prod(own))).reshape(own)
+        marks = unpack(marks, math.prod(own)).reshape(own)
         if self.level == "tensor":
             return bool(marks)
         return marks if self._pattern is None else self._pattern.spread(marks, shape)

@@ -83,12 +83,12 @@ def training_memory() -> list[Row]:
     full = apart(_peak_of_training, None)
     return [
         {
-            "what": f"TopK, before={before!r}, 10% of entries: peak of a training, of full training's",
-            "ratio": apart(_peak_of_training, {"before": before}) / full,
+            "what": f"TopK, {before=}, {window=}, 10% of entries: peak of a training, of full training's",
+            "ratio": apart(_peak_of_training, {"before": before, "window": window}) / full,
             "target": 1.0,
             "unit": "bytes",
         }
-        for before in ("train", "freeze")
+        for before, window in (("train", 1), ("train", 2), ("freeze", 1))
     ]
 
 

@@ -141,6 +141,20 @@ def test_a_step_with_a_gradient_that_is_not_finite_does_not_count(
     assert torch.equal(*choices)
 
 
+def test_a_window_of_one_step_keeps_a_choice_and_no_copy_of_the_gradients(prepared, weights) -> None:
+    gradients = gradients_like(weights, 0)
+    source, resumed = (prepared(gp.masks.TopK(0.25, by="snip"), weights) for _ in range(2))
+    source.observe(gradients)
+    state = copy.deepcopy(source.state_dict())
+    assert state["sums"] == {}
+    resumed.load_state_dict(state)
+    scores = {name: (weights[name] * gradients[name]).abs() for name in weights}
+    least = torch.cat([score.flatten() for score in scores.values()]).sort().values[-10]
+    for each in (source, resumed):
+        masks = each.masks(1, 0)
+        assert all(torch.equal(masks[name], scores[name] >= least) for name in weights)
+
+
 def test_half_precision_gradients_are_summed_in_float32(prepared) -> None:
     weights = {"w": torch.zeros(3, dtype=torch.bfloat16)}
     source = prepared(gp.masks.TopK(0.4, window=300), weights)
