@@ -1,21 +1,36 @@
-"""What all tests share: one thread, a seed, a small model and a small trainer; and which cases are slow."""
+"""What all tests share: one thread, a seed, a small model and a small trainer; and which cases are slow.
 
+torch and Lightning are imported by the fixtures, since the process that starts the workers needs neither.
+"""
+
+from __future__ import annotations
+
+import gc
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
-import gradpolicy as gp
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from torch import Tensor
+    from torch.utils.data import DataLoader
+
+    from tests.models import Stack, TwoLayers
 
 pytest_plugins = ["tests.support_matrix"]
 
-torch.set_num_threads(1)
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Leave the many objects that imports make, and that stay, out of garbage collection."""
+    gc.disable()
+    collected = yield
+    gc.freeze()
+    gc.enable()
+    return collected
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -35,45 +50,32 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
             cases[test] += 1
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
+    import torch
+
     torch.manual_seed(0)
-
-
-class TwoLayers(LightningModule):
-    """A trunk with a rounding activation, and a head; trained to tell two classes apart."""
-
-    def __init__(self, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> None:
-        super().__init__()
-        self.trunk = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8))
-        self.head = nn.Linear(8, 2)
-        self.optimizer = optimizer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.round(self.trunk(x) * 4) / 4)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
-        self.log("train/loss", loss)
-        return loss
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.log("val/loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
-
-    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.log("test/loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.optimizer(self.parameters(), lr=0.05)
 
 
 @pytest.fixture
 def two_layers() -> TwoLayers:
+    from tests.models import TwoLayers
+
     return TwoLayers()
 
 
 @pytest.fixture
 def loader() -> DataLoader:
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(32, 4, generator=generator)
     return DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8)
@@ -82,6 +84,7 @@ def loader() -> DataLoader:
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
     """Makes a quiet trainer on the CPU; keyword arguments as Trainer's."""
+    from lightning.pytorch import Trainer
 
     def make(**settings: Any) -> Trainer:
         defaults: dict[str, Any] = {
@@ -100,30 +103,20 @@ def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
     return make
 
 
-class Stack(nn.Module):
-    """An embedding, four numbered blocks, a head."""
-
-    def __init__(self, blocks: int = 4, width: int = 4) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(6, width)
-        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
-        self.head = nn.Linear(width, 3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return self.head(x)
-
-
 @pytest.fixture
 def stack() -> Stack:
+    from tests.models import Stack
+
     return Stack()
 
 
 @pytest.fixture
 def moves() -> Callable[..., list[float]]:
     """Tells how far SGD at the rate 1 moves a weight in each step, for a gradient of 1."""
+    import torch
+    from torch import nn
+
+    import gradpolicy as gp
 
     def of(policies: Any, steps: int = 6, halves: bool = False, **settings: Any) -> list[float]:
         """Keyword arguments as training's; a scheduler may halve the rate after each step."""
@@ -147,4 +140,6 @@ def moves() -> Callable[..., list[float]]:
 
 @pytest.fixture
 def tokens() -> Tensor:
+    import torch
+
     return torch.arange(24).reshape(4, 6) % 6

@@ -1,6 +1,5 @@
 """The small BERT, its training under Hugging Face's Trainer, and processes joined by a process group."""
 
-import gc
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,8 +24,6 @@ __all__ = ["pair", "pools"]
 @pytest.fixture(autouse=True)
 def _accelerate_as_new() -> Iterator[None]:
     """Accelerate keeps precision and processes for the whole program."""
-    # The Trainer collects garbage: what the imports have made need not be gone through each time.
-    gc.freeze()
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
 

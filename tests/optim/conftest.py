@@ -6,11 +6,6 @@ from gradpolicy.optim.kernels import native
 KERNELS = ("native", "reference")
 
 
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
-
-
 GPU = pytest.param(
     "gpu",
     marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
