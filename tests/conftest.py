@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 pytest_plugins = ["tests.support_matrix"]
 
-# A loop of DTensor.full_tensor on two gloo ranks, with torch 2.13 alone, corrupts the heap of a rank about once
-# in 500,000 calls. So a test of which a rank died is run once more, and counted as a rerun. Only tests with
-# ranks have the mark: by its plugin a worker asks the process that started it, which takes 40 ms a test.
+# A loop of DTensor.full_tensor on two gloo ranks, with torch 2.13 alone, corrupts the heap of a rank about
+# once in 500,000 calls. So a test of which a rank died is run once more, and counted as a rerun. Only tests
+# with ranks have the mark: its plugin lets a worker ask the process that started it, 40 ms a test.
 ON_RANKS = {"pair", "pools", "ranks", "rank"}
 RUN_AGAIN = pytest.mark.flaky(reruns=1, only_rerun="the process died")
 
