@@ -35,16 +35,12 @@ each_card = pytest.mark.parametrize(
 
 @pytest.mark.filterwarnings("error::UserWarning")
 @each_card
-def test_the_python_runs_as_it_stands(card: Path) -> None:
-    code = blocks(card, "python")
+def test_the_python_runs_as_it_stands_and_the_yaml_makes_policies(card: Path) -> None:
+    code, texts = blocks(card, "python"), blocks(card, "yaml")
     assert code
-    exec(compile("\n".join(code), card.name, "exec"), {"__name__": "card"})
-
-
-@each_card
-def test_the_yaml_makes_policies(card: Path) -> None:
-    texts = blocks(card, "yaml")
     assert texts
+    # The rules that it registers are named in the YAML.
+    exec(compile("\n".join(code), card.name, "exec"), {"__name__": "card"})
     for content in map(yaml.safe_load, texts):
         if "_target_" in content:
             continue  # a model with a rule as its argument
