@@ -3,13 +3,16 @@
 import pytest
 import torch
 
-from .conftest import CONF, QUICK
+from .conftest import CONF, QUICK, Ended
 
 # What a config needs beside itself stands in one of its lines.
 NEEDS = "# Goes with:"
 TESTED_ELSEWHERE = {"trainer=ddp_sim"}
-# Groups of many files, of which the quick tests use several elsewhere.
-SLOW = ("debug", "experiment", "model", "policy")
+# What the quick tests use of several groups at once.
+TOGETHER = (
+    "audit=full callbacks=costs data=digits logger=many optimizer=adam paths=default trainer=fsdp2",
+    "callbacks=early_stopping logger=wandb sweep=learning_rate",
+)
 DATA = CONF.parents[1] / "shared/data"
 
 
@@ -36,35 +39,47 @@ def needs_gpu(choice: str) -> bool:
     return "accelerator: gpu" in (CONF / group / f"{name}.yaml").read_text()
 
 
-@pytest.mark.mostly_slow
-@pytest.mark.filterwarnings(
+ignored = pytest.mark.filterwarnings(
     "ignore:optimized_metric.* was not logged",
     "ignore:callbacks.initial_weights.path names no checkpoint",
     "ignore:You requested to overfit",
     "ignore:The ``noload`` loader strategy",
 )
-@pytest.mark.parametrize(
-    "choice",
-    [
-        pytest.param(choice, marks=[pytest.mark.slow] if choice.startswith(SLOW) else [])
-        for choice in choices()
-    ],
-)
+
+
+def run_under(train, choices: list[str]) -> Ended:
+    groups = [choice.partition("=")[0] for choice in choices]
+    quick = [line for line in QUICK if line.partition("=")[0] not in groups]
+    needs = [need for choice in choices for need in needs_of(choice)]
+    return train(*quick, *needs, f"paths.data_dir={DATA}", *choices, quick=False)
+
+
+def assert_trained(ended: Ended) -> None:
+    assert ended.code == 0, ended.err
+    runs = [*ended.folder.glob("*/runs/*"), *ended.folder.glob("*/sweeps/*/*/config.yaml")]
+    assert len(runs) >= 1
+
+
+@ignored
+@pytest.mark.parametrize("choices", TOGETHER)
+def test_two_steps_under_configs_of_several_groups(train, choices: str) -> None:
+    assert_trained(run_under(train, choices.split()))
+
+
+@ignored
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", choices())
 def test_two_steps_under(train, choice: str) -> None:
     if needs_gpu(choice) and not torch.cuda.is_available():
         ended = train(choice, "trainer.accelerator=gpu")
         assert (ended.code, ended.left_nothing) == (2, True)
         assert ended.message.startswith("trainer.accelerator: ")
         return
-    own_group = choice.partition("=")[0]
-    quick = [line for line in QUICK if line.partition("=")[0] != own_group]
-    ended = train(*quick, *needs_of(choice), f"paths.data_dir={DATA}", choice, quick=False)
+    ended = run_under(train, [choice])
     if ended.code and "data_dir" in ended.message and not DATA.is_dir():
         assert (ended.code, ended.left_nothing) == (2, True)
         return
-    assert ended.code == 0, ended.err
-    runs = [*ended.folder.glob("*/runs/*"), *ended.folder.glob("*/sweeps/*/*/config.yaml")]
-    assert len(runs) >= 1
+    assert_trained(ended)
 
 
 def test_every_config_says_at_its_beginning_what_it_is_or_is_one_class() -> None:
