@@ -3,9 +3,6 @@
 import os
 import signal
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 from sharded import SAVED_AT, make_policies, prepared, shard_with_accelerate, train
 

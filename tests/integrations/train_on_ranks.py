@@ -5,11 +5,8 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import Trainer, TrainingArguments
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from small_bert import ddp_policies, make_bert, make_data
+from transformers import Trainer, TrainingArguments
 
 from gradpolicy.integrations.transformers import GradientPoliciesCallback
 
