@@ -25,7 +25,7 @@ pytest_plugins = ["tests.support_matrix"]
 # A loop of DTensor.full_tensor on two gloo ranks, with torch 2.13 alone, corrupts the heap of a rank about
 # once in 500,000 calls. So a test of which a rank died is run once more, and counted as a rerun. Only tests
 # with ranks have the mark: its plugin lets a worker ask the process that started it, 40 ms a test.
-ON_RANKS = {"pair", "pools", "ranks", "rank"}
+ON_RANKS = {"pair", "pools", "ranks"}
 RUN_AGAIN = pytest.mark.flaky(reruns=1, only_rerun="the process died")
 
 

@@ -1,6 +1,5 @@
 """The small BERT, its training under Hugging Face's Trainer, and processes joined by a process group."""
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,17 +7,14 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from deepspeed_ranks import gpu, ranks
+from pool_fixtures import pair, pools
+from small_bert import make_bert, make_data
 from transformers import BertForSequenceClassification, Trainer, TrainingArguments
 
 from gradpolicy.integrations.transformers import GradientPoliciesCallback
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-sys.path.insert(0, str(Path(__file__).parent))
-
-from pool_fixtures import pair, pools
-from small_bert import make_bert, make_data
-
-__all__ = ["pair", "pools"]
+__all__ = ["gpu", "pair", "pools", "ranks"]
 
 
 @pytest.fixture(autouse=True)

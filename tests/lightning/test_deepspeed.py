@@ -1,16 +1,12 @@
 """Policies under Lightning's DeepSpeedStrategy: ranks train what one process trains, and frozen bits stay."""
 
-import functools
-import importlib.util
 import json
-import os
-from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed_ranks import NEEDS_DEEPSPEED, ON_GPU, use_deepspeed_on_cpus, whole_weights
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -23,34 +19,16 @@ import gradpolicy as gp
 from gradpolicy.insight.audit import Audit
 from gradpolicy.lightning.resume import ExactResume
 
-INSTALLED = importlib.util.find_spec("deepspeed") is not None
 pytestmark = [
-    pytest.mark.skipif(not INSTALLED, reason="deepspeed is not installed"),
+    NEEDS_DEEPSPEED,
     pytest.mark.xdist_group("deepspeed"),
 ]
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-# Importing DeepSpeed takes seconds, and a minute on a busy machine.
-PATIENCE = 300.0
 EPOCHS, SAVED_AT, UPDATES = 4, 2, 8
 # The policies of each stage, with the frozen state.
 KINDS = {1: ("rows", "drop"), 2: ("all kinds", "zero"), 3: ("layers", "keep")}
 mostly_slow = pytest.mark.parametrize(
     "stage", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))]
 )
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[ProcessPool]:
-    """Two processes joined by gloo."""
-    with ProcessPool(2, "gloo") as pool:
-        yield functools.partial(pool, timeout=PATIENCE)  # type: ignore[misc]
-
-
-@pytest.fixture(scope="module")
-def gpu() -> Iterator[ProcessPool]:
-    """One process with a GPU."""
-    with ProcessPool(1, "nccl") as pool:
-        yield functools.partial(pool, timeout=PATIENCE)  # type: ignore[misc]
 
 
 # --- what runs on the ranks
@@ -74,11 +52,7 @@ def strategy_for(stage: int) -> Any:
         return "auto"
     if here().type == "cuda":
         return DeepSpeedStrategy(stage=stage)
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
-
-    # What it would compile for the CPU takes minutes; gloo does as well.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    use_deepspeed_on_cpus()
     return OnCPUs(stage=stage, sub_group_size=100)
 
 
@@ -89,18 +63,6 @@ class WithATest(Network):
         )
 
 
-def weights(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of the whole weights."""
-    parameters = dict(module.named_parameters())
-    whole: Any = nullcontext()
-    if any(hasattr(parameter, "ds_id") for parameter in parameters.values()):
-        from deepspeed.runtime.zero import GatheredParameters
-
-        whole = GatheredParameters(list(parameters.values()))
-    with whole:
-        return {name: parameter.detach().clone() for name, parameter in parameters.items()}
-
-
 class Watch(Callback):
     """Counts the frozen entries that updates have changed, and keeps what a run ends with."""
 
@@ -108,16 +70,16 @@ class Watch(Callback):
         self.policies, self.moved = policies, 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        self.before = weights(pl_module)
+        self.before = whole_weights(pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        after, (optimizer,) = weights(pl_module), self.policies.masked_optimizers
+        after, (optimizer,) = whole_weights(pl_module), self.policies.masked_optimizers
         for name, parameter in pl_module.named_parameters():
             frozen = ~optimizer.get_mask(parameter).expand(after[name].shape)
             self.moved += int(((after[name] != self.before[name]) & frozen).sum())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.after, (optimizer,) = weights(pl_module), self.policies.masked_optimizers
+        self.after, (optimizer,) = whole_weights(pl_module), self.policies.masked_optimizers
         self.updates = optimizer.effective_steps
 
 
