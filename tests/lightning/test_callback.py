@@ -18,7 +18,7 @@ import gradpolicy as gp
 from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.measurements import Measurements, summary
 from gradpolicy.planning.plan import training_loss
-from tests.models import TwoLayers
+from tests.fixtures import TwoLayers
 
 
 class Recorder(Callback):

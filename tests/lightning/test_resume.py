@@ -30,7 +30,7 @@ from gradpolicy.lightning.resume import (
     set_random_states,
 )
 from gradpolicy.tasks.loading import DataModule, TensorRows
-from tests.models import TwoLayers
+from tests.fixtures import TwoLayers
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 
