@@ -17,7 +17,6 @@ from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoi
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
@@ -198,14 +197,21 @@ def plain(numbers: dict[str, Any], averages: bool) -> dict[str, Any]:
     return {name: number if averages or name not in AVERAGES else "" for name, number in numbers.items()}
 
 
-def content(checkpoint: Path, averages: bool = True) -> list[tuple[str, Any]]:
+def content(checkpoint: Path, averages: bool = True) -> dict[str, Any]:
     """Everything that is in a checkpoint, perhaps but for what was logged."""
     saved = torch.load(checkpoint, weights_only=True)
     for state in saved[ExactResume.KEY] if not averages else ():
         state |= dict.fromkeys(("metrics", "row", "ended_epoch"))
-    leaves, _ = tree_flatten_with_path(saved)
-    flat = tree_map_only(Tensor, lambda tensor: (tensor.dtype, tensor.tolist()), leaves)
-    return [(keystr(place), leaf) for place, leaf in flat]
+    return comparable(saved)
+
+
+def comparable(saved: Any) -> Any:
+    """What was saved, with lists for tensors."""
+    if isinstance(saved, Tensor):
+        return saved.dtype, saved.tolist()
+    if isinstance(saved, dict):
+        return {key: comparable(value) for key, value in saved.items()}
+    return list(map(comparable, saved)) if isinstance(saved, list | tuple) else saved
 
 
 def log(folder: Path) -> list[dict[str, str]]:
