@@ -207,6 +207,8 @@ class PartitionedOptimizer(MaskedOptimizer):
 
     def _masked_gradient(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
         """Return a gradient of which frozen entries are 0."""
+        if self._masks.get(parameter) is False:
+            return torch.zeros_like(gradient)
         return torch.where(self.get_mask(parameter), gradient, 0) if parameter in self._masks else None
 
     def set_settings(self, settings: Mapping[Tensor, Mapping[str, Any]]) -> None:
