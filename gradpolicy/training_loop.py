@@ -208,8 +208,9 @@ class _Loop(TrainingPolicies):
             self._hooks.append(each.register_step_pre_hook(self._before_step))
         # Everything that trains must require a gradient before DistributedDataParallel is created.
         alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
-        reduced = alone or self._ddp is not None or any(each.allows_unused for each in wrapped)
-        toggles = toggle_requires_grad and reduced and len(wrapped) == 1
+        held = [p for each in wrapped for group in each.param_groups for p in group["params"]]
+        engine = self._ddp is not None or all(map(is_sharded, held)) or wrapped[0].allows_unused
+        toggles = toggle_requires_grad and (alone or engine) and len(wrapped) == 1
         self._install_freeze(self.model, wrapped, toggle_requires_grad=toggles)
         if self.freezer is not None:
             # Hooks of sharded parameters are not called.
@@ -331,7 +332,9 @@ class _Loop(TrainingPolicies):
     @torch.compiler.disable
     def _mask_gradient(self, parameter: Tensor) -> None:
         """Zero the frozen entries of a gradient, unless new masks may be set before the step."""
-        if parameter not in self._wanted and not self._stepped:
+        if self.freezer is not None and parameter in self.freezer.dropped:
+            parameter.grad = None
+        elif parameter not in self._wanted and not self._stepped:
             self._owner[parameter].mask_gradient(parameter)
 
     @torch.compiler.disable

@@ -64,6 +64,8 @@ class Freezer:
         observers: Objects that are called when masks change.
         scales_gradients: True if :meth:`observe` scales gradients for sources with a gradient scale, False if
             :meth:`take_gradient` does.
+        dropped: Parameters whose gradients are computed in this step, but dropped like those of steps in
+            which ``requires_grad`` is disabled.
 
     Raises:
         PolicyError: If a pattern matches nothing, no optimizer has the matched parameters, two policies have
@@ -88,6 +90,9 @@ class Freezer:
         self._hook_scales: Mapping[str, float] = {}
         self._seed, self._model = seed, model
         self._requires_grad = RequiresGrad(model)
+        self.dropped: set[Tensor] = set()
+        # FSDP2's first pass takes the dtypes of a block from its parameters that require a gradient.
+        self._computes_all = any(map(is_sharded, model.parameters()))
         self._shard_hooks = follow_shards(model)
         self._missing = MissingGradients()
         self._still = StillModules(model)
@@ -289,6 +294,9 @@ class Freezer:
         clip or log gradients.
         """
         own = self._own[optimizer]
+        for parameter in self.dropped:
+            parameter.grad = None
+        self._computes_all = False
         if self.wanted_gradients() and _has_finite_gradients(optimizer):
             with self.forward.whole():
                 self._show_gradients(optimizer)
@@ -350,6 +358,7 @@ class Freezer:
     def keep_requires_grad(self) -> None:
         """Keep ``requires_grad`` enabled, and compute whole gradients of all parameters."""
         self.toggle_requires_grad = False
+        self.dropped = set()
         self._requires_grad.restore()
         self._compute_whole()
 
@@ -561,13 +570,15 @@ class Freezer:
     def _toggle(self, changed: bool) -> None:
         """Disable ``requires_grad`` of frozen tensors whose gradient no source needs."""
         wanted = self.wanted_gradients()
-        if changed or wanted != self._wanted:
+        if changed or wanted != self._wanted or self.dropped:
             self._wanted = wanted
             self._compute_rows(wanted)
             if not self.toggle_requires_grad:
                 return
-            frozen = {name for name, mask in self._combined.items() if mask is False}
-            self._requires_grad.turn_off(frozen - wanted)
+            idle = {name for name, mask in self._combined.items() if mask is False} - wanted
+            self.dropped = {self.parameters[name] for name in idle} if self._computes_all else set()
+            if not self._computes_all:
+                self._requires_grad.turn_off(idle)
 
     def _keep_still(self) -> None:
         """Hold the statistics of frozen modules, or put them in evaluation mode, as the policies specify."""
