@@ -353,12 +353,11 @@ def _check_choices(config: DictConfig, source: Source, overrides: list[str]) -> 
     values = {override.key_or_group: override.value() for override in parsed(overrides)}
     several = {group: value for group, value in values.items() if isinstance(value, list)}
     for group, chosen in {**config.hydra.runtime.choices, **several}.items():
-        names = [chosen] if isinstance(chosen, str) else chosen or ()
-        known = _choices(group, source)
-        for name in (name for name in names if name in known):
+        for name in [chosen] if isinstance(chosen, str) else chosen or ():
             for file in (directory / group / f"{name}.yaml" for directory in source.directories):
                 content = yaml.safe_load(file.read_text("utf-8")) if file.is_file() else None
-                if content is not None and not isinstance(content, dict):
+                # The list of choices last, since Hydra reads the config's defaults anew for each group.
+                if not (content is None or isinstance(content, dict)) and name in _choices(group, source):
                     raise PolicyError(
                         f"{group}={name}: {file.name} must hold keys and values, not {shown(content)}"
                     )
