@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
-from gradpolicy.errors import PolicyError
+from gradpolicy.errors import PolicyError, warn_user
 from gradpolicy.imports import limited_to
 from gradpolicy.insight.attribution import METHODS, Attribution, get_method, predict
 from gradpolicy.insight.pictures import Sample, picture_grid, save_overlay
@@ -197,7 +197,14 @@ def load_run(options: argparse.Namespace) -> Explained:
     batch = next(iter(subject.data.test_dataloader() or ()), None)
     if batch is None:
         raise PolicyError("ckpt_path: the run's data has no test images, by which the model's shape is known")
-    shape = ImageShape(*images_of(batch, "ckpt_path: the run's data")[0].shape[1:])
+    images = images_of(batch, "ckpt_path: the run's data")[0]
+    low, high = images.aminmax()
+    if options.images != "test" and (low < 0 or high > 1):
+        warn_user(
+            f"images: {options.images} is read as numbers from 0 to 1, and the run's test images lie between "
+            f"{low:.3g} and {high:.3g}: unless the model itself normalises its input, the maps mislead"
+        )
+    shape = ImageShape(*images.shape[1:])
     return Explained(run, subject.model, subject.data, shape, model_policies(subject.policies.values()))
 
 

@@ -77,6 +77,20 @@ def test_pictures_of_a_directory_are_brought_to_the_size_of_the_model(run: Path,
     assert written == {"grid.png", "wide.png", "tall.png"}
 
 
+def test_pictures_that_are_not_normalised_as_the_test_images_give_a_warning(
+    run: Path, photographs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = DigitsDataModule.test_dataloader
+
+    def normalised(data: DigitsDataModule) -> Any:
+        return [(4 * images - 2, labels) for images, labels in plain(data)]
+
+    monkeypatch.setattr(DigitsDataModule, "test_dataloader", normalised)
+    read = ["--ckpt_path", str(run), "--method", "gradient", "--images", str(photographs)]
+    with pytest.warns(UserWarning, match="from 0 to 1, and the run's test images lie between -2 and 2"):
+        assert main([*read, "--output", str(run / "normalised")]) == 0
+
+
 def test_several_methods_have_a_directory_each(run: Path, tmp_path: Path) -> None:
     arguments = [f"ckpt_path={run}", "method=gradient,guided_gradcam", "count=1", f"output={tmp_path}"]
     assert main(arguments) == 0
