@@ -23,7 +23,7 @@ from gradpolicy.optim.other_optimizers import (
     warn_of_putting_back,
 )
 from gradpolicy.optim.submatrix import SubmatrixState
-from gradpolicy.optim.update_rules import Group
+from gradpolicy.optim.update_rules import Group, UpdateRule
 from gradpolicy.optim.wrapped import ParameterState, Wrapped
 from gradpolicy.tensors.row_gradient import ActiveRows, RowGradient, whole_gradient
 from gradpolicy.tensors.sharding import full_tensor, is_sharded, local_shard
@@ -73,7 +73,6 @@ class MaskedParameter:
 
     Attributes:
         parameter, options: As given.
-        rule: How the optimizer moves one entry; None where no update rule describes it.
         submatrix: Which rows or columns the optimizer can step alone; None if it steps whole tensors.
         layout: The order of this process's entries in memory.
         state: Access to the optimizer's state of the parameter.
@@ -89,7 +88,7 @@ class MaskedParameter:
     def __init__(
         self, parameter: Tensor, wrapped: Wrapped, options: Options, updates: int | None = None
     ) -> None:
-        self.parameter, self.options, self.rule = parameter, options, wrapped.rule
+        self.parameter, self.options = parameter, options
         self.layout = Layout.of(parameter)
         self.submatrix = None if is_sharded(parameter) else wrapped.submatrix
         kind = ParameterState if self.submatrix is None else SubmatrixState
@@ -113,6 +112,11 @@ class MaskedParameter:
     def group(self) -> Group:
         """The parameter's param group."""
         return self.state.group
+
+    @property
+    def rule(self) -> UpdateRule | None:
+        """How the optimizer moves one entry; None where no update rule describes it."""
+        return self.state.wrapped.rule
 
     @property
     def is_full(self) -> bool:
