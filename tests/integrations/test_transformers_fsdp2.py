@@ -60,7 +60,12 @@ class Watch(TrainerCallback):
 
 
 def train_with_trainer(
-    kinds: tuple[str, str, str], folder: str, ranks: int, form: str = FORMS[1], resume: int | None = None
+    kinds: tuple[str, str, str],
+    folder: str,
+    ranks: int,
+    form: str = FORMS[1],
+    resume: int | None = None,
+    mixed: bool = False,
 ) -> tuple[Facts, int]:
     """What training ends with, and how many frozen entries it has changed.
 
@@ -70,12 +75,13 @@ def train_with_trainer(
         ranks: The number of processes that share a batch; 0: one, that does not shard.
         form: The form of accelerate's checkpoints.
         resume: The step whose checkpoint to go on from.
+        mixed: True for bfloat16 in the layers and float32 in weights and reduced gradients.
     """
-    model = make_model(kinds[0])
+    model = make_model(kinds[0]).to(torch.float32 if mixed else torch.float64)
     callback = GradientPoliciesCallback(make_policies(*kinds), seed=1, log=False)
     watch = Watch(callback)
     try:
-        arguments = make_arguments(TrainingArguments, folder, ranks, form, kinds[0])
+        arguments = make_arguments(TrainingArguments, folder, ranks, form, kinds[0], bf16=mixed)
         trainer = Trainer(
             model, arguments, train_dataset=training_data(kinds[0]), callbacks=[callback, watch]
         )
@@ -114,6 +120,20 @@ def test_the_trainer_trains_on_two_ranks_what_it_does_on_one_process_and_resumes
     assert_same(second, first, exactly=True)
     assert moved == 0
     for resumed, _ in pair(train_with_trainer, kinds, str(tmp_path / "ranks"), 2, form, SAVED_AT):
+        assert_same(resumed, first, exactly=True)
+
+
+@pytest.mark.supports("mixed precision", loop="huggingface", processes="fsdp2")
+@pytest.mark.slow
+def test_in_mixed_precision_layers_thaw_and_a_run_resumes_bit_for_bit(
+    pair: ProcessPool, tmp_path: Path
+) -> None:
+    kinds = ("llama", "layers", "keep")
+    (first, moved), (second, _) = pair(train_with_trainer, kinds, str(tmp_path), 2, FORMS[0], None, True)
+    assert moved == 0
+    assert all(first["ages"][name].any() for name in first["ages"])
+    assert_same(second, first, exactly=True)
+    for resumed, _ in pair(train_with_trainer, kinds, str(tmp_path), 2, FORMS[0], SAVED_AT, True):
         assert_same(resumed, first, exactly=True)
 
 
