@@ -55,7 +55,9 @@ def _explanation(error: BaseException) -> str:
     if isinstance(error, OverrideParseException):
         return f"{brief(error.override)}: cannot be read; write key=value, and quote what is special"
     if isinstance(error, OmegaConfBaseException) and error.full_key:
-        return f"{brief(str(error.full_key))}: {brief(str(error).partition(chr(10))[0], most=LINE)}"
+        # Without the type of an error within a resolver, which precedes its message.
+        said = str(error).partition("\n")[0].rpartition("KeyError raised while resolving interpolation: ")[2]
+        return f"{brief(str(error.full_key))}: {brief(said, most=LINE)}"
     if full is not None:
         reason = (full.strerror or "the disk is full").lower()
         return (

@@ -62,7 +62,7 @@ WRONG: dict[str, tuple[str, ...]] = {
         "; leave one of them out, or give them different modules",
     ),
     "optimizer.lr=${user.rate}": ("", "user.rate"),
-    "seed=${oc.env:NO_SUCH_VARIABLE}": ("seed: ", "Environment variable 'NO_SUCH_VARIABLE' not found"),
+    "seed=${oc.env:NO_SUCH_VARIABLE}": ('seed: "Environment variable', "'NO_SUCH_VARIABLE' not found"),
     "+callbacks.mine._target_=transformers.TrainerCallback": ("callbacks.mine", "transformers"),
     "+policy.scaled={_target_: gradpolicy.UseRule, rule: tanh, ops: round}": (
         "",
