@@ -209,7 +209,7 @@ class _Loop(TrainingPolicies):
         # Everything that trains must require a gradient before DistributedDataParallel is created.
         alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
         held = [p for each in wrapped for group in each.param_groups for p in group["params"]]
-        engine = self._ddp is not None or all(map(is_sharded, held)) or wrapped[0].allows_unused
+        engine = self._ddp is not None or all(map(is_sharded, held)) or wrapped[0].allows_unused_parameters
         toggles = toggle_requires_grad and (alone or engine) and len(wrapped) == 1
         self._install_freeze(self.model, wrapped, toggle_requires_grad=toggles)
         if self.freezer is not None:

@@ -172,7 +172,7 @@ class TrainingPolicies:
             toggle_requires_grad: As Freezer's; the engine must allow it too.
         """
         self._partitioned = optimizer
-        toggles = toggle_requires_grad and optimizer.allows_unused
+        toggles = toggle_requires_grad and optimizer.allows_unused_parameters
         with optimizer.whole_parameters(values=True):
             self._install_freeze(model, [optimizer], toggle_requires_grad=toggles)
         freezer = self.freezer

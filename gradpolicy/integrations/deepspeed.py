@@ -63,7 +63,7 @@ def training(
     named = name_policies(policies)
     optimizer = partitioned(engine, named)
     scaler: Any = SimpleNamespace(get_scale=lambda: optimizer.zero.loss_scale)
-    toggles = optimizer.allows_unused
+    toggles = optimizer.allows_unused_parameters
     settings = {"steps_per_epoch": steps_per_epoch, "scaler": scaler, "toggle_requires_grad": toggles}
     try:
         with ExitStack() as stack:
@@ -152,7 +152,7 @@ class PartitionedOptimizer(MaskedOptimizer):
         self._engine.load_checkpoint = partial(_load_checkpoint, engine.load_checkpoint)
 
     @property
-    def allows_unused(self) -> bool:  # type: ignore[override]
+    def allows_unused_parameters(self) -> bool:  # type: ignore[override]
         """True if frozen parameters need no gradient; stage 3 would use that of an earlier step."""
         return not _is_stage_3(self.zero) and self.zero.ignore_unused_parameters
 

@@ -14,6 +14,7 @@ from gradpolicy.errors import FailedRunError
 from gradpolicy.finite import all_finite
 from gradpolicy.flow.containers import tensors_in
 from gradpolicy.lightning.callback import GradientPolicies
+from gradpolicy.planning.plan import training_loss
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.tensors.sharding import is_sharded, local_shard
 from gradpolicy.where import match_modules, match_parameters, plain_name
@@ -26,14 +27,16 @@ class Finding:
     Attributes:
         module: The module's qualified name; empty if the value was in no module.
         what: A description of the value.
-        policies: The names of the policies on that module.
+        policies: The names of the policies on that module; None if no module was looked for.
     """
 
     module: str
     what: str
-    policies: tuple[str, ...] = ()
+    policies: tuple[str, ...] | None = ()
 
     def __str__(self) -> str:
+        if self.policies is None:
+            return self.what
         acting = (
             f"policies acting there: {', '.join(self.policies)}" if self.policies else "no policy acts there"
         )
@@ -43,7 +46,8 @@ class Finding:
 class StopOnNonFinite(Callback):
     """Ends a run at the first loss (or gradient) that is not finite, and names the module where it arose.
 
-    The batch is run once more, and the output of every module is checked in the order of the computation.
+    The batch is run once more, and the output of every module is checked in the order of the computation
+    (not under manual optimization, where a training step updates weights).
     Checking the loss synchronises the device once per batch.
 
     Args:
@@ -67,7 +71,7 @@ class StopOnNonFinite(Callback):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Check the loss."""
         if not torch.isfinite(loss.detach()).all():
-            finding = first_nonfinite(pl_module, self._run, _policies(trainer))
+            finding = self._find(trainer, pl_module)
             raise FailedRunError(f"{_moment(trainer)}: the loss is {loss.item()}; {finding}")
 
     def on_before_optimizer_step(
@@ -78,7 +82,7 @@ class StopOnNonFinite(Callback):
             return
         gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
         if not all_finite([local_shard(gradient) for gradient in gradients]):
-            finding = first_nonfinite(pl_module, self._run, _policies(trainer), backward=True)
+            finding = self._find(trainer, pl_module, backward=True)
             if trainer.world_size > 1 and not any(map(is_sharded, gradients)):
                 # Gradients are averaged over the ranks, but each rank has its own batch.
                 finding = next((each for each in of_every_rank(finding) if each.module), finding)
@@ -90,10 +94,16 @@ class StopOnNonFinite(Callback):
         """Release the batch."""
         self._batch = None
 
+    def _find(self, trainer: Trainer, pl_module: LightningModule, *, backward: bool = False) -> Finding:
+        if not pl_module.automatic_optimization:
+            what = "training_step optimizes by hand, so it is not run again to find the module"
+            return Finding("", what, policies=None)
+        return first_nonfinite(pl_module, self._run, _policies(trainer), backward=backward)
+
     def _run(self, pl_module: nn.Module) -> Tensor:
+        assert self._batch is not None
         with _unlogged(pl_module):
-            result = pl_module.training_step(*(self._batch or ()))  # type: ignore[operator]
-        return result["loss"] if isinstance(result, Mapping) else result
+            return training_loss(pl_module, *self._batch)
 
 
 def first_nonfinite(

@@ -90,7 +90,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
     """
 
     # True if an engine reduces the gradients, and frozen parameters need not have any.
-    allows_unused = False
+    allows_unused_parameters = False
     _kinds: ClassVar[list[type[MaskedOptimizer]]] = []
 
     def __init_subclass__(cls, **options: Any) -> None:

@@ -1,6 +1,7 @@
 """The plan: what each policy affects, determined by one step on a copy."""
 
 import functools
+import inspect
 import math
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -97,16 +98,18 @@ def _share(parameter: Tensor, masks: Mapping[str, Mapping[str, Any]], key: str) 
     return mask_share(functools.reduce(lambda one, other: intersect(one, other, shape, device), chosen))
 
 
-def training_loss(module: Any, batch: Any) -> Tensor:
-    """Return the loss of a LightningModule's ``training_step``, without a Trainer.
+def training_loss(module: Any, batch: Any, batch_index: int = 0) -> Tensor:
+    """Return the loss of a LightningModule's ``training_step``, which may take the batch without its index.
 
     Raises:
         PolicyError: If the step returns no loss.
     """
+    taken = inspect.signature(module.training_step).parameters.values()
+    alone = len(taken) == 1 and all(each.kind is not each.VAR_POSITIONAL for each in taken)
     with warnings.catch_warnings():
         # Without a Trainer Lightning warns at each call that logs.
         warnings.simplefilter("ignore")
-        result = module.training_step(batch, 0)
+        result = module.training_step(*((batch,) if alone else (batch, batch_index)))
     loss = result.get("loss") if isinstance(result, Mapping) else result
     if not isinstance(loss, Tensor):
         raise PolicyError(f"{type(module).__name__}.training_step gave no loss, but {type(loss).__name__}")

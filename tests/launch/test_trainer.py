@@ -32,21 +32,25 @@ def test_what_only_wraps_the_writing_wraps_whole_checkpoints() -> None:
     assert isinstance(wrapping.checkpoint_io, WholeCheckpointIO)
 
 
-def after_an_epoch(name: str) -> None:
+def refusal(name: str) -> str:
+    """The message of the error after an epoch whose metric `name` is to be optimized; empty without one."""
     trainer: Any = SimpleNamespace(
         callback_metrics={"val/loss": 1.0, "val/accuracy": 0.5},
         checkpoint_callbacks=[ModelCheckpoint(monitor="val/accuracy"), ModelCheckpoint()],
     )
     model: Any = None
-    RequiredMetric(name).on_train_epoch_end(trainer, model)
+    try:
+        RequiredMetric(name).on_train_epoch_end(trainer, model)
+    except PolicyError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize("name", ["val/loss", "val/accuracy_best", "test/loss", "policy/a/active_share"])
 def test_what_is_logged_or_may_be_later_is_no_error(name: str) -> None:
-    after_an_epoch(name)
+    assert refusal(name) == ""
 
 
 @pytest.mark.parametrize("name", ["val/acuracy_best", "val/loss_best"])
 def test_what_is_not_logged_is_an_error_with_the_nearest_names(name: str) -> None:
-    with pytest.raises(PolicyError, match=f"optimized_metric: '{name}' is not logged; did you mean"):
-        after_an_epoch(name)
+    assert refusal(name).startswith(f"optimized_metric: '{name}' is not logged; did you mean")

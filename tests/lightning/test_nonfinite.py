@@ -273,6 +273,37 @@ def test_a_step_is_run_again_without_logging_and_with_its_own_batch(
     assert "log" not in vars(module)
 
 
+def test_a_step_that_takes_no_index_is_run_again_too(
+    two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]
+) -> None:
+    class Module(type(two_layers)):  # type: ignore[misc]
+        def training_step(self, batch: list[Tensor]) -> Tensor:
+            return super().training_step(batch, 0)
+
+    module = Module()
+    module.head.weight.data[0, 0] = torch.inf
+    with pytest.raises(gp.PolicyError, match=r"^epoch 0, update 1: the loss is .*'head'"):
+        make_trainer(callbacks=[StopOnNonFinite()]).fit(module, loader)
+
+
+def test_under_manual_optimization_training_stops_without_another_step(
+    two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]
+) -> None:
+    class Module(type(two_layers)):  # type: ignore[misc]
+        automatic_optimization = False
+        steps = 0
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.steps += 1
+            self.manual_backward(super().training_step(batch, batch_idx))
+
+    module = Module()
+    module.head.weight.data[0, 0] = torch.inf
+    with pytest.raises(gp.PolicyError, match=r"the loss is nan; training_step optimizes by hand"):
+        make_trainer(callbacks=[StopOnNonFinite()]).fit(module, loader)
+    assert module.steps == 1
+
+
 def test_a_batch_is_let_go_when_its_step_is_over(
     two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]
 ) -> None:

@@ -143,6 +143,12 @@ def test_a_plain_module_can_be_planned_as_well():
     assert plan.zero_gradient == ("0.weight", "0.bias")
 
 
+def test_a_step_that_takes_no_index_gives_its_loss(two_layers, batch):
+    wanted, plain = training_loss(two_layers, batch), two_layers.training_step
+    two_layers.training_step = lambda batch: plain(batch, 0)
+    assert torch.equal(training_loss(two_layers, batch), wanted)
+
+
 def test_a_step_without_a_loss_is_an_error(two_layers, batch):
     two_layers.training_step = lambda batch, index: None
     with pytest.raises(gp.PolicyError, match="gave no loss"):
