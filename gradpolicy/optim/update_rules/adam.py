@@ -12,15 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradpolicy.optim.update_rules.base import (
-    Group,
-    Numbers,
-    Settings,
-    State,
-    UpdateRule,
-    sign_of,
-    weight_decay_terms,
-)
+from gradpolicy.optim.update_rules.base import Group, Numbers, Settings, State, UpdateRule, sign_of
 
 
 class Adam(UpdateRule):
@@ -36,9 +28,11 @@ class Adam(UpdateRule):
     def settings(self, group: Group) -> tuple[float, ...]:
         """See `UpdateRule.settings`."""
         beta1, beta2 = map(float, group["betas"])
-        terms = weight_decay_terms(group, bool(group.get("decoupled_weight_decay", False)))
-        rates = (1 - beta1, beta2, 1 - beta2, float(group["lr"]), float(group["eps"]))
-        return (sign_of(group), *terms, *rates, float(group.get("amsgrad", False)))
+        decay, lr = float(group["weight_decay"]), float(group["lr"])
+        # Decoupled decay scales the parameter: Loshchilov & Hutter 2019, arXiv:1711.05101.
+        decays = (0.0, 1.0 - lr * decay) if group.get("decoupled_weight_decay") else (decay, 1.0)
+        rates = (1 - beta1, beta2, 1 - beta2, lr, float(group["eps"]))
+        return (sign_of(group), *decays, *rates, float(group.get("amsgrad", False)))
 
     def age_settings(self, group: Group) -> tuple[float, ...]:
         """Return the betas."""

@@ -108,17 +108,6 @@ class UpdateRule(ABC):
         """
 
 
-def weight_decay_terms(group: Group, decoupled: bool) -> tuple[float, float]:
-    """Return weight decay as two factors of the parameter.
-
-    Returns:
-        The first is added to the gradient (coupled decay), the parameter is multiplied by the second
-        (decoupled decay: Loshchilov & Hutter 2019, arXiv:1711.05101).
-    """
-    decay = float(group["weight_decay"])
-    return (0.0, 1.0 - float(group["lr"]) * decay) if decoupled else (decay, 1.0)
-
-
 def sign_of(group: Group) -> float:
     """Return the factor of the gradient: -1 where the objective is maximized."""
     return -1.0 if group.get("maximize") else 1.0
