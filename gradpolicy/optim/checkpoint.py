@@ -35,7 +35,8 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.optim.layout import Layout
 from gradpolicy.optim.masked_parameter import MaskedParameter, Options
 from gradpolicy.optim.other_optimizers import first_state, is_torchs_own
-from gradpolicy.optim.wrapped import Wrapped, step_count
+from gradpolicy.optim.update_rules.base import step_count
+from gradpolicy.optim.wrapped import Wrapped
 from gradpolicy.tensors.packed_mask import unpack, written_once
 from gradpolicy.tensors.sharding import is_sharded, plain_parts
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from gradpolicy.optim.masked_parameter import MaskedParameter
 from gradpolicy.optim.other_optimizers import entry_state, initial_values, reset_state
-from gradpolicy.optim.wrapped import Wrapped, step_count
+from gradpolicy.optim.update_rules.base import step_count
+from gradpolicy.optim.wrapped import Wrapped
 from gradpolicy.tensors.sharding import local_shard
 
 

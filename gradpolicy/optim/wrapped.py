@@ -15,6 +15,7 @@ from gradpolicy.optim.layout import Layout
 from gradpolicy.optim.other_optimizers import reset_state
 from gradpolicy.optim.own_settings import Settings, with_settings
 from gradpolicy.optim.update_rules import Group, rule_for, submatrix_rule_for
+from gradpolicy.optim.update_rules.base import step_count
 from gradpolicy.tensors.row_gradient import ActiveRows
 from gradpolicy.tensors.sharding import local_shard
 
@@ -294,12 +295,6 @@ class ParameterState:
         for name in rule.names:
             if values.get(name) is not None:
                 values[name] = None if drop else _fill(values[name], starts.get(name, 0.0))
-
-
-def step_count(state: dict[str, Any]) -> int:
-    """Return the step count in an optimizer's state of a parameter; 0 where it has none."""
-    step = state.get("step", 0)
-    return int(step.item()) if isinstance(step, Tensor) else int(step)
 
 
 def _numbers_in(value: Tensor) -> int:

@@ -67,8 +67,7 @@ class UpdateRule(ABC):
 
     def updates(self, state: dict[str, Any], group: Group) -> int:
         """Return the number of updates of a tensor, by the optimizer's state."""
-        step = state.get("step", 0)
-        return int(step.item()) if isinstance(step, Tensor) else int(step)
+        return step_count(state)
 
     @abstractmethod
     def settings(self, group: Group) -> tuple[float, ...]:
@@ -106,6 +105,11 @@ class UpdateRule(ABC):
             settings: The result of `settings`, as numbers or tensors of one number.
             numbers: The result of `numbers` for the age of each entry; they broadcast to `parameter`.
         """
+
+
+def step_count(state: dict[str, Any]) -> int:
+    """Return the step count in an optimizer's state of a parameter; 0 where it has none."""
+    return int(state.get("step", 0))
 
 
 def sign_of(group: Group) -> float:
