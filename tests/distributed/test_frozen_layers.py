@@ -31,7 +31,10 @@ def trained(mixed: bool) -> list[tuple[list[str], set[torch.dtype], list[str]]]:
     return found
 
 
-@pytest.mark.parametrize("mixed", [False, True])
+MIXED = pytest.mark.supports("mixed precision", loop="plain", processes="fsdp2")
+
+
+@pytest.mark.parametrize("mixed", [False, pytest.param(True, marks=MIXED)])
 def test_the_backward_pass_leaves_frozen_layers_out_after_the_first(pair: ProcessPool, mixed: bool) -> None:
     for found in pair(trained, mixed):
         for step, (names, dtypes, computed) in enumerate(found):
