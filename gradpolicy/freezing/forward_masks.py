@@ -81,20 +81,18 @@ class ForwardMasks:
             hidden = self._whole[name].masked_fill(self._active[name], 0.0)
             local_shard(gradient).add_(hidden, alpha=factor)
 
-    def release(self) -> None:
-        """Stop masking. The parameters keep their masked values."""
-        for name in list(self._masks):
-            self._forget(name)
-
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the whole weights of masked parameters."""
-        with self.whole():
-            return {name: full_tensor(self.parameters[name].detach()).clone() for name in self._whole}
+        """Return the whole weights of masked parameters.
+
+        After training, too, when the weights may have been changed; so they are the same afterwards.
+        """
+        return {name: self._whole_weights(name) for name in self._whole}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load the result of :meth:`state_dict`, for :meth:`restore_loaded`."""
         self._loaded = {name: value for name, value in state.items() if name in self.parameters}
-        self.release()
+        for name in list(self._masks):
+            self._forget(name)
 
     def restore_loaded(self) -> None:
         """Set the weights that were loaded."""
@@ -109,6 +107,14 @@ class ForwardMasks:
     def _put_back(self, name: str) -> None:
         own = self._own(name)
         torch.where(self._active[name], own, self._whole[name], out=own)
+
+    def _whole_weights(self, name: str) -> Tensor:
+        before = self._own(name).clone()
+        if name not in self._shown:
+            self._put_back(name)
+        whole = full_tensor(self.parameters[name].detach()).clone()
+        self._own(name).copy_(before)
+        return whole
 
     @torch.no_grad()
     def _mask(self, name: str) -> None:

@@ -376,7 +376,6 @@ class Freezer:
         for each in self._bound.values():
             each.source.release()
             each.source.model = None
-        self.forward.release()
         for optimizer in self.optimizers:
             optimizer.whole_weights = nullcontext
         self._warn_of_missing(self._missing.finish())

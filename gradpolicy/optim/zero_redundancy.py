@@ -54,6 +54,10 @@ class MaskedZero(MaskedOptimizer):
         # Loading leaves a second copy of this rank's state there, which is not used.
         inner.register_load_state_dict_post_hook(lambda optimizer: optimizer.state.clear())
 
+    def _set_up(self) -> None:
+        super()._set_up()
+        self._calls_closure_itself = False
+
     @classmethod
     def wraps(cls, optimizer: Any) -> bool:
         """Return True for a ZeroRedundancyOptimizer.

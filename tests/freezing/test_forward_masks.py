@@ -101,6 +101,26 @@ def test_two_of_four_holds_after_every_step_and_a_resumed_run_has_the_same_bits(
         assert all(map(torch.equal, resumed.parameters(), model.parameters()))
 
 
+def test_what_is_saved_after_training_resumes_with_the_same_bits_and_changes_no_weight() -> None:
+    policy = gp.ForwardMask(gp.masks.TopK(0.3, by="magnitude", every=2), params="*.weight")
+    model = network()
+    stopped = copy.deepcopy(model)
+    with gp.training(model, adamw(model), [copy.deepcopy(policy)]) as optimizer:
+        train(model, optimizer, range(6))
+    with gp.training(stopped, adamw(stopped), [copy.deepcopy(policy)]) as optimizer:
+        train(stopped, optimizer, range(3))
+    weights, state = copy.deepcopy((stopped.state_dict(), optimizer.state_dict()))
+    for parameter in stopped.parameters():
+        nn.init.ones_(parameter)
+    optimizer.state_dict()
+    assert all((parameter == 1).all() for parameter in stopped.parameters())
+    stopped.load_state_dict(weights)
+    with gp.training(stopped, adamw(stopped), [copy.deepcopy(policy)]) as optimizer:
+        optimizer.load_state_dict(state)
+        train(stopped, optimizer, range(3, 6))
+    assert all(map(torch.equal, stopped.parameters(), model.parameters()))
+
+
 def test_top_kast_updates_a_wider_set_and_leaves_the_rest_alone() -> None:
     model = network()
     before, every = copy.deepcopy(model), {"every": 1, "stop": 1}
