@@ -1,0 +1,86 @@
+"""Under each of Lightning's strategies two ranks train as one process, and resume with the same bits."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from process_pool import ProcessPool
+from runs import UPDATES, fit
+
+from gradpolicy.freezing.row_gradients import RowParameter
+
+STRATEGIES = ["ddp", "zero1", "fsdp2"]
+KINDS = ["gradient sources", "forward masks", "rates", "phases"]
+ACCUMULATION: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 3}
+
+
+@functools.cache
+def alone(kind: str, accumulate: bool) -> dict[str, Any]:
+    return fit("one process", kind, "zero", settings=ACCUMULATION if accumulate else None)
+
+
+def check_equal(ranks: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    for what in ("masks", "ages"):
+        assert ranks[0][what].keys() == expected[what].keys()
+        assert all(torch.equal(ranks[0][what][name], value) for name, value in expected[what].items()), what
+    for name, weight in expected["weights"].items():
+        assert torch.equal(ranks[0]["weights"][name], ranks[1]["weights"][name]), name
+        torch.testing.assert_close(ranks[0]["weights"][name], weight, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.supports("{kind}", loop="lightning", processes="{strategy}")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_policies_train_what_one_process_trains(pair: ProcessPool, kind: str, strategy: str) -> None:
+    check_equal(pair(fit, strategy, kind, "zero"), alone(kind, accumulate=False))
+
+
+@pytest.mark.supports("accumulation", loop="lightning", processes="{strategy}")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_accumulated_gradients_train_what_one_process_trains(pair: ProcessPool, strategy: str) -> None:
+    ranks = pair(fit, strategy, "all kinds", "zero", "32-true", ACCUMULATION)
+    check_equal(ranks, alone("all kinds", accumulate=True))
+
+
+def fit_rows(strategy: str) -> tuple[dict[str, Any], int]:
+    """Return what `fit` does, and the forward passes in which a layer computes the gradient of rows alone."""
+    found = []
+
+    def prepare(module: LightningModule) -> None:
+        layer = module.get_submodule("layers.1.0")
+        layer.register_forward_pre_hook(lambda layer, _: found.append(isinstance(layer.weight, RowParameter)))
+
+    return fit(strategy, "rows", "zero", prepare=prepare), sum(found)
+
+
+@pytest.mark.supports("row gradients", loop="lightning", processes="{strategy}")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_gradients_of_active_rows_train_what_one_process_trains(pair: ProcessPool, strategy: str) -> None:
+    expected, _ = fit_rows("one process")
+    (first, of_first), (second, of_second) = pair(fit_rows, strategy)
+    # FSDP2 computes whole gradients in its first pass.
+    assert of_first == of_second >= UPDATES - 1
+    check_equal([first, second], expected)
+
+
+def resumed(strategy: str, kind: str, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return an undisturbed run, and one that was resumed after the first of its two epochs."""
+    undisturbed = fit(strategy, kind, "drop")
+    fit(strategy, kind, "drop", settings={"max_epochs": 1}, save_to=path)
+    return undisturbed, fit(strategy, kind, "drop", resume_from=path)
+
+
+@pytest.mark.supports("resume", loop="lightning", processes="{strategy}")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", ["all kinds", "gradient sources", "forward masks", "rates", "phases"])
+def test_a_resumed_run_ends_with_the_same_bits(
+    pair: ProcessPool, tmp_path: Path, kind: str, strategy: str
+) -> None:
+    for undisturbed, again in pair(resumed, strategy, kind, str(tmp_path / "a.ckpt")):
+        for what in ("weights", "masks", "ages"):
+            assert all(torch.equal(again[what][name], value) for name, value in undisturbed[what].items()), (
+                what
+            )
