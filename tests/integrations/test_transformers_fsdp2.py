@@ -15,7 +15,6 @@ from sharded import (
     SAVED_AT,
     STEPS,
     Facts,
-    adapter_trainer,
     assert_same,
     count_moved,
     facts,
@@ -168,29 +167,3 @@ def test_a_callback_that_comes_after_the_trainer_is_made_is_refused(
 ) -> None:
     with pytest.raises(RemoteError, match=r"PolicyError.*callbacks=\[\.\.\.\]"):
         pair(add_too_late, str(tmp_path))
-
-
-# ---- what is built on the Trainer
-
-
-def fine_tune(folder: str, ranks: int) -> tuple[dict[str, Any], int]:
-    """Trains LoRA adapters by supervised fine-tuning; gives weights, and how many frozen entries moved."""
-    # Adam would make much of the rounding of gradients that are nearly 0.
-    settings = {"bf16": False, "optim": "sgd", "learning_rate": 1.0}
-    try:
-        trainer, watch = adapter_trainer(
-            lambda kind: make_arguments(kind, folder, ranks, FORMS[1], **settings), Watch
-        )
-        trainer.train()
-        return watch.after["weights"], watch.moved
-    finally:
-        forget_accelerate()
-
-
-@pytest.mark.supports("adapters", loop="huggingface", processes="fsdp2")
-@pytest.mark.slow
-def test_supervised_fine_tuning_of_adapters_is_as_on_one_process(pair: ProcessPool, tmp_path: Path) -> None:
-    wanted, _ = fine_tune(str(tmp_path / "alone"), 0)
-    for found, moved in pair(fine_tune, str(tmp_path / "ranks"), 2):
-        assert moved == 0
-        torch.testing.assert_close(found, wanted, rtol=0.0, atol=1e-6)

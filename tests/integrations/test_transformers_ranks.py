@@ -1,0 +1,122 @@
+"""Under Hugging Face's Trainer two ranks train as one process, by DDP and FSDP2, and resume."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from process_pool import ProcessPool
+from sharded import (
+    FORMS,
+    SAVED_AT,
+    Facts,
+    adapter_trainer,
+    assert_same,
+    forget_accelerate,
+    make_model,
+    make_policies,
+    training_data,
+)
+from test_transformers_fsdp2 import BATCH, Watch, make_arguments
+from transformers import Trainer, TrainingArguments
+
+import gradpolicy as gp
+from gradpolicy.integrations.transformers import GradientPoliciesCallback
+
+FIRST, SECOND = "model.layers.0.*", "model.layers.1.*"
+PHASES = [{"params": SECOND, "until": {"steps": 2}, "lr": 0.02}, {"params": "*"}]
+POLICIES: dict[str, Any] = {
+    "forward masks": lambda: gp.ForwardMask(
+        gp.masks.TopK(0.5, by="magnitude", every=2), params=f"{SECOND}.weight"
+    ),
+    "phases": lambda: gp.Freeze(gp.masks.Phases(PHASES)),
+    "rates": lambda: gp.Rates({FIRST: 0.3, "*norm*": {"weight_decay": 0.0}}),
+}
+IN_THE_TABLE = {"layers": "tensors", "topk": "gradient sources"}
+FROZEN_STATES = {"layers": "keep", "rows": "drop", "entries": "zero", "topk": "zero"}
+
+
+def arguments_for(way: str, kind: Any, folder: str, **settings: Any) -> Any:
+    size = BATCH if way == "one process" else BATCH // 2
+    ranks = 2 if way == "fsdp2" else 0
+    return make_arguments(kind, folder, ranks, FORMS[0], per_device_train_batch_size=size, **settings)
+
+
+def train(
+    way: str, kind: str, folder: str, resume: int | None = None, mixed: bool = False
+) -> tuple[Facts, int]:
+    """Return what training ends with, and how many frozen entries it has changed."""
+    model = make_model("llama").to(torch.float32 if mixed else torch.float64)
+    if kind in POLICIES:
+        policies = {"one": POLICIES[kind]()}
+    else:
+        policies = make_policies("llama", kind, FROZEN_STATES[kind])
+    callback = GradientPoliciesCallback(policies, seed=1, log=False)
+    watch = Watch(callback)
+    try:
+        arguments = arguments_for(way, TrainingArguments, folder, bf16=mixed)
+        callbacks = [callback, watch]
+        trainer = Trainer(model, arguments, train_dataset=training_data("llama"), callbacks=callbacks)
+        trainer.train(resume_from_checkpoint=resume and str(Path(folder) / f"checkpoint-{resume}"))
+        return watch.after, watch.moved
+    finally:
+        forget_accelerate()
+
+
+@pytest.mark.supports("{kind}", "resume", loop="huggingface", processes="{way}", names=IN_THE_TABLE)
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [
+        ("ddp", "topk"),
+        ("ddp", "forward masks"),
+        *(
+            pytest.param("ddp", kind, marks=pytest.mark.slow)
+            for kind in ("layers", "rows", "entries", "phases", "rates")
+        ),
+        *(pytest.param("fsdp2", kind, marks=pytest.mark.slow) for kind in POLICIES),
+    ],
+)
+def test_two_ranks_train_what_one_process_trains_and_resume_bit_for_bit(
+    pair: ProcessPool, tmp_path: Path, way: str, kind: str
+) -> None:
+    wanted, _ = train("one process", kind, str(tmp_path / "alone"))
+    (first, moved), (second, _) = pair(train, way, kind, str(tmp_path / "ranks"))
+    assert_same(first, wanted)
+    assert_same(second, first, exactly=True)
+    assert moved == 0
+    for resumed, _ in pair(train, way, kind, str(tmp_path / "ranks"), SAVED_AT):
+        assert_same(resumed, first, exactly=True)
+
+
+@pytest.mark.supports("mixed precision", loop="huggingface", processes="ddp")
+@pytest.mark.slow
+def test_in_mixed_precision_ranks_agree_and_resume_bit_for_bit(pair: ProcessPool, tmp_path: Path) -> None:
+    (first, moved), (second, _) = pair(train, "ddp", "entries", str(tmp_path), None, True)
+    assert moved == 0
+    assert_same(second, first, exactly=True)
+    for resumed, _ in pair(train, "ddp", "entries", str(tmp_path), SAVED_AT, True):
+        assert_same(resumed, first, exactly=True)
+
+
+def fine_tune(way: str, folder: str) -> tuple[dict[str, Any], int]:
+    """Train LoRA adapters by supervised fine-tuning; return weights, and how many frozen entries moved."""
+    # Adam would make much of the rounding of gradients that are nearly 0.
+    settings = {"bf16": False, "optim": "sgd", "learning_rate": 1.0}
+    try:
+        trainer, watch = adapter_trainer(lambda kind: arguments_for(way, kind, folder, **settings), Watch)
+        trainer.train()
+        return watch.after["weights"], watch.moved
+    finally:
+        forget_accelerate()
+
+
+@pytest.mark.supports("adapters", loop="huggingface", processes="{way}")
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+@pytest.mark.slow
+def test_supervised_fine_tuning_of_adapters_is_as_on_one_process(
+    pair: ProcessPool, tmp_path: Path, way: str
+) -> None:
+    wanted, _ = fine_tune("one process", str(tmp_path / "alone"))
+    for found, moved in pair(fine_tune, way, str(tmp_path / "ranks")):
+        assert moved == 0
+        torch.testing.assert_close(found, wanted, rtol=0.0, atol=1e-6)
