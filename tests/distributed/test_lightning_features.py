@@ -1,6 +1,7 @@
 """Under each of Lightning's strategies two ranks train as one process, and resume with the same bits."""
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,12 @@ import torch
 from lightning.pytorch import LightningModule
 from process_pool import ProcessPool
 from runs import UPDATES, fit
+from safetensors.torch import load_file
 
+import gradpolicy as gp
 from gradpolicy.freezing.row_gradients import RowParameter
+from gradpolicy.insight.audit import Audit
+from gradpolicy.lightning.delta_callback import SaveDelta
 
 STRATEGIES = ["ddp", "zero1", "fsdp2"]
 KINDS = ["gradient sources", "forward masks", "rates", "phases"]
@@ -66,6 +71,13 @@ def test_gradients_of_active_rows_train_what_one_process_trains(pair: ProcessPoo
     check_equal([first, second], expected)
 
 
+@pytest.mark.supports(
+    "row gradients", loop="lightning", processes="zero1", no="no error: whole gradients are computed"
+)
+def test_zero_computes_whole_gradients(pair: ProcessPool) -> None:
+    assert [found for _, found in pair(fit_rows, "zero1")] == [0, 0]
+
+
 def resumed(strategy: str, kind: str, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return an undisturbed run, and one that was resumed after the first of its two epochs."""
     undisturbed = fit(strategy, kind, "drop")
@@ -84,3 +96,22 @@ def test_a_resumed_run_ends_with_the_same_bits(
             assert all(torch.equal(again[what][name], value) for name, value in undisturbed[what].items()), (
                 what
             )
+
+
+def fit_observed(strategy: str, folder: str) -> dict[str, Any]:
+    callbacks = [Audit(folder, entries=None), SaveDelta(f"{folder}/delta")]
+    return fit(strategy, "rows", settings={"callbacks": callbacks})
+
+
+@pytest.mark.supports("audit", "delta", loop="lightning", processes="{strategy}")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_audit_and_the_delta_are_those_of_whole_weights(
+    pair: ProcessPool, tmp_path: Path, strategy: str
+) -> None:
+    ended = pair(fit_observed, strategy, str(tmp_path))[0]
+    report = json.loads((tmp_path / "audit.json").read_text())
+    assert report["changed"] == 0
+    assert report["intervals"] > 0
+    weights = load_file(tmp_path / "delta" / "base.safetensors")
+    gp.delta.apply(weights, tmp_path / "delta" / "delta.safetensors")
+    assert all(torch.equal(weights[name], value) for name, value in ended["weights"].items())
