@@ -64,7 +64,8 @@ def nearest(name: str, candidates: Iterable[str], count: int = 3) -> str:
         "did you mean 'round'?"
     """
     valid = sorted(set(candidates))
-    by_lower = {candidate.lower(): candidate for candidate in valid}
+    # Of `Random` and its module `random`, the class.
+    by_lower = {candidate.lower(): candidate for candidate in reversed(valid)}
     close = difflib.get_close_matches(name.lower(), by_lower, n=count, cutoff=0.5)
     if close:
         return f"did you mean {_listed(by_lower[lower] for lower in close)}?"

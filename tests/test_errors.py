@@ -14,6 +14,10 @@ def test_case_does_not_matter():
     assert nearest("RELU", ["relu", "floor"], count=1) == "did you mean 'relu'?"
 
 
+def test_a_class_is_named_and_not_its_module():
+    assert nearest("Rondom", ["Random", "random"]) == "did you mean 'Random'?"
+
+
 def test_without_a_close_name_all_are_listed_where_they_are_few():
     assert nearest("zzz", ["b", "a"]) == "valid names: 'a', 'b'"
 

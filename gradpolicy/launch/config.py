@@ -391,7 +391,7 @@ def _explained(error: Exception, source: Source, overrides: Sequence[str]) -> Po
         wrong = [name for name in (value if isinstance(value, list) else [value]) if name not in names]
         if wrong:
             name = "null" if wrong[0] is None else str(wrong[0])
-            return PolicyError(f"{brief(f'{key}={name}')}: there is no such {key}; {nearest(name, names)}")
+            return PolicyError(f"{brief(f'{key}={name}')}: there is no such config; {nearest(name, names)}")
     missing = _missing_key(before, key)
     if missing is not None and not names:
         plus = "" if override.is_delete() else f"; a new key takes a plus: +{brief(key)}=…"

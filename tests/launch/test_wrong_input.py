@@ -26,6 +26,11 @@ WRONG: dict[str, tuple[str, ...]] = {
     "+sede=3": ("sede", "seed"),
     "optimized_mode=mx": ("optimized_mode", "max"),
     "trainer=null": ("trainer=null", "ddp_sim"),
+    "callbacks=[record,foo]": ("callbacks=foo: there is no such config; valid names: 'attribution'",),
+    "+policy.some={_target_: gradpolicy.Freeze, mask: {_target_: gradpolicy.masks.Rondom}}": (
+        "policy.some.mask._target_",
+        "did you mean 'Random', ",
+    ),
     "user.mine=3": ("user.mine", "+user.mine"),
     "~nosuch": ("nosuch", "there is no such key"),
     "+seed=3": ("seed", "Either remove + prefix"),
