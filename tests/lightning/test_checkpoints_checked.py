@@ -63,15 +63,10 @@ def test_what_is_no_checkpoint_of_a_run_is_told(tmp_path: Path, model: nn.Module
         check_fits(tmp_path / "weights.ckpt", model)
 
 
-LACKING = ("loops", "optimizer_states", "lr_schedulers")
-
-
 @pytest.fixture
-def trained(make_trainer, two_layers, loader, tmp_path: Path) -> dict[str, Any]:
+def trained(train, tmp_path: Path) -> dict[str, Any]:
     """What the checkpoint of a run holds."""
-    trainer = make_trainer(max_steps=1)
-    trainer.fit(two_layers, loader)
-    trainer.save_checkpoint(tmp_path / "own.ckpt")
+    train(max_steps=1).save_checkpoint(tmp_path / "own.ckpt")
     return torch.load(tmp_path / "own.ckpt", weights_only=True)
 
 
@@ -79,7 +74,7 @@ def test_a_run_goes_on_from_what_it_saved(trained, tmp_path: Path) -> None:
     check_resumable(tmp_path / "own.ckpt")
 
 
-@pytest.mark.parametrize("name", LACKING)
+@pytest.mark.parametrize("name", ["loops", "optimizer_states", "lr_schedulers"])
 def test_no_run_goes_on_from_a_checkpoint_that_lacks_something(trained, tmp_path: Path, name: str) -> None:
     del trained[name]
     torch.save(trained, path := tmp_path / "a.ckpt")

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader
 
 from gradpolicy.lightning.checkpoints import WholeCheckpointIO, write_checkpoint
 
@@ -151,18 +150,11 @@ def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists")
 def test_training_on_a_full_disk_ends_with_the_former_checkpoint(
-    tmp_path: Path,
-    two_layers: LightningModule,
-    loader: DataLoader,
-    make_trainer: Callable[..., Trainer],
-    small_files: Callable[[int], None],
+    tmp_path: Path, train: Callable[..., Trainer], small_files: Callable[[int], None]
 ) -> None:
     def fit(steps: int) -> None:
         checkpoints = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=2, save_last=True)
-        trainer = make_trainer(
-            max_steps=steps, callbacks=[checkpoints], enable_checkpointing=True, plugins=[WholeCheckpointIO()]
-        )
-        trainer.fit(two_layers, loader)
+        train(checkpoints, max_steps=steps, enable_checkpointing=True, plugins=[WholeCheckpointIO()])
 
     fit(2)
     kept = (tmp_path / "last.ckpt").read_bytes()

@@ -22,14 +22,12 @@ def same(one, other) -> bool:
 
 
 @pytest.mark.supports("delta", loop="lightning")
-def test_the_file_leads_from_the_first_weights_to_the_last(
-    two_layers, loader, make_trainer, tmp_path
-) -> None:
+def test_the_file_leads_from_the_first_weights_to_the_last(two_layers, train, tmp_path: Path) -> None:
     began = weights(two_layers)
     names = list(began)
-    policies = gp.GradientPolicies({"rows": gp.Freeze(gp.masks.Rows(":2"), params=names[0])})
+    policies = {"rows": gp.Freeze(gp.masks.Rows(":2"), params=names[0])}
     folder = tmp_path / "run" / "delta"
-    make_trainer(callbacks=[policies, SaveDelta(str(folder))], max_steps=3).fit(two_layers, loader)
+    train(policies, SaveDelta(str(folder)), max_steps=3)
     info = gp.delta.info(folder / "delta.safetensors")
     assert {tensor.name: tensor.form for tensor in info.tensors}[names[0]] == "rows"
     base = load_file(folder / "base.safetensors")
@@ -38,30 +36,21 @@ def test_the_file_leads_from_the_first_weights_to_the_last(
     assert same(base, two_layers.state_dict())
 
 
-def test_a_resumed_run_compares_with_what_the_first_began_with(
-    two_layers, loader, make_trainer, tmp_path: Path
-) -> None:
+def test_a_resumed_run_compares_with_what_the_first_began_with(two_layers, train, tmp_path: Path) -> None:
     began = weights(two_layers)
-    trainer = make_trainer(callbacks=[SaveDelta(str(tmp_path / "first"))], max_steps=2)
-    trainer.fit(two_layers, loader)
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    again = make_trainer(callbacks=[SaveDelta(str(tmp_path / "second"))], max_steps=4)
-    again.fit(two_layers, loader, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+    train(SaveDelta(str(tmp_path / "first")), max_steps=2).save_checkpoint(tmp_path / "last.ckpt")
+    train(SaveDelta(str(tmp_path / "second")), max_steps=4, resume=tmp_path / "last.ckpt")
     assert not (tmp_path / "second" / "base.safetensors").exists()
     gp.delta.revert(two_layers, tmp_path / "second" / "delta.safetensors")
     assert same(two_layers.state_dict(), began)
 
 
-def test_a_base_and_a_module_can_be_named(two_layers, loader, make_trainer, tmp_path: Path) -> None:
+def test_a_base_and_a_module_can_be_named(two_layers, train, tmp_path: Path) -> None:
     name, child = next(iter(two_layers.named_children()))
-    save_file(
-        {key: torch.zeros_like(tensor) for key, tensor in child.state_dict().items()},
-        tmp_path / "zero.safetensors",
-    )
-    folder = tmp_path / "run" / "delta"
-    callback = SaveDelta(str(folder), base=str(tmp_path / "zero.safetensors"), module=name)
-    make_trainer(callbacks=[callback], max_steps=1).fit(two_layers, loader)
-    gp.delta.revert(child, folder / "delta.safetensors")
+    base = tmp_path / "zero.safetensors"
+    save_file({key: torch.zeros_like(tensor) for key, tensor in child.state_dict().items()}, base)
+    train(SaveDelta(str(tmp_path / "run"), base=str(base), module=name), max_steps=1)
+    gp.delta.revert(child, tmp_path / "run" / "delta.safetensors")
     assert not any(tensor.any() for tensor in child.state_dict().values())
 
 
@@ -69,37 +58,29 @@ def test_a_base_and_a_module_can_be_named(two_layers, loader, make_trainer, tmp_
     ("arguments", "message"),
     [
         ({"base": "nothing.safetensors"}, r"callbacks\.delta\.base: nothing\.safetensors is not a file"),
+        ({"base": "other.safetensors"}, "the model has no tensor other"),
         ({"module": "nothing"}, r"callbacks\.delta\.module: there is no module 'nothing'"),
     ],
 )
-def test_what_is_absent_is_named_before_training(
-    two_layers, loader, make_trainer, tmp_path: Path, arguments, message: str
+def test_what_is_absent_or_of_another_model_is_named_before_training(
+    two_layers, train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments, message: str
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_file({"other": torch.zeros(3)}, "other.safetensors")
+    before = weights(two_layers)
     with pytest.raises(PolicyError, match=message):
-        make_trainer(callbacks=[SaveDelta(str(tmp_path), **arguments)], max_steps=1).fit(two_layers, loader)
+        train(SaveDelta("run", **arguments), max_steps=1)
+    assert same(two_layers.state_dict(), before)
 
 
-def test_a_base_of_another_model_is_refused_before_training(
-    two_layers, loader, make_trainer, tmp_path: Path
-) -> None:
-    save_file({"other": torch.zeros(3)}, tmp_path / "other.safetensors")
-    callback = SaveDelta(str(tmp_path), base=str(tmp_path / "other.safetensors"))
-    trainer = make_trainer(callbacks=[callback], max_steps=1)
-    with pytest.raises(PolicyError, match="the model has no tensor other"):
-        trainer.fit(two_layers, loader)
-    assert trainer.global_step == 0
-
-
-def test_what_was_written_is_told(two_layers, loader, make_trainer, tmp_path: Path, caplog) -> None:
+def test_what_was_written_is_told(train, tmp_path: Path, caplog) -> None:
     with caplog.at_level(logging.INFO):
-        make_trainer(callbacks=[SaveDelta(str(tmp_path))], max_steps=1).fit(two_layers, loader)
+        train(SaveDelta(str(tmp_path)), max_steps=1)
     info = gp.delta.info(tmp_path / "delta.safetensors")
     assert f"{info.path}: {info.stored:,} of {info.entries:,} entries, {info.bytes:,} bytes" in caplog.text
 
 
-def test_ranks_wait_for_each_other_once_the_file_is_written(
-    two_layers, loader, make_trainer, tmp_path: Path
-) -> None:
+def test_ranks_wait_for_each_other_once_the_file_is_written(two_layers, train, tmp_path: Path) -> None:
     """Or one of them would look for it too early."""
     there: list[bool] = []
 
@@ -108,26 +89,22 @@ def test_ranks_wait_for_each_other_once_the_file_is_written(
             if name == "gradpolicy.delta":
                 there.append((tmp_path / "delta.safetensors").exists())
 
-    make_trainer(strategy=Waits(), callbacks=[SaveDelta(str(tmp_path))]).fit(two_layers, loader)
+    train(SaveDelta(str(tmp_path)), strategy=Waits())
     assert there == [True]
 
 
 @pytest.mark.parametrize("name", ["delta.safetensors", "base.safetensors"])
-def test_files_of_others_are_kept_and_named_before_training(
-    two_layers, loader, make_trainer, tmp_path: Path, name: str
-) -> None:
+def test_files_of_others_are_kept_and_named_before_training(train, tmp_path: Path, name: str) -> None:
     mine = {"mine": torch.ones(1)}
     save_file(mine, tmp_path / name)
     with pytest.raises(PolicyError, match=f"{name} is there already"):
-        make_trainer(callbacks=[SaveDelta(str(tmp_path))], max_steps=1).fit(two_layers, loader)
+        train(SaveDelta(str(tmp_path)), max_steps=1)
     assert load_file(tmp_path / name).keys() == mine.keys()
 
 
-def test_a_second_run_replaces_the_files_of_the_first(
-    two_layers, loader, make_trainer, tmp_path: Path
-) -> None:
+def test_a_second_run_replaces_the_files_of_the_first(two_layers, train, tmp_path: Path) -> None:
     for _ in range(2):
         began = weights(two_layers)
-        make_trainer(callbacks=[SaveDelta(str(tmp_path))], max_steps=1).fit(two_layers, loader)
+        train(SaveDelta(str(tmp_path)), max_steps=1)
     gp.delta.revert(two_layers, tmp_path / "delta.safetensors")
     assert same(two_layers.state_dict(), began)

@@ -63,14 +63,10 @@ def test_checkpoints_are_files() -> None:
         FullyShardStrategy(save_distributed_checkpoint=True)
 
 
-def test_gathered_parameters_are_freed_after_the_forward_pass_unless_asked_otherwise() -> None:
-    assert FullyShardStrategy().reshard_after_forward
-    assert not FullyShardStrategy(reshard_after_forward=False).reshard_after_forward
-
-
 def test_what_is_asked_for_is_what_the_modules_are_sharded_by() -> None:
-    assert FullyShardStrategy(["model.layers.*"]).modules == ("model.layers.*",)
-    assert FullyShardStrategy().modules == ()
+    given, default = FullyShardStrategy(["model.layers.*"], reshard_after_forward=False), FullyShardStrategy()
+    assert (given.modules, default.modules) == (("model.layers.*",), ())
+    assert (given.reshard_after_forward, default.reshard_after_forward) == (False, True)
 
 
 class Sharding(Callback):

@@ -2,18 +2,19 @@ import gc
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from process_pool import ProcessPool
 from runs import fit
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 import gradpolicy as gp
-from gradpolicy.lightning.nonfinite import StopOnNonFinite, first_nonfinite
+from gradpolicy.lightning.nonfinite import Finding, StopOnNonFinite, first_nonfinite
+from tests.fixtures import TwoLayers
 
 
 class Root(nn.Module):
@@ -21,16 +22,12 @@ class Root(nn.Module):
         return x.sqrt()
 
 
-def test_the_first_module_whose_output_is_not_finite_is_named() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Root(), nn.Linear(2, 2)), nn.ReLU())
-    nn.init.constant_(model[0].weight, -1.0)
-    found = first_nonfinite(
-        model,
-        lambda m: m(torch.ones(3, 2)).sum(),
-        {"elsewhere": gp.Stop(modules="2"), "here": gp.Guided(modules="1.*"), "all": gp.Guided()},
-    )
-    assert found.module == "1.0"
-    assert found.policies == ("here", "all")
+TRAINED = {name: gp.Freeze(gp.masks.Fixed(), params=f"{name}.*") for name in "01"}
+
+
+def found_in(model: nn.Module, *policies: Any, **settings: bool) -> Finding:
+    """What is not finite in a pass over three samples of ones."""
+    return first_nonfinite(model, lambda m: m(torch.ones(3, 2)).sum(), *policies, **settings)
 
 
 @pytest.mark.parametrize(
@@ -48,17 +45,9 @@ def test_an_input_that_is_not_finite_is_told_from_an_output(value: float, what: 
 def test_weights_that_an_update_spoilt_are_named_with_the_policy_that_trains_them() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight.data[0, 0] = torch.nan
-    found = first_nonfinite(
-        model,
-        lambda m: m(torch.ones(3, 2)).sum(),
-        {
-            "head": gp.Freeze(gp.masks.Fixed(), params="1.*"),
-            "trunk": gp.Freeze(gp.masks.Fixed(), params="0.*"),
-        },
-    )
-    assert found.module == "1"
+    found = found_in(model, TRAINED)
+    assert (found.module, found.policies) == ("1", ("1",))
     assert "weight an earlier update made non-finite" in found.what
-    assert found.policies == ("head",)
 
 
 class RootOfWeight(nn.Module):
@@ -74,8 +63,7 @@ class RootOfWeight(nn.Module):
 
 def test_a_gradient_of_a_weight_alone_is_named_with_the_policy_that_trains_it() -> None:
     model = nn.Sequential(nn.Linear(2, 2), RootOfWeight())
-    policies = {name: gp.Freeze(gp.masks.Fixed(), params=f"{name}.*") for name in "01"}
-    found = first_nonfinite(model, lambda m: m(torch.ones(3, 2)).sum(), policies, backward=True)
+    found = found_in(model, TRAINED, backward=True)
     assert (found.module, found.policies) == ("1", ("1",))
     assert found.what == "first in the gradient of '1.weight'"
 
@@ -85,13 +73,12 @@ def spoils_everything(grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor) 
     return grad / 0.0
 
 
-def test_training_stops_with_the_module_and_the_policy(
-    two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]
-) -> None:
-    policies = {"spoiler": gp.UseRule("spoils_everything", modules="trunk.1", ops="relu")}
-    trainer = make_trainer(callbacks=[gp.GradientPolicies(policies), StopOnNonFinite()])
+SPOILER = {"spoiler": gp.UseRule("spoils_everything", modules="trunk.1", ops="relu")}
+
+
+def test_training_stops_with_the_module_and_the_policy(train) -> None:
     with pytest.raises(gp.PolicyError, match=r"update 1: a gradient is not finite.*'trunk.1'.*spoiler"):
-        trainer.fit(two_layers, loader)
+        train(SPOILER, StopOnNonFinite())
 
 
 def spoil_on_rank_1(module: LightningModule) -> None:
@@ -115,51 +102,31 @@ def test_ranks_that_share_a_gradient_name_the_module_of_the_rank_that_spoilt_it(
         assert "'layers.1." in message
 
 
-def test_a_loss_that_is_not_finite_stops_training_too(
-    two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]
-) -> None:
+def test_a_loss_that_is_not_finite_stops_training_too(two_layers, train) -> None:
     two_layers.head.weight.data[0, 0] = torch.inf
-    trainer = make_trainer(callbacks=[gp.GradientPolicies({}), StopOnNonFinite()])
     with pytest.raises(
         gp.PolicyError, match=r"^epoch 0, update 1: the loss is .*'head'.*no policy acts there"
     ):
-        trainer.fit(two_layers, loader)
+        train({}, StopOnNonFinite())
 
 
-def test_a_sound_run_is_left_alone(
-    two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]
-) -> None:
-    trainer = make_trainer(callbacks=[StopOnNonFinite()])
-    trainer.fit(two_layers, loader)
-    assert trainer.global_step == 4
+@pytest.mark.parametrize(
+    "policies",
+    [{}, {**SPOILER, "frozen": gp.Freeze(gp.masks.Fixed(mask=False), params="trunk.*")}],
+    ids=["sound", "not finite where nothing trains"],
+)
+def test_a_run_of_which_all_that_trains_is_finite_is_left_alone(train, policies) -> None:
+    assert train(policies, StopOnNonFinite()).global_step == 4
 
 
-def test_what_is_not_finite_where_nothing_trains_is_left_alone(
-    two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]
-) -> None:
-    policies = {
-        "spoiler": gp.UseRule("spoils_everything", modules="trunk.1", ops="relu"),
-        "frozen": gp.Freeze(gp.masks.Fixed(mask=False), params="trunk.*"),
-    }
-    trainer = make_trainer(callbacks=[gp.GradientPolicies(policies), StopOnNonFinite()])
-    trainer.fit(two_layers, loader)
-    assert trainer.global_step == 4
-
-
-def test_gradients_are_looked_at_only_where_that_is_asked_for(
-    two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]
-) -> None:
-    policies = {"spoiler": gp.UseRule("spoils_everything", modules="trunk.1", ops="relu")}
-    guard = StopOnNonFinite(gradients=False)
-    trainer = make_trainer(max_steps=1, callbacks=[gp.GradientPolicies(policies), guard])
-    trainer.fit(two_layers, loader)
-    assert trainer.global_step == 1
+def test_gradients_are_looked_at_only_where_that_is_asked_for(train) -> None:
+    assert train(SPOILER, StopOnNonFinite(gradients=False), max_steps=1).global_step == 1
 
 
 def test_gradients_under_a_loss_scaler_are_left_to_it(two_layers: LightningModule) -> None:
     two_layers.head.weight.grad = torch.full_like(two_layers.head.weight, torch.inf)
     scaled = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=object()))
-    StopOnNonFinite().on_before_optimizer_step(scaled, two_layers, two_layers.configure_optimizers())  # type: ignore[arg-type]
+    StopOnNonFinite().on_before_optimizer_step(scaled, two_layers, two_layers.configure_optimizers())
     assert two_layers.head.weight.grad.isinf().all(), "the scaler finds it, and skips the update"
 
 
@@ -167,7 +134,7 @@ def test_the_first_of_several_backwards_that_are_not_finite_is_named() -> None:
     model = nn.Sequential(nn.Linear(2, 2), Root(), nn.Tanh(), Root(), nn.Linear(2, 1))
     nn.init.zeros_(model[0].weight)
     nn.init.zeros_(model[0].bias)
-    assert first_nonfinite(model, lambda m: m(torch.ones(3, 2)).sum(), backward=True).module == "3"
+    assert found_in(model, backward=True).module == "3"
 
 
 class Gathered(nn.Module):
@@ -192,7 +159,7 @@ class Gathered(nn.Module):
 )
 def test_outputs_of_any_form_are_looked_at(form: Callable[[Tensor], object], is_finite: bool) -> None:
     model = nn.Sequential(Gathered(form))
-    found = first_nonfinite(model, lambda m: m(-torch.ones(2)))  # type: ignore[return-value]
+    found = first_nonfinite(model, lambda m: m(-torch.ones(2)))
     assert found.module == ("" if is_finite else "0")
 
 
@@ -207,8 +174,7 @@ def test_weights_that_a_module_takes_from_within_another_are_named() -> None:
 
 def test_where_everything_is_finite_it_says_so() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    value = first_nonfinite(model, lambda m: m(torch.ones(3, 2)).sum())
-    gradient = first_nonfinite(model, lambda m: m(torch.ones(3, 2)).sum(), backward=True)
+    value, gradient = (found_in(model, backward=backward) for backward in (False, True))
     assert str(value) == (
         "in a second pass over the batch every module's output is finite (no policy acts there)"
     )
@@ -222,7 +188,7 @@ def test_parameters_that_rest_or_go_unused_are_no_obstacle() -> None:
     model = nn.Sequential(nn.Linear(2, 2), RootOfWeight())
     model[0].requires_grad_(False)
     model.register_parameter("unused", nn.Parameter(torch.zeros(1)))
-    assert first_nonfinite(model, lambda m: m(torch.ones(3, 2)).sum(), backward=True).module == "1"
+    assert found_in(model, backward=True).module == "1"
 
 
 def test_policies_act_where_their_patterns_say() -> None:
@@ -231,6 +197,7 @@ def test_policies_act_where_their_patterns_say() -> None:
     policies = {
         "of a class": gp.Guided(modules=Root),
         "of another class": gp.Guided(modules=nn.Linear),
+        "of a pattern": gp.Guided(modules="0.*"),
         "of what contains it": gp.Guided(modules="0"),
         "of all but what lies there": gp.Guided(modules="!0*"),
         "of all but another": gp.Guided(modules="!1"),
@@ -238,58 +205,45 @@ def test_policies_act_where_their_patterns_say() -> None:
         "of all parameters, of which it has none": gp.Freeze(gp.masks.Fixed()),
         "of everything": gp.Guided(),
     }
-    found = first_nonfinite(model, lambda m: m(torch.ones(3, 2)).sum(), policies)
+    found = found_in(model, policies)
     assert found.module == "0.1"
-    assert found.policies == ("of a class", "of what contains it", "of all but another", "of everything")
+    acting = ("of a class", "of a pattern", "of what contains it", "of all but another", "of everything")
+    assert found.policies == acting
 
 
-class AsMapping:
-    """A training step that gives its loss by name."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
-        return {"loss": super().training_step(batch, batch_idx)}  # type: ignore[misc]
-
-
-def test_a_step_is_run_again_without_logging_and_with_its_own_batch(
-    two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]
-) -> None:
+def test_a_step_is_run_again_without_logging_and_with_its_own_batch(train) -> None:
     given: list[tuple[Tensor, int]] = []
 
-    class Module(AsMapping, type(two_layers)):  # type: ignore[misc]
+    class AsMapping(TwoLayers):
+        """Gives its loss by name."""
+
         def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
             given.append((batch[0], batch_idx))
-            return super().training_step(batch, batch_idx)
+            return {"loss": super().training_step(batch, batch_idx)}
 
-    module = Module()
-    policies = {
-        "spoiler": gp.UseRule("spoils_everything", modules="trunk.1", ops="relu", when=gp.When(start=2))
-    }
-    trainer = make_trainer(callbacks=[gp.GradientPolicies(policies), StopOnNonFinite()])
+    module, when = AsMapping(), gp.When(start=2)
+    spoiler = gp.UseRule("spoils_everything", modules="trunk.1", ops="relu", when=when)
     with pytest.raises(gp.PolicyError, match=r"^epoch 0, update 3: a gradient is not finite; first in"):
-        trainer.fit(module, loader)
+        train({"spoiler": spoiler}, StopOnNonFinite(), module=module)
     *_, before, again = given
     assert [number for _, number in given] == [0, 1, 2, 2]
     assert torch.equal(before[0], again[0])
     assert "log" not in vars(module)
 
 
-def test_a_step_that_takes_no_index_is_run_again_too(
-    two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]
-) -> None:
-    class Module(type(two_layers)):  # type: ignore[misc]
+def test_a_step_that_takes_no_index_is_run_again_too(train) -> None:
+    class Module(TwoLayers):
         def training_step(self, batch: list[Tensor]) -> Tensor:
             return super().training_step(batch, 0)
 
     module = Module()
     module.head.weight.data[0, 0] = torch.inf
     with pytest.raises(gp.PolicyError, match=r"^epoch 0, update 1: the loss is .*'head'"):
-        make_trainer(callbacks=[StopOnNonFinite()]).fit(module, loader)
+        train(StopOnNonFinite(), module=module)
 
 
-def test_under_manual_optimization_training_stops_without_another_step(
-    two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]
-) -> None:
-    class Module(type(two_layers)):  # type: ignore[misc]
+def test_under_manual_optimization_training_stops_without_another_step(train) -> None:
+    class Module(TwoLayers):
         automatic_optimization = False
         steps = 0
 
@@ -300,19 +254,17 @@ def test_under_manual_optimization_training_stops_without_another_step(
     module = Module()
     module.head.weight.data[0, 0] = torch.inf
     with pytest.raises(gp.PolicyError, match=r"the loss is nan; training_step optimizes by hand"):
-        make_trainer(callbacks=[StopOnNonFinite()]).fit(module, loader)
+        train(StopOnNonFinite(), module=module)
     assert module.steps == 1
 
 
-def test_a_batch_is_let_go_when_its_step_is_over(
-    two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]
-) -> None:
+def test_a_batch_is_let_go_when_its_step_is_over(train) -> None:
     batches: list[weakref.ref[Tensor]] = []
 
     class Notes(Callback):
-        def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: list, *_) -> None:
+        def on_train_batch_start(self, trainer, pl_module, batch, *_) -> None:
             batches.append(weakref.ref(batch[0]))
 
-    make_trainer(callbacks=[StopOnNonFinite(), Notes()]).fit(two_layers, loader)
+    train(StopOnNonFinite(), Notes())
     gc.collect()
     assert [batch() for batch in batches] == [None] * 4

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from process_pool import ProcessPool
-from torch.utils.data import DataLoader
 
 from gradpolicy import PolicyError
 from gradpolicy.distributed.agreement import of_every_rank
@@ -36,34 +35,22 @@ class Signal(Callback):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_saves_after_the_step_and_exits_with_its_number(
-    tmp_path: Path,
-    two_layers: LightningModule,
-    loader: DataLoader,
-    make_trainer: Callable[..., Trainer],
-    number: signal.Signals,
+    tmp_path: Path, train: Callable[..., Trainer], number: signal.Signals
 ) -> None:
     before = signal.getsignal(number)
-    trainer = make_trainer(
-        max_steps=9,
-        enable_checkpointing=True,
-        callbacks=[ModelCheckpoint(dirpath=tmp_path), SaveOnPreemption(), Signal(number)],
-    )
+    saving = ModelCheckpoint(dirpath=tmp_path)
     with pytest.raises(SystemExit) as ended:
-        trainer.fit(two_layers, loader)
+        train(saving, SaveOnPreemption(), Signal(number), max_steps=9, enable_checkpointing=True)
     assert ended.value.code == 128 + number
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 3
     assert signal.getsignal(number) == before
 
 
-def test_a_signal_of_a_former_fit_does_not_end_the_next(
-    two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]
-) -> None:
-    saving, saves = SaveOnPreemption(), {"enable_checkpointing": True}
+def test_a_signal_of_a_former_fit_does_not_end_the_next(train: Callable[..., Trainer]) -> None:
+    saving = SaveOnPreemption()
     with pytest.raises(SystemExit):
-        make_trainer(**saves, max_steps=9, callbacks=[saving, Signal(signal.SIGTERM)]).fit(two_layers, loader)
-    again = make_trainer(**saves, max_steps=3, callbacks=[saving])
-    again.fit(two_layers, loader)
-    assert again.global_step == 3
+        train(saving, Signal(signal.SIGTERM), enable_checkpointing=True, max_steps=9)
+    assert train(saving, enable_checkpointing=True, max_steps=3).global_step == 3
 
 
 def rank_of(rank: int, launcher: str | None, folder: Path) -> Any:
@@ -107,10 +94,10 @@ def test_a_rank_that_lightning_launched_exits_without_an_error(
 
 
 def test_a_run_that_ends_leaves_signals_as_it_found_them(
-    two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer]
+    two_layers: LightningModule, make_trainer: Callable[..., Trainer], train: Callable[..., Trainer]
 ) -> None:
     saving, before = SaveOnPreemption(["SIGUSR1"]), signal.getsignal(signal.SIGUSR1)
-    make_trainer(enable_checkpointing=True, callbacks=[saving]).fit(two_layers, loader)
+    train(saving, enable_checkpointing=True)
     assert signal.getsignal(signal.SIGUSR1) == before
     try:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -138,11 +125,8 @@ def test_one_rank_puts_the_job_back_unless_that_is_not_wanted(
 
 def signalled(folder: str) -> tuple[Any, int]:
     """Code and batch with which a rank exits where the second of two gets a signal in the third batch."""
-    trainer, saving, module = (
-        rank_of(dist.get_rank(), None, Path(folder)),
-        SaveOnPreemption(),
-        LightningModule(),
-    )
+    trainer, saving = rank_of(dist.get_rank(), None, Path(folder)), SaveOnPreemption()
+    module = LightningModule()
     trainer.world_size = dist.get_world_size()
     saving.on_train_start(trainer, module)
     try:
@@ -225,23 +209,16 @@ def test_a_job_told_to_go_resumes_where_it_was(tmp_path: Path, slurm: Path, rank
 
 
 ARRAY = {"SLURM_ARRAY_JOB_ID": "4700", "SLURM_ARRAY_TASK_ID": "11"}
+NOT_BACK = "job 4711 is not put back into the queue"
 
 
 @pytest.mark.parametrize(
     ("environment", "asked", "told"),
     [
         ({}, "requeue 4711\n", "job 4711 is back in the queue"),
-        (
-            {"SLURM_ARRAY_JOB_ID": "4700", "SLURM_ARRAY_TASK_ID": "11"},
-            "requeue 4700_11\n",
-            "job 4700_11 is back",
-        ),
-        (
-            {"REFUSES": "not allowed"},
-            "requeue 4711\n",
-            "job 4711 is not put back into the queue: not allowed",
-        ),
-        ({"PATH": ""}, "", "job 4711 is not put back into the queue: there is no scontrol here"),
+        (ARRAY, "requeue 4700_11\n", "job 4700_11 is back"),
+        ({"REFUSES": "not allowed"}, "requeue 4711\n", f"{NOT_BACK}: not allowed"),
+        ({"PATH": ""}, "", f"{NOT_BACK}: there is no scontrol here"),
         ({"SLURM_JOB_ID": None}, "", ""),
     ],
     ids=["a job", "a task of an array", "a job that is refused", "no scontrol", "no Slurm"],

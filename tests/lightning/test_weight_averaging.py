@@ -26,23 +26,16 @@ AVERAGING = [
 
 @pytest.mark.parametrize("policies", [CHANGING, LATER])
 @pytest.mark.parametrize("averaging", AVERAGING, ids=lambda each: type(each).__name__)
-def test_beside_masks_that_change_it_is_refused_before_the_first_step(
-    two_layers, loader, make_trainer, policies, averaging
-):
+def test_beside_masks_that_change_it_is_refused_before_the_first_step(two_layers, train, policies, averaging):
     before = [parameter.clone() for parameter in two_layers.parameters()]
-    trainer = make_trainer(max_steps=2, callbacks=[averaging, gp.GradientPolicies(policies)])
     with pytest.raises(PolicyError, match=rf"policy\.\w+: {type(averaging).__name__} averages over steps"):
-        trainer.fit(two_layers, loader)
+        train(averaging, policies, max_steps=2)
     assert all(torch.equal(*pair) for pair in zip(before, two_layers.parameters(), strict=True))
 
 
-def test_an_exponential_average_that_rounds_is_refused_with_one_that_does_not(
-    two_layers, loader, make_trainer
-):
-    policies = gp.GradientPolicies({"still": still()})
-    trainer = make_trainer(max_steps=2, callbacks=[EMAWeightAveraging(decay=0.9), policies])
+def test_an_exponential_average_that_rounds_is_refused_with_one_that_does_not(train):
     with pytest.raises(PolicyError, match=r"use WeightAveraging\(multi_avg_fn="):
-        trainer.fit(two_layers, loader)
+        train(EMAWeightAveraging(decay=0.9), {"still": still()}, max_steps=2)
 
 
 @pytest.mark.parametrize(
@@ -54,13 +47,10 @@ def test_an_exponential_average_that_rounds_is_refused_with_one_that_does_not(
     ],
     ids=["mean", "exponential", "swa"],
 )
-def test_averages_of_entries_that_are_always_frozen_keep_their_bits(
-    two_layers, loader, make_trainer, averaging
-):
+def test_averages_of_entries_that_are_always_frozen_keep_their_bits(two_layers, train, averaging):
     callback = gp.GradientPolicies({"still": still()})
     before = {name: parameter.detach().clone() for name, parameter in two_layers.named_parameters()}
-    trainer = make_trainer(max_epochs=4, callbacks=[averaging, callback])
-    trainer.fit(two_layers, loader)
+    train(averaging, callback, max_epochs=4)
     for name, parameter in two_layers.trunk.named_parameters(prefix="trunk"):
         frozen = ~callback.masked_optimizers[0].get_mask(parameter).expand_as(parameter)
         assert frozen.any()
@@ -68,6 +58,5 @@ def test_averages_of_entries_that_are_always_frozen_keep_their_bits(
         assert not torch.equal(parameter, before[name])
 
 
-def test_without_freeze_policies_averages_are_taken(two_layers, loader, make_trainer):
-    callbacks = [EMAWeightAveraging(decay=0.9), gp.GradientPolicies({"cut": gp.Stop(modules="head")})]
-    make_trainer(max_steps=2, callbacks=callbacks).fit(two_layers, loader)
+def test_without_freeze_policies_averages_are_taken(train):
+    train(EMAWeightAveraging(decay=0.9), {"cut": gp.Stop(modules="head")}, max_steps=2)

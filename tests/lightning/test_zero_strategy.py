@@ -2,6 +2,7 @@
 
 import warnings
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from process_pool import ProcessPool, here
@@ -12,29 +13,35 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from gradpolicy.lightning.zero_strategy import as_zero
 
 
-def rates(loaded: bool) -> list[float]:
-    """Learning rates under a scheduler of the optimizer given, perhaps with a state loaded on the way."""
+def trained(loaded: bool) -> tuple[list[float], bool, list[str]]:
+    """A few steps under a scheduler of the optimizer given, perhaps with a state loaded on the way.
+
+    The learning rates, whether sharding again changes nothing, and what the scheduler complains of.
+    """
     model = nn.Linear(2, 2).to(here())
     given = torch.optim.AdamW(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(given, 0.5)
     shared = as_zero(given)
     seen = []
-    for step in range(4):
-        if loaded and step == 2:
-            shared.consolidate_state_dict(0)
-            saved = [shared.state_dict() if torch.distributed.get_rank() == 0 else None]
-            torch.distributed.broadcast_object_list(saved)
-            shared.load_state_dict(saved[0])
-        model(torch.ones(1, 2, device=here())).sum().backward()
-        shared.step()
-        scheduler.step()
-        seen.append(shared.optim.param_groups[0]["lr"])
-    return seen
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(4):
+            if loaded and step == 2:
+                shared.consolidate_state_dict(0)
+                saved = [shared.state_dict() if torch.distributed.get_rank() == 0 else None]
+                torch.distributed.broadcast_object_list(saved)
+                shared.load_state_dict(saved[0])
+            model(torch.ones(1, 2, device=here())).sum().backward()
+            shared.step()
+            scheduler.step()
+            seen.append(shared.optim.param_groups[0]["lr"])
+    complaints = [str(each.message) for each in told if "step" in str(each.message)]
+    return seen, as_zero(shared) is shared, complaints
 
 
-def test_a_scheduler_stays_in_force_also_after_a_state_was_loaded(pair: ProcessPool) -> None:
-    for loaded in (False, True):
-        assert pair(rates, loaded) == [[1.0, 0.5, 0.25, 0.125]] * 2
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_scheduler_stays_in_force_and_has_nothing_to_complain_of(pair: ProcessPool, loaded: bool) -> None:
+    assert pair(trained, loaded) == [([1.0, 0.5, 0.25, 0.125], True, [])] * 2
 
 
 def kept_settings() -> tuple[str, float, list[float]]:
@@ -63,24 +70,3 @@ def kinds_in_a_run() -> list[bool]:
 
 def test_the_strategy_shards_each_optimizer_of_a_run(pair: ProcessPool) -> None:
     assert pair(kinds_in_a_run) == [[True]] * 2
-
-
-def sharded_twice() -> tuple[bool, list[str]]:
-    """Whether sharding is done once only, and what a scheduler of the optimizer given complains of."""
-    model = nn.Linear(2, 2).to(here())
-    given = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(given, 0.5)
-    shared = as_zero(given)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            model(torch.ones(1, 2, device=here())).sum().backward()
-            shared.step()
-            scheduler.step()
-    return as_zero(shared) is shared, [str(each.message) for each in told if "step" in str(each.message)]
-
-
-def test_what_is_sharded_stays_as_it_is_and_a_scheduler_has_nothing_to_complain_of(
-    pair: ProcessPool,
-) -> None:
-    assert pair(sharded_twice) == [(True, [])] * 2
