@@ -25,8 +25,7 @@ def divides_out(optimizer: torch.optim.Optimizer) -> bool:
         >>> divides_out(torch.optim.AdamW(weight)), divides_out(torch.optim.SGD(weight))
         (True, False)
     """
-    own = getattr(optimizer, "inner", optimizer)
-    names = [base.__name__.lower() for base in type(own).__mro__]
+    names = [base.__name__.lower() for base in _class_of(optimizer).__mro__]
     return any(part in name for part in _DIVIDING for name in names)
 
 
@@ -41,7 +40,7 @@ def divided_factors(
         optimizers: The optimizers.
     """
     dividing: dict[int, str] = {
-        id(parameter): type(getattr(optimizer, "inner", optimizer)).__name__
+        id(parameter): _class_of(optimizer).__name__
         for optimizer in optimizers
         if divides_out(optimizer)
         for group in optimizer.param_groups
@@ -55,6 +54,13 @@ def divided_factors(
         kind = next((dividing[id(p)] for p in matched if id(p) in dividing), None)
         if kind is not None:
             yield f"{name}: {kind} divides {factor}"
+
+
+def _class_of(optimizer: Any) -> type:
+    """Return the class of the optimizer that makes the updates, inside of MaskedOptimizer and ZeRO-1."""
+    while (inside := getattr(optimizer, "inner", None) or getattr(optimizer, "optim", None)) is not None:
+        optimizer = inside
+    return type(optimizer)
 
 
 def _factor(policy: Policy) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError, under
+from gradpolicy.errors import PolicyError, under, warn_user
 from gradpolicy.optim.update_rules import Group, rule_for, submatrix_rule_for
 from gradpolicy.tensors.sharding import is_composed, is_sharded, local_shard
 
@@ -182,7 +182,7 @@ def warn_of_putting_back(optimizer: torch.optim.Optimizer, forget: bool) -> None
     """Warn, once per optimizer, of the effects of a mask on some entries."""
     if optimizer not in _WARNED:
         _WARNED.add(optimizer)
-        warnings.warn(put_back_remark(optimizer, forget), stacklevel=6)
+        warn_user(put_back_remark(optimizer, forget))
 
 
 def put_back_remarks(
@@ -193,7 +193,7 @@ def put_back_remarks(
     Args:
         masks: For each policy, the masks that freeze a parameter in part, with True if entries lose state.
         parameters: The parameters by name.
-        optimizers: The optimizers.
+        optimizers: The optimizers, which are not wrapped, except by ZeroRedundancyOptimizer.
 
     Raises:
         PolicyError: If some entries of a parameter cannot be frozen alone.
@@ -201,8 +201,8 @@ def put_back_remarks(
     places = {
         id(parameter): (own, group)
         for optimizer in optimizers
-        if rule_for(own := getattr(optimizer, "inner", optimizer)) is None
-        for group in own.param_groups
+        if rule_for(own := _updater(optimizer)) is None
+        for group in optimizer.param_groups
         for parameter in group["params"]
     }
     for policy, names in masks.items():
@@ -215,6 +215,12 @@ def put_back_remarks(
                     check_entries_can_freeze(*place, parameters[name])
                 remarks[put_back_remark(place[0], forget)] = None
         yield from (f"{policy}: {remark}" for remark in remarks)
+
+
+def _updater(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the local optimizer of a ZeroRedundancyOptimizer, which makes its updates; any other itself."""
+    local = getattr(optimizer, "optim", optimizer)
+    return getattr(local, "inner", local)
 
 
 def _steps_part(optimizer: torch.optim.Optimizer, mask: Any, parameter: Tensor) -> bool:

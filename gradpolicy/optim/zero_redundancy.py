@@ -45,6 +45,7 @@ class MaskedZero(MaskedOptimizer):
                 "updates weights within the backward pass, before gradients can be masked"
             )
         super().__init__(inner, frozen_state, bias_correction)
+        self._wrapped.delegates = True
         inner.optim = MaskedOptimizer(inner.optim, frozen_state, bias_correction)
         # Ranks gather their states into one; the records beside it do not say how the owner stores its own.
         self.saves_dense = inner.optim.saves_dense = True

@@ -2,6 +2,7 @@ import copy
 import io
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from process_pool import ProcessPool, here
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+import gradpolicy as gp
 from gradpolicy import MaskedOptimizer, PolicyError
 from gradpolicy.optim.zero_redundancy import as_masked as masked
 
@@ -148,6 +150,33 @@ def wrapped_kinds() -> list[str]:
 
 def test_masked_optimizer_is_of_the_right_kind_by_itself(pair: ProcessPool) -> None:
     assert pair(wrapped_kinds) == [["MaskedZero", "MaskedOptimizer"]] * 2
+
+
+def said_of_entries(kind: type[torch.optim.Optimizer]) -> tuple[list[str], list[str]]:
+    """What masking and planning say of a mask on entries and of a factor on gradients."""
+    model, entries = network(), torch.eye(8, 6, dtype=torch.bool)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), kind, lr=0.05)
+    policies = {
+        "half": gp.Freeze(gp.masks.Fixed({"0.weight": entries}), params="0.weight"),
+        "slow": gp.Scale(0.1, params="2.weight"),
+    }
+    planned = gp.plan(model, policies, lambda copied: copied(torch.ones(2, 6)).sum(), optimizers=optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        MaskedOptimizer(optimizer).set_mask(model[0].weight, entries)
+    return [str(each.message) for each in caught], list(planned.warnings)
+
+
+def test_warnings_are_about_the_optimizer_that_updates(pair: ProcessPool) -> None:
+    for said, planned in pair(said_of_entries, torch.optim.AdamW):
+        assert said == []
+        assert len(planned) == 1
+        assert planned[0].startswith("slow: AdamW divides the factor")
+    by_rank = pair(said_of_entries, torch.optim.Rprop)
+    assert sum(len(said) for said, _ in by_rank) == 1, "only the owner of the parameter masks its state"
+    for said, planned in by_rank:
+        assert all(line.startswith("Rprop steps whole tensors") for line in said)
+        assert any(line.startswith("half: Rprop steps whole tensors") for line in planned)
 
 
 def overlapping() -> str:
