@@ -255,3 +255,27 @@ def test_a_plan_says_how_much_the_forward_pass_sees() -> None:
     )
     assert planned.training_entries == planned.entries
     assert "the forward pass sees 25.0% of 2,048 entries, and all train" in planned.rows[0].remarks[0]
+
+
+def test_each_of_two_optimizers_decays_its_own_weights_once() -> None:
+    """Two optimizers move the same as one of all parameters."""
+    trained = []
+    for split in (1, 2):
+        torch.manual_seed(0)
+        model = network()
+        parts = (
+            [list(model.parameters())]
+            if split == 1
+            else [[*layer.parameters()] for layer in (model[0], model[2])]
+        )
+        optimizers = [torch.optim.AdamW(part, lr=1e-2, weight_decay=0.1) for part in parts]
+        source = gp.masks.TopK(0.25, by="magnitude", within="tensor", every=2)
+        policy = gp.ForwardMask(source, params="*.weight", decay=0.1)
+        with gp.training(model, optimizers, [policy]) as wrapped:
+            for step in range(6):
+                model(batch(step)).square().mean().backward()
+                for optimizer in wrapped:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        trained.append(model.state_dict())
+    assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
