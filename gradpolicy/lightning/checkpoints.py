@@ -213,7 +213,7 @@ def write_checkpoint(content: Any, path: Path) -> None:
 
 
 def check_fits(path: Path, model: nn.Module, key: str = KEY) -> None:
-    """Check that a checkpoint is of this model: the same names and shapes, and no infinite parameters.
+    """Check that a checkpoint fits a model: names, shapes and layouts, and no infinite parameters.
 
     Args:
         path: The checkpoint.
@@ -223,7 +223,7 @@ def check_fits(path: Path, model: nn.Module, key: str = KEY) -> None:
     Raises:
         PolicyError: If it is damaged, or of another model.
     """
-    saved, wanted = _shapes(read_checkpoint(path, key)[WEIGHTS]), _shapes(model.state_dict())
+    saved, wanted = _forms(read_checkpoint(path, key)[WEIGHTS]), _forms(model.state_dict())
     lacking, surplus = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
     reshaped = [
         f"{name} is {saved[name]} there and {wanted[name]} here"
@@ -242,8 +242,13 @@ def check_fits(path: Path, model: nn.Module, key: str = KEY) -> None:
         raise PolicyError(f"{key}: {path} holds infinite values in {shortened(sorted(infinite))}")
 
 
-def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
+def _forms(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the shape of each tensor, and its layout if it is sparse, which no parameter can load."""
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return {
+        name: f"{tuple(tensor.shape)}" + ("" if tensor.layout is torch.strided else f" in {tensor.layout}")
+        for name, tensor in tensors.items()
+    }
 
 
 def check_resumable(path: Path) -> None:

@@ -40,6 +40,13 @@ def test_a_checkpoint_of_another_model_is_told_apart(
         check_fits(save(tmp_path / "a.ckpt", other), model)
 
 
+def test_a_sparse_weight_is_told_apart(tmp_path: Path, model: nn.Module) -> None:
+    content = {**model.state_dict(), "weight": model.weight.detach().to_sparse()}
+    torch.save({"state_dict": content}, tmp_path / "a.ckpt")
+    with pytest.raises(PolicyError, match=r"weight is \(3, 2\) in torch.sparse_coo there and \(3, 2\) here"):
+        check_fits(tmp_path / "a.ckpt", model)
+
+
 def test_of_many_shapes_that_differ_two_are_told(tmp_path: Path) -> None:
     wide, narrow = (nn.Sequential(nn.Linear(2, width), nn.Linear(width, 2)) for width in (4, 3))
     with pytest.raises(PolicyError) as refused:
