@@ -29,7 +29,7 @@ from gradpolicy.insight.costs import optimizer_bytes
 from gradpolicy.insight.run_files import Count
 from gradpolicy.json_file import parse_json
 from gradpolicy.lightning.callback import GradientPolicies, log_interval
-from gradpolicy.measurements import Measured
+from gradpolicy.measurements import AGES, NORMS, SUMS, Measured
 from gradpolicy.optim.zero_redundancy import MaskedZero
 from gradpolicy.tensors.sharding import is_sharded
 
@@ -40,12 +40,7 @@ __all__ = ["Record", "load"]
 
 RECORD = "record.jsonl"
 WORDS = ("policy", "phase", "parameter", "layer", "frozen_state")
-NORMS = ("weight_norm", "update_norm", "gradient_norm_before", "gradient_norm_after")
-SUMS = ("entries", "active", "flipped", "state_bytes")
-MEASURED = (
-    *(*SUMS, *NORMS, "adam_bytes", "operations", "zeros_passed"),
-    *("age_min", "age_q25", "age_median", "age_q75", "age_max"),
-)
+MEASURED = (*SUMS, *NORMS, "adam_bytes", "operations", "zeros_passed", *AGES)
 # Columns that `load` computes.
 COMPUTED = ("active_share", "update_size")
 # The columns that a line must have, by its kind.
