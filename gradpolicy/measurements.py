@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradpolicy.distributed.agreement import of_every_rank
 from gradpolicy.flow.install import Installed
 from gradpolicy.freezing import Freezer
 from gradpolicy.optim import MaskedOptimizer
@@ -141,12 +142,7 @@ class Measurements:
         loss averaged over the processes.
         """
         freeze = self._measure_freeze(self._freezer) if phase == "fit" and self._freezer is not None else {}
-        parts: list[Any] = [(self._measure_flow(phase), freeze)]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            gathered: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, parts[0])
-            parts = gathered
-        flow, rows = ([part[place] for part in parts] for place in (0, 1))
+        flow, rows = zip(*of_every_rank((self._measure_flow(phase), freeze)), strict=True)
         return self._by_policy(_add_rows(rows)) | _flow_quantities(flow, phase)
 
     def _measure_flow(self, phase: str) -> dict[str, dict[str, float]]:

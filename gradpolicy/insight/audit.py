@@ -5,11 +5,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from gradpolicy.checks import check_choice, check_whole
+from gradpolicy.distributed.agreement import of_every_rank
 from gradpolicy.errors import PolicyError, PromiseError
 from gradpolicy.insight.audit_checks import FrozenEntries, StoppedBranches
 from gradpolicy.insight.run_files import AUDIT, AuditDifference, AuditFile
@@ -218,12 +218,7 @@ class Audit(Callback):
 
     def _total(self, trainer: Trainer) -> AuditFile:
         """Return the counts of all ranks; every rank must call this."""
-        own = self._own(trainer)
-        if trainer.world_size == 1:
-            return own
-        parts: list[Any] = [None] * trainer.world_size
-        dist.all_gather_object(parts, own)
-        return merged(parts)
+        return merged(of_every_rank(self._own(trainer)))
 
     def _write(self, trainer: Trainer, total: AuditFile) -> None:
         directory = Path(self.directory or trainer.log_dir or trainer.default_root_dir)

@@ -24,6 +24,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from pydantic import BaseModel, Field, NonNegativeInt, create_model
 from pydantic_core import to_json
 
+from gradpolicy.distributed.agreement import of_every_rank
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight.costs import optimizer_bytes
 from gradpolicy.insight.run_files import Count
@@ -120,7 +121,7 @@ class Record(Callback):
             optimizers = self._trainer.optimizers
             held = sum(optimizer_bytes(each) for each in optimizers)
             if _is_divided(optimizers):
-                held = int(self._trainer.strategy.reduce(torch.tensor(held), reduce_op="sum"))
+                held = sum(of_every_rank(held))
             rows.append({"kind": "memory", "state_bytes": held, "adam_bytes": adam_bytes(optimizers)})
         if self.file is not None:
             epoch = self._trainer.current_epoch
