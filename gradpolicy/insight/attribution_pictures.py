@@ -14,6 +14,7 @@ from gradpolicy.insight.attribution import integrated_gradient, predict
 from gradpolicy.insight.attribution_checks import insertion_deletion, random_order
 from gradpolicy.insight.pictures import Sample, log_image, picture_grid
 from gradpolicy.lightning.callback import GradientPolicies
+from gradpolicy.lightning.trainer_parts import callbacks_of
 from gradpolicy.tasks.images import images_of
 
 PHASE = "test"
@@ -68,9 +69,7 @@ class AttributionPictures(Callback):
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check that the policy exists before anything is computed."""
         self._batches = []
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        found = next((each for each in callbacks if isinstance(each, GradientPolicies)), None)
-        declared = found.policies if found is not None else {}
+        declared = next((each.policies for each in callbacks_of(trainer, GradientPolicies)), {})
         policy = declared.get(self.policy)
         self._draws = policy is not None and policy.when.active(phase=PHASE)
         if self._draws or not self.required:

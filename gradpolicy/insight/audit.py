@@ -15,6 +15,7 @@ from gradpolicy.insight.audit_checks import FrozenEntries, StoppedBranches
 from gradpolicy.insight.run_files import AUDIT, AuditDifference, AuditFile
 from gradpolicy.insight.run_log import say
 from gradpolicy.lightning.callback import GradientPolicies
+from gradpolicy.lightning.trainer_parts import callbacks_of
 from gradpolicy.policies import Stop
 from gradpolicy.where import named_parameters
 from gradpolicy.whole_file import write_text
@@ -90,8 +91,7 @@ class Audit(Callback):
         Raises:
             PolicyError: Under DeepSpeed's stage 3.
         """
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        policies = next((each for each in callbacks if isinstance(each, GradientPolicies)), None)
+        policies = next(iter(callbacks_of(trainer, GradientPolicies)), None)
         if policies is None:
             return
         self._policies, self._running, self._rank = policies, True, trainer.global_rank

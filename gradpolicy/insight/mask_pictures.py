@@ -17,6 +17,7 @@ from gradpolicy.checks import check_sizes
 from gradpolicy.errors import under
 from gradpolicy.insight.pictures import log_image
 from gradpolicy.lightning.callback import GradientPolicies
+from gradpolicy.lightning.trainer_parts import callbacks_of
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.tensors.sharding import is_sharded
 from gradpolicy.where import as_patterns, pick
@@ -186,8 +187,7 @@ class MaskPictures(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the candidate weights; a resumed run deletes pictures of steps that it repeats."""
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        found = [each for each in callbacks if isinstance(each, GradientPolicies) and each.freezer]
+        found = [each for each in callbacks_of(trainer, GradientPolicies) if each.freezer]
         self._candidates, self._weights, self._masks = {}, {}, {}
         if not found or not trainer.is_global_zero:
             return

@@ -29,7 +29,8 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.insight.costs import optimizer_bytes
 from gradpolicy.insight.run_files import Count
 from gradpolicy.json_file import parse_json
-from gradpolicy.lightning.callback import GradientPolicies, log_interval
+from gradpolicy.lightning.callback import GradientPolicies
+from gradpolicy.lightning.trainer_parts import callbacks_of, log_interval
 from gradpolicy.measurements import AGES, NORMS, SUMS, Measured
 from gradpolicy.optim.zero_redundancy import MaskedZero
 from gradpolicy.tensors.sharding import is_sharded
@@ -81,11 +82,10 @@ class Record(Callback):
         self._trainer = trainer
         if self.file is None and trainer.is_global_zero:
             self.file = RecordFile(Path(self.directory or trainer.default_root_dir))
-        for each in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(each, GradientPolicies):
-                self._has_policies = True
-                if self._write not in each.sinks:
-                    each.sinks.append(self._write)
+        for each in callbacks_of(trainer, GradientPolicies):
+            self._has_policies = True
+            if self._write not in each.sinks:
+                each.sinks.append(self._write)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the file, or truncate it to its length in the checkpoint."""

@@ -31,6 +31,7 @@ from gradpolicy.lightning.preemption import SaveOnPreemption
 from gradpolicy.lightning.progress_bar import ProgressBar as OneLineProgressBar
 from gradpolicy.lightning.resume import ExactResume
 from gradpolicy.lightning.runs import RunRecord
+from gradpolicy.lightning.trainer_parts import callbacks_of
 from gradpolicy.lightning.weight_averaging import check_weight_averaging
 
 # Tests and callbacks may log these later than in the first epoch.
@@ -79,10 +80,7 @@ class RequiredMetric(Callback):
         Raises:
             PolicyError: If it is not, with the nearest names.
         """
-        checkpoints: list[Any] = trainer.checkpoint_callbacks
-        monitored = [
-            each.monitor for each in checkpoints if isinstance(each, ModelCheckpoint) and each.monitor
-        ]
+        monitored = [each.monitor for each in callbacks_of(trainer, ModelCheckpoint) if each.monitor]
         known = {*trainer.callback_metrics, *(f"{name}_best" for name in monitored)}
         if self.name not in known and not self.name.startswith(LATER):
             raise PolicyError(f"optimized_metric: {self.name!r} is not logged; {nearest(self.name, known)}")

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from gradpolicy.distributed.compression import ActiveEntries
+from gradpolicy.lightning.trainer_parts import STEP_METHODS, callbacks_of, log_interval
 from gradpolicy.lightning.weight_averaging import check_weight_averaging
 from gradpolicy.measurements import summary
 from gradpolicy.planning.plan import plan as make_plan
@@ -22,8 +23,8 @@ from gradpolicy.planning.plan import training_loss
 from gradpolicy.policies import Policy
 from gradpolicy.training_policies import TrainingPolicies
 
-# Lightning calls these methods instead of the forward of the LightningModule, which it replaces temporarily.
-STEP_POINTS = {"": ("training_step", "validation_step", "test_step", "predict_step")}
+# Entry points of the LightningModule itself, whose forward Lightning replaces temporarily.
+STEP_POINTS = {"": STEP_METHODS}
 
 
 class GradientPolicies(TrainingPolicies, Callback):
@@ -38,7 +39,7 @@ class GradientPolicies(TrainingPolicies, Callback):
       frozen parameters has changed, and at some steps the ranks check that they agree;
     - before gradient clipping, if there is any: gradients of frozen entries are zeroed, so that they count
       neither in the clipped norm nor in logs;
-    - as soon as  an optimizer has stepped: its update is scaled where a mask source sets learning rates;
+    - as soon as an optimizer has stepped: its update is scaled where a mask source sets learning rates;
     - under DeepSpeed gradients of frozen entries are zeroed as they are computed, and of freeze policies only
       the share of active entries is logged;
     - once for each active tensor that gets no gradient, or only zeros: a warning, see
@@ -104,7 +105,7 @@ class GradientPolicies(TrainingPolicies, Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check, before training, that no callback averages frozen weights."""
         if stage == "fit":
-            check_weight_averaging(trainer.callbacks, self.policies)  # type: ignore[attr-defined]
+            check_weight_averaging(callbacks_of(trainer, Callback), self.policies)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install all policies, now that the model is on its device and wrapped, and the optimizers exist."""
@@ -325,7 +326,7 @@ class GradientPolicies(TrainingPolicies, Callback):
     def _gradients_are_read(self, trainer: Trainer, pl_module: LightningModule) -> bool:
         """Return True if gradients are clipped before the update, or another hook may read them."""
         hooks = ("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
-        others = [each for each in trainer.callbacks if each is not self]  # type: ignore[attr-defined]
+        others = [each for each in callbacks_of(trainer, Callback) if each is not self]
         return (
             bool(trainer.gradient_clip_val)
             or any(is_overridden(hook, pl_module) for hook in hooks)
@@ -384,9 +385,3 @@ def _logs_after_this(trainer: Trainer) -> bool:
     # The trainer counts the steps of all optimizers together.
     updates = trainer.global_step // max(len(trainer.optimizers), 1)
     return (updates + 1) % log_interval(trainer) == 0
-
-
-def log_interval(trainer: Trainer) -> int:
-    """Return the number of updates between two logged ones."""
-    # Lightning sets the attribute outside the class, which a type checker does not see.
-    return max(int(trainer.log_every_n_steps), 1)  # type: ignore[attr-defined]

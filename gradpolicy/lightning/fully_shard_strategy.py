@@ -15,11 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.lightning.checkpoints import read_checkpoint
+from gradpolicy.lightning.trainer_parts import STEP_METHODS
 from gradpolicy.optim.checkpoint import dense
 from gradpolicy.tensors.sharding import shard_like
 from gradpolicy.where import as_patterns, match_modules
-
-STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class FullyShardStrategy(ModelParallelStrategy):
@@ -151,7 +150,6 @@ def shard_modules(
         if module is not model:
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    # Lightning calls these instead of the forward method of a LightningModule.
     for method in STEP_METHODS:
         if hasattr(model, method):
             register_fsdp_forward_method(model, method)

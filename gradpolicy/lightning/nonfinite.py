@@ -14,6 +14,7 @@ from gradpolicy.errors import FailedRunError
 from gradpolicy.finite import all_finite
 from gradpolicy.flow.containers import tensors_in
 from gradpolicy.lightning.callback import GradientPolicies
+from gradpolicy.lightning.trainer_parts import callbacks_of
 from gradpolicy.planning.plan import training_loss
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.tensors.sharding import is_sharded, local_shard
@@ -199,11 +200,10 @@ def _unlogged(pl_module: Any) -> Iterator[None]:
         del pl_module.log
 
 
-def _policies(trainer: Any) -> dict[str, Policy]:
+def _policies(trainer: Trainer) -> dict[str, Policy]:
     return {
         name: policy
-        for callback in trainer.callbacks
-        if isinstance(callback, GradientPolicies)
+        for callback in callbacks_of(trainer, GradientPolicies)
         for name, policy in callback.policies.items()
     }
 

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from gradpolicy.errors import unknown
+from gradpolicy.lightning.trainer_parts import callbacks_of
 
 
 class SaveOnPreemption(Checkpoint):
@@ -104,7 +105,7 @@ def requeue_slurm_job() -> None:
 
 def _path_of_last(trainer: Trainer) -> Path:
     """Return the path from which ``ckpt_path=last`` resumes."""
-    kept = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    kept = callbacks_of(trainer, ModelCheckpoint)
     folder = next((callback.dirpath for callback in kept if callback.dirpath), None)
     name = kept[0].CHECKPOINT_NAME_LAST if kept else "last"
     return Path(folder or trainer.default_root_dir) / f"{name}.ckpt"

@@ -34,6 +34,7 @@ from gradpolicy.errors import PolicyError, brief, shortened
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.lightning.checkpoints import CANNOT_RESUME, KEY, PATHS, check_checkpoint
 from gradpolicy.lightning.runs import cut_checkpoints, step_of
+from gradpolicy.lightning.trainer_parts import callbacks_of
 from gradpolicy.tensors.sharding import local_shard
 from gradpolicy.where import plain_name
 from gradpolicy.whole_file import written_whole
@@ -272,8 +273,7 @@ class ExactResume(Callback):
 
 def starts_new_run(trainer: Trainer) -> bool:
     """Return True if the run starts from the checkpoint of another run."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    found = [each for each in callbacks if isinstance(each, ExactResume) and each.directory is not None]
+    found = [each for each in callbacks_of(trainer, ExactResume) if each.directory is not None]
     return trainer.ckpt_path is not None and any(not each.goes_on(trainer) for each in found)
 
 
@@ -350,16 +350,11 @@ def checked_restore(checkpoint: Path | None) -> Iterator[None]:
 
 
 def _kept(trainer: Trainer) -> dict[str, ModelCheckpoint]:
-    return {
-        callback.state_key: callback
-        for callback in trainer.checkpoint_callbacks
-        if isinstance(callback, ModelCheckpoint)
-    }
+    return {callback.state_key: callback for callback in callbacks_of(trainer, ModelCheckpoint)}
 
 
 def _stoppers(trainer: Trainer) -> dict[str, EarlyStopping]:
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return {callback.state_key: callback for callback in callbacks if isinstance(callback, EarlyStopping)}
+    return {callback.state_key: callback for callback in callbacks_of(trainer, EarlyStopping)}
 
 
 def _state_here(state: dict[str, Any], callback: ModelCheckpoint, step: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from gradpolicy.checkpoint_file import check_kind
 from gradpolicy.errors import PolicyError, brief, nearest
 from gradpolicy.json_file import read_json
 from gradpolicy.lightning.checkpoints import IS_DIRECTORY, KEY, WEIGHTS, check_fits, read_checkpoint
+from gradpolicy.lightning.trainer_parts import callbacks_of
 from gradpolicy.whole_file import write_text
 
 RECORD = "run.json"
@@ -211,20 +212,14 @@ def best_scores(trainer: Trainer) -> dict[str, float]:
     """Return the best value of each metric that a checkpoint callback monitors, under the name ``…_best``."""
     return {
         f"{callback.monitor}_best": float(callback.best_model_score)
-        for callback in trainer.checkpoint_callbacks
-        if isinstance(callback, ModelCheckpoint)
-        and callback.monitor
-        and callback.best_model_score is not None
+        for callback in callbacks_of(trainer, ModelCheckpoint)
+        if callback.monitor and callback.best_model_score is not None
     }
 
 
 def best_checkpoint(trainer: Trainer) -> Path | None:
     """Return the best checkpoint of this run; None if there is none, which means the current weights."""
-    kept = [
-        callback
-        for callback in trainer.checkpoint_callbacks
-        if isinstance(callback, ModelCheckpoint) and callback.best_model_path
-    ]
+    kept = [callback for callback in callbacks_of(trainer, ModelCheckpoint) if callback.best_model_path]
     # A ModelCheckpoint without a metric keeps the newest checkpoint, not the best.
     kept.sort(key=lambda callback: callback.monitor is None)
     return Path(kept[0].best_model_path) if kept else None

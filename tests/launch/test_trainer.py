@@ -36,7 +36,7 @@ def refusal(name: str) -> str:
     """The message of the error after an epoch whose metric `name` is to be optimized; empty without one."""
     trainer: Any = SimpleNamespace(
         callback_metrics={"val/loss": 1.0, "val/accuracy": 0.5},
-        checkpoint_callbacks=[ModelCheckpoint(monitor="val/accuracy"), ModelCheckpoint()],
+        callbacks=[ModelCheckpoint(monitor="val/accuracy"), ModelCheckpoint()],
     )
     model: Any = None
     try:

@@ -62,7 +62,7 @@ def rank_of(rank: int, launcher: str | None, folder: Path) -> Any:
         strategy=SimpleNamespace(
             launcher=launcher, reduce_boolean_decision=lambda decision, all: any(of_every_rank(decision))
         ),
-        checkpoint_callbacks=[],
+        callbacks=[],
         default_root_dir=folder,
         save_checkpoint=lambda path: Path(path).touch(),
     )
@@ -160,7 +160,7 @@ def test_it_is_saved_where_the_run_keeps_its_last_checkpoint(
     tmp_path: Path, folders: list[str | None], path: str
 ) -> None:
     trainer = rank_of(0, None, tmp_path)
-    trainer.checkpoint_callbacks = [Final(dirpath=folder and tmp_path / folder) for folder in folders]
+    trainer.callbacks = [Final(dirpath=folder and tmp_path / folder) for folder in folders]
     (tmp_path / "kept").mkdir()
     interrupted(trainer, SaveOnPreemption(requeue=False))
     assert (tmp_path / path).exists()
