@@ -1,16 +1,15 @@
 """A callback that logs the curvature of the training loss under the run's own policies."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torchmetrics import Metric
 
 from gradpolicy.checks import check_choice, check_whole
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight import curvature
+from gradpolicy.lightning.unobserved import unobserved
 from gradpolicy.planning.plan import training_loss
 
 QUANTITIES = {
@@ -72,7 +71,7 @@ class LogCurvature(Callback):
         self._last_step = step
         parameters = {name: p for name, p in pl_module.named_parameters() if p.requires_grad}
         found = {}
-        with _unobserved(pl_module), trainer.precision_plugin.train_step_context():
+        with unobserved(pl_module), trainer.precision_plugin.train_step_context():
             for name in self.quantities:
                 generator = torch.Generator("cpu").manual_seed(self.seed)
                 estimate = QUANTITIES[name](
@@ -81,27 +80,3 @@ class LogCurvature(Callback):
                 found[f"curvature/{name}"] = estimate.value
                 found[f"curvature/{name}_error"] = estimate.standard_error
         pl_module.log_dict(found, on_step=True, on_epoch=False, sync_dist=True)
-
-
-@contextmanager
-def _unobserved(module: LightningModule) -> Iterator[None]:
-    """Run training steps that log nothing, with copies in place of metrics."""
-    before = dict(vars(module))
-    metrics = [
-        (parent, name, part)
-        for parent in module.modules()
-        # Not named_children, which leaves out the second name of one metric.
-        for name, part in parent._modules.items()
-        if isinstance(part, Metric)
-    ]
-    for parent, name, part in metrics:
-        setattr(parent, name, part.clone())
-    vars(module).update(dict.fromkeys(("log", "log_dict"), lambda *arguments, **named: None))
-    try:
-        yield
-    finally:
-        for name in ("log", "log_dict"):
-            del vars(module)[name]
-        vars(module).update({name: before[name] for name in ("log", "log_dict") if name in before})
-        for parent, name, part in metrics:
-            setattr(parent, name, part)

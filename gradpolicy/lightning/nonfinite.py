@@ -15,6 +15,7 @@ from gradpolicy.finite import all_finite
 from gradpolicy.flow.containers import tensors_in
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.lightning.trainer_parts import callbacks_of
+from gradpolicy.lightning.unobserved import unobserved
 from gradpolicy.planning.plan import training_loss
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.tensors.sharding import is_sharded, local_shard
@@ -103,7 +104,7 @@ class StopOnNonFinite(Callback):
 
     def _run(self, pl_module: nn.Module) -> Tensor:
         assert self._batch is not None
-        with _unlogged(pl_module):
+        with unobserved(pl_module):
             return training_loss(pl_module, *self._batch)
 
 
@@ -188,16 +189,6 @@ def _hooks(model: nn.Module, see: Callable[[str, Any, Any], None]) -> Iterator[N
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def _unlogged(pl_module: Any) -> Iterator[None]:
-    """Disable logging, so that a training step can run once more."""
-    pl_module.log = lambda *positional, **named: None
-    try:
-        yield
-    finally:
-        del pl_module.log
 
 
 def _policies(trainer: Trainer) -> dict[str, Policy]:
