@@ -87,7 +87,7 @@ def build(node: Mapping[str, Any], key: str, kind: type = object, **arguments: A
         PolicyError: If the object is not allowed, building fails, or the result has the wrong type; has the
             key of the innermost node that failed, and the cause.
     """
-    tree = {**_checked(node, key), TARGET: locate_target(key, node), "_convert_": "all", "_partial_": True}
+    tree = {**_checked({**node, "_partial_": True}, key), "_convert_": "all"}
     try:
         # In a plain dictionary the objects would be replaced by their names.
         built = instantiate(OmegaConf.create(tree, flags={"allow_objects": True}))
