@@ -14,8 +14,7 @@ from types import ModuleType
 from typing import Annotated, Any, Union, get_args
 
 from docstring_parser import parse
-from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, TypeAdapter, create_model
-from pydantic.errors import PydanticSchemaGenerationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model
 from pydantic.json_schema import GenerateJsonSchema, WithJsonSchema, models_json_schema
 
 from gradpolicy.checks import check_free
@@ -24,7 +23,7 @@ from gradpolicy.errors import PolicyError, constructors
 from gradpolicy.imports import follow
 from gradpolicy.launch.config import NAMED_NODES, Paths, Settings
 from gradpolicy.launch.kinds import KIND_AT
-from gradpolicy.launch.target_arguments import KEY_TYPES, argument_names
+from gradpolicy.launch.target_arguments import KEY_TYPES, adapter_of, argument_names
 from gradpolicy.masks import MaskSource
 from gradpolicy.policies import Policy
 from gradpolicy.when import When
@@ -283,11 +282,8 @@ def _type_of(parameter: inspect.Parameter) -> Any:
     annotation = parameter.annotation
     if annotation in (parameter.empty, Any):
         return Any
-    try:
-        adapter = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
-    except (PydanticSchemaGenerationError, PydanticUserError, TypeError, NameError):
-        return Any
-    if not adapter.pydantic_complete:
+    adapter = adapter_of(annotation)
+    if adapter is None or not adapter.pydantic_complete:
         return Any
     if When in get_args(annotation):
         # Its schema has the keys of the class.

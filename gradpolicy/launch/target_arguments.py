@@ -165,11 +165,10 @@ def misfits(value: Any, annotation: Any) -> list[Any]:
         >>> [problem["type"] for problem in misfits("abc", float)]
         ['float_type']
     """
-    try:
-        adapter = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
-    except (PydanticSchemaGenerationError, PydanticUserError, TypeError, NameError):
-        return []
+    adapter = adapter_of(annotation)
     problems: list[Any] = []
+    if adapter is None:
+        return problems
     # YAML has no tuples, so a list is accepted for one. Nothing else is converted.
     for strict in (True, False) if not isinstance(value, PLAIN) else (True,):
         try:
@@ -182,6 +181,14 @@ def misfits(value: Any, annotation: Any) -> list[Any]:
         else:
             return []
     return problems
+
+
+def adapter_of(annotation: Any) -> TypeAdapter[Any] | None:
+    """Return pydantic's adapter of an annotation; None if pydantic does not support it."""
+    try:
+        return TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
+    except (PydanticSchemaGenerationError, PydanticUserError, TypeError, NameError):
+        return None
 
 
 def _has_target(value: Any) -> bool:
