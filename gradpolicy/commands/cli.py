@@ -28,7 +28,7 @@ COMMANDS = {
 }
 # Subcommands that read configs, and so get their directory.
 READ_CONFIGS = ("attribute", "plan", "resume", "sweep")
-WRONG_INPUT, INTERRUPTED = 2, 130
+INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None, config_dir: Path | None = None) -> int:
@@ -50,7 +50,9 @@ def main(arguments: Sequence[str] | None = None, config_dir: Path | None = None)
         return _imported_command(words, (config_dir or CONFIGS).resolve())()
     except PolicyError as error:
         print(f"error: {brief(str(error), most=500)}", file=sys.stderr)
-        return WRONG_INPUT
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def _imported_command(words: Sequence[str], config_dir: Path) -> Callable[[], int]:

@@ -8,38 +8,33 @@ A directory of run directories means all of these. The report is one HTML file, 
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 # Imported here, so that a missing package is reported before any work.
 import gradpolicy.insight.report.page  # noqa: F401
 from gradpolicy.checks import check_free
-from gradpolicy.errors import PolicyError, brief
+from gradpolicy.errors import PolicyError
 from gradpolicy.insight.report import REPORT, is_report, looks_like_run, write
 
-WRONG_INPUT, INTERRUPTED = 2, 130
 
+def main(arguments: Sequence[str]) -> int:
+    """Run the program, and return its exit code.
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit code: 0, or 2 for invalid input."""
+    Raises:
+        PolicyError: For invalid input.
+    """
     options = make_parser().parse_args(arguments)
+    runs = find_runs([Path(given).expanduser() for given in options.runs])
+    output = Path(options.output).expanduser() if options.output else default_output(runs)
+    if output.is_dir():
+        raise PolicyError(f"--output: {output} is a directory; name a file, such as {output / REPORT}")
     try:
-        runs = find_runs([Path(given).expanduser() for given in options.runs])
-        output = Path(options.output).expanduser() if options.output else default_output(runs)
-        if output.is_dir():
-            raise PolicyError(f"--output: {output} is a directory; name a file, such as {output / REPORT}")
-        try:
-            check_free("--output", output, "report of gradpolicy", is_report)
-            print(f"Saved in {write(runs, output)}")
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise PolicyError(f"--output: {output} cannot be written: {reason}") from error
-    except PolicyError as error:
-        print(f"error: {brief(str(error), most=500)}", file=sys.stderr)
-        return WRONG_INPUT
-    except KeyboardInterrupt:
-        return INTERRUPTED
+        check_free("--output", output, "report of gradpolicy", is_report)
+        print(f"Saved in {write(runs, output)}")
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise PolicyError(f"--output: {output} cannot be written: {reason}") from error
     return 0
 
 

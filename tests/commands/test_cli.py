@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gradpolicy.commands import report
 from gradpolicy.commands.cli import COMMANDS, main
 from gradpolicy.commands.init import STARTER, write_project
 from gradpolicy.errors import PolicyError
@@ -51,6 +52,15 @@ def test_without_a_subcommand_it_trains(trained: list[tuple[Path, list[str]]]) -
         (CONF, []),
         (CONF, ["policy=guided", "plan_only=true"]),
     ]
+
+
+def test_ctrl_c_in_a_subcommand_is_no_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def write(runs: list[Path], output: Path) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(report, "write", write)
+    (tmp_path / "config.yaml").touch()
+    assert main(["report", str(tmp_path)]) == 130
 
 
 def test_a_subcommand_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:

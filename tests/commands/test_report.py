@@ -5,8 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from gradpolicy.commands import report
-from gradpolicy.commands.report import main
+from gradpolicy.commands import cli, report
+
+
+def main(arguments: list[str]) -> int:
+    """The command, as `gradpolicy report` runs it."""
+    return cli.main(["report", *arguments])
 
 
 @pytest.fixture
