@@ -48,9 +48,10 @@ class DigitsDataModule(DataModule):
             return
         digits = load_digits()
         images, labels = (digits.images / 16.0).astype(np.float32)[:, None], digits.target
-        rest, test = stratified_split(np.arange(len(labels)), labels, self.test_share, self.seed)
+        every = np.arange(len(labels))
+        rest, test = stratified_split("test_share", every, labels, self.test_share, self.seed)
         share_of_rest = self.validation_share / (1 - self.test_share)
-        train, validation = stratified_split(rest, labels, share_of_rest, self.seed)
+        train, validation = stratified_split("validation_share", rest, labels, share_of_rest, self.seed)
         self.train_set, self.validation_set, self.test_set = (
             TensorRows(torch.from_numpy(images[part]), torch.from_numpy(labels[part]).long())
             for part in (train, validation, test)

@@ -67,8 +67,9 @@ class FashionMNISTDataModule(FileDataModule):
             return
         paths = (self.data_dir / file.name for file in self.files)
         images, labels, test_images, test_labels = map(read_idx, paths)
-        chosen = np.arange(len(labels))
-        train, validation = stratified_split(chosen, labels.numpy(), self.validation_share, self.seed)
+        train, validation = stratified_split(
+            "validation_share", np.arange(len(labels)), labels.numpy(), self.validation_share, self.seed
+        )
         self.train_set = TensorRows(images[train][:, None] / 255, labels[train].long())
         self.validation_set = TensorRows(images[validation][:, None] / 255, labels[validation].long())
         self.test_set = TensorRows(test_images[:, None] / 255, test_labels.long())

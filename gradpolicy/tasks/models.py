@@ -26,15 +26,15 @@ class QuantizedReLU(nn.Module):
     """A ReLU with an upper bound of 1 and `levels` + 1 evenly spaced values.
 
     Formula: ``round(levels · min(relu(x), 1)) / levels``. The derivative of `round` is zero almost
-    everywhere: without a straight-through policy, the layers before it do not learn. (The quantised
-        activation
-    of Zhou et al., "DoReFa-Net", 2016, arXiv:1606.06160.)
+    everywhere: without a straight-through policy, the layers before it do not learn.
 
     Args:
         levels: Number of steps between 0 and 1.
 
     Raises:
         PolicyError: If `levels` is below 1.
+
+    Source: the quantised activation of DoReFa-Net, Zhou et al. 2016, arXiv:1606.06160.
     """
 
     def __init__(self, levels: int = 4) -> None:

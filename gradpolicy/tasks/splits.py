@@ -22,10 +22,13 @@ def check_shares(**shares: float) -> None:
         raise PolicyError(f"data.{next(iter(shares))}: the shares together leave nothing to train on")
 
 
-def stratified_split(indices: Indices, labels: Indices, share: float, seed: int) -> tuple[Indices, Indices]:
+def stratified_split(
+    key: str, indices: Indices, labels: Indices, share: float, seed: int
+) -> tuple[Indices, Indices]:
     """Split off the same share of the samples of every class.
 
     Args:
+        key: The name of the setting with the share.
         indices: The samples.
         labels: The classes of all samples, by index.
         share: The share that is split off, between 0 and 1.
@@ -34,10 +37,16 @@ def stratified_split(indices: Indices, labels: Indices, share: float, seed: int)
     Returns:
         The remaining samples and those split off, each in ascending order.
 
+    Raises:
+        PolicyError: If not every class has a sample on both sides.
+
     Example:
-        >>> left, taken = stratified_split(np.arange(8), np.array([0, 1] * 4), share=0.25, seed=0)
+        >>> left, taken = stratified_split("share", np.arange(8), np.array([0, 1] * 4), share=0.25, seed=0)
         >>> sorted(taken % 2)
         [np.int64(0), np.int64(1)]
     """
-    left, taken = train_test_split(indices, test_size=share, random_state=seed, stratify=labels[indices])
+    try:
+        left, taken = train_test_split(indices, test_size=share, random_state=seed, stratify=labels[indices])
+    except ValueError as error:
+        raise PolicyError(f"data.{key}: cannot be split off: {error}") from error
     return np.sort(left), np.sort(taken)

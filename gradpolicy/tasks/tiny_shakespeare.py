@@ -93,10 +93,11 @@ class TinyShakespeareDataModule(FileDataModule):
             raise unknown("part", part, PARTS, key="data.part")
         check_shares(validation_share=validation_share, test_share=test_share)
         check_whole("data.context", context, least=1, most=LARGEST_SIZE)
-        check_whole("data.stride", stride or 1, least=1, most=LARGEST_SIZE)
+        stride = context if stride is None else stride
+        check_whole("data.stride", stride, least=1, most=LARGEST_SIZE)
         super().__init__(FILES, data_dir, batch_size, seed, workers, download)
         self.context = context
-        self.stride = stride or context
+        self.stride = stride
         self.part = part
         self.validation_share = validation_share
         self.test_share = test_share

@@ -1,6 +1,7 @@
 """The order of the samples depends on seed, epoch, rank and place alone; the digits are split by seed."""
 
 from itertools import chain
+from typing import Any
 
 import pytest
 import torch
@@ -129,3 +130,10 @@ def test_the_split_follows_the_seed_and_not_the_global_state() -> None:
 def test_shares_that_leave_nothing_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(PolicyError, match="_share"):
         DigitsDataModule(**settings)
+
+
+@pytest.mark.parametrize("key", ["test_share", "validation_share"])
+def test_a_share_without_a_sample_of_each_class_is_refused(key: str) -> None:
+    settings: dict[str, Any] = {key: 0.001}
+    with pytest.raises(PolicyError, match=f"data.{key}: cannot be split off: "):
+        DigitsDataModule(**settings).setup()

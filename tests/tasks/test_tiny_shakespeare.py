@@ -64,6 +64,7 @@ def test_the_halves_share_their_numbering(directory: Path) -> None:
         ({"part": "third"}, "data.part: unknown part 'third'"),
         ({"validation_share": 0.95}, "data.validation_share"),
         ({"context": 0}, r"data\.context: must be a whole number"),
+        ({"stride": 0}, r"data\.stride: must be a whole number"),
         ({"context": 500}, "data.context: 500 is longer than the validation text"),
     ],
 )
