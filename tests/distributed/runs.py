@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from loops import whole
 from process_pool import here
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import gradpolicy as gp
@@ -168,7 +168,7 @@ def fit(
     if save_to is not None:
         trainer.save_checkpoint(save_to)
     return {
-        "weights": {plain_name(name): whole(value.detach()) for name, value in module.named_parameters()},
+        "weights": {plain_name(name): whole(value) for name, value in module.named_parameters()},
         **masks_and_ages(module, watch.optimizer),
         "losses": watch.losses,
         "rebuilds": watch.rebuilds,
@@ -181,14 +181,18 @@ def masks_and_ages(module: nn.Module, optimizer: Any) -> dict[str, dict[str, Ten
         return {"masks": {}, "ages": {}}
     named = {plain_name(name): parameter for name, parameter in module.named_parameters()}
     return {
-        "masks": {
-            name: whole(optimizer.get_mask(p)).broadcast_to(p.shape).clone() for name, p in named.items()
-        },
-        "ages": {name: whole(optimizer.age(p)).broadcast_to(p.shape).clone() for name, p in named.items()},
+        "masks": {name: whole(optimizer.get_mask(p)).broadcast_to(p.shape) for name, p in named.items()},
+        "ages": {name: whole(optimizer.age(p)).broadcast_to(p.shape) for name, p in named.items()},
     }
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor of which each rank may hold a part."""
-    gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return gathered.clone()
+def check_equal(ranks: list[dict[str, Any]], expected: dict[str, Any], **tolerances: float) -> None:
+    """Check that ranks know what `fit` told of another run, and that their weights are the same bits."""
+    for what in ("masks", "ages"):
+        assert ranks[0][what].keys() == expected[what].keys()
+        assert all(torch.equal(ranks[0][what][name], value) for name, value in expected[what].items()), what
+    for name, weight in expected["weights"].items():
+        assert all(torch.equal(ranks[0]["weights"][name], rank["weights"][name]) for rank in ranks), name
+        torch.testing.assert_close(
+            ranks[0]["weights"][name], weight, **{"rtol": 2e-4, "atol": 2e-5, **tolerances}
+        )

@@ -4,14 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from loops import on_ranks, share, weights_of
 from networks import perceptron
 from process_pool import ProcessPool, here
-from runs import whole
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 import gradpolicy as gp
 
@@ -21,13 +17,9 @@ STEPS = 6
 def trained(kind: str, by: str, level: str, resumed_at: int | None = None) -> dict[str, Tensor]:
     """The masked and the whole weights; optionally with all state saved and loaded once."""
     model = perceptron(8, 8, 8, 8).double()
-    given: nn.Module = model
-    if kind == "ddp":
-        given = DistributedDataParallel(model)
-    elif kind == "fsdp2":
-        fully_shard(model, mesh=init_device_mesh(here().type, (2,)))
+    given = on_ranks(model, kind)
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).double().to(here())
-    x = x if kind == "one process" else x.chunk(2)[dist.get_rank()]
+    x = share(x, kind)
 
     def begun() -> Any:
         source = gp.masks.TopK(None if level == "2:4" else 0.3, level=level, by=by, every=2)
@@ -48,10 +40,9 @@ def trained(kind: str, by: str, level: str, resumed_at: int | None = None) -> di
             optimizer.load_state_dict(state)
             model.load_state_dict(weights)
         train(optimizer, range(resumed_at or 0, STEPS))
-        found = {name: whole(p.detach()) for name, p in model.named_parameters()}
+        found = weights_of(model)
         with optimizer.whole_weights():
-            found |= {f"whole {name}": whole(p.detach()) for name, p in model.named_parameters()}
-    return found
+            return found | {f"whole {name}": weight for name, weight in weights_of(model).items()}
 
 
 @pytest.mark.supports("forward masks", loop="plain", processes="{kind}")

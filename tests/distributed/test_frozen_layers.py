@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from loops import all_ranks
 from networks import perceptron
 from process_pool import ProcessPool, here
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import gradpolicy as gp
@@ -13,10 +13,9 @@ import gradpolicy as gp
 def trained(mixed: bool) -> list[tuple[list[str], set[torch.dtype], list[str]]]:
     """For each step the layers with a gradient, its dtypes, and the layers of which the pass computed one."""
     model = perceptron(6, 5, 4, 3).to(here())
-    mesh = init_device_mesh(here().type, (torch.distributed.get_world_size(),))
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if mixed else {}
     for module in (*model.children(), model):
-        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))
+        fully_shard(module, mesh=all_ranks(), mp_policy=MixedPrecisionPolicy(**dtypes))
     turns = gp.Freeze(gp.masks.BlockCyclic(every=2), params="*")
     found = []
     with gp.training(model, torch.optim.AdamW(model.parameters()), [turns]) as optimizer:

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from combinations import combinations
+from loops import load, on_ranks, save, take_up, whole
 from networks import perceptron
 from process_pool import ProcessPool, here
-from runs import whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
@@ -19,8 +18,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from gradpolicy import MaskedOptimizer
 from gradpolicy.tensors.seeded import RandomMask
@@ -63,10 +60,7 @@ def network() -> nn.Sequential:
 
 
 def shard(model: nn.Sequential) -> nn.Sequential:
-    mesh = init_device_mesh(here().type, (dist.get_world_size(),))
-    for layer in (model[0], model[2]):
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    return on_ranks(model, "fsdp2", layers=True)
 
 
 def mask_at(level: str, name: str, shape: torch.Size, step: int) -> Any:
@@ -84,8 +78,7 @@ def train(model: nn.Module, optimizer: MaskedOptimizer, level: str, steps: range
             if step % 3 == 0:
                 optimizer.set_mask(parameter, mask_at(level, name, parameter.shape, step))
         inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(100 + step))
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         optimizer.zero_grad()
         model(inputs[rank::ranks].to(here())).square().mean().backward()
         optimizer.mask_gradients()
@@ -96,9 +89,9 @@ def train(model: nn.Module, optimizer: MaskedOptimizer, level: str, steps: range
 def facts(model: nn.Module, optimizer: MaskedOptimizer) -> Facts:
     parameters = list(model.parameters())
     return {
-        "weights": [whole(parameter.detach()) for parameter in parameters],
-        "ages": [whole(optimizer.age(p)).broadcast_to(p.shape).clone() for p in parameters],
-        "masks": [whole(optimizer.get_mask(p)).broadcast_to(p.shape).clone() for p in parameters],
+        "weights": [whole(parameter) for parameter in parameters],
+        "ages": [whole(optimizer.age(p)).broadcast_to(p.shape) for p in parameters],
+        "masks": [whole(optimizer.get_mask(p)).broadcast_to(p.shape) for p in parameters],
     }
 
 
@@ -156,29 +149,24 @@ def test_a_rank_holds_the_masks_of_its_own_shards_only(pair: ProcessPool) -> Non
 def save_after_half(level: str, frozen_state: str, folder: str) -> None:
     model, optimizer = made(frozen_state, "adamw", sharded=True)
     train(model, optimizer, level, range(SAVED_AT))
-    weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    save(folder, model, optimizer)
 
 
 def load_and_finish(level: str, frozen_state: str, folder: str) -> tuple[Facts, Facts]:
     model, optimizer = made(frozen_state, "adamw", sharded=True)
-    weights, state = get_state_dict(model, optimizer)
-    loaded = {"model": weights, "optimizer": state}
-    dcp.load(loaded, checkpoint_id=folder)
-    return finish(level, model, optimizer, loaded)
+    load(folder, model, optimizer)
+    return finish(level, model, optimizer)
 
 
 def finish_on_one(level: str, frozen_state: str, folder: str) -> tuple[Facts, Facts]:
     """Goes on without any sharding: the whole checkpoint becomes a file of torch.save first."""
     model, optimizer = made(frozen_state, "adamw", sharded=False)
     dcp_to_torch_save(folder, f"{folder}.pt")
-    return finish(level, model, optimizer, torch.load(f"{folder}.pt", weights_only=True))
+    take_up(torch.load(f"{folder}.pt", weights_only=True), model, optimizer)
+    return finish(level, model, optimizer)
 
 
-def finish(
-    level: str, model: nn.Module, optimizer: MaskedOptimizer, loaded: dict[str, Any]
-) -> tuple[Facts, Facts]:
-    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+def finish(level: str, model: nn.Module, optimizer: MaskedOptimizer) -> tuple[Facts, Facts]:
     at_once = facts(model, optimizer)
     train(model, optimizer, level, range(SAVED_AT, STEPS))
     return at_once, facts(model, optimizer)
@@ -187,9 +175,7 @@ def finish(
 def expected(level: str, frozen_state: str) -> tuple[Facts, Facts]:
     model, optimizer = made(frozen_state, "adamw", sharded=False)
     train(model, optimizer, level, range(SAVED_AT))
-    halfway = copy.deepcopy(facts(model, optimizer))
-    train(model, optimizer, level, range(SAVED_AT, STEPS))
-    return halfway, facts(model, optimizer)
+    return finish(level, model, optimizer)
 
 
 def agree(found: tuple[Facts, Facts], wanted: tuple[Facts, Facts]) -> bool:
@@ -244,7 +230,7 @@ def resumed_at_each_step(kind: str, frozen_state: str, bias_correction: str, ful
     options = StateDictOptions(full_state_dict=full)
 
     def begun() -> tuple[nn.Module, MaskedOptimizer]:
-        model = fully_shard(perceptron(4, 3, 1).to(here()), mesh=init_device_mesh(here().type, (2,)))
+        model = on_ranks(perceptron(4, 3, 1), "fsdp2")
         inner = OPTIMIZERS[kind](model.parameters())
         return model, MaskedOptimizer(inner, frozen_state=frozen_state, bias_correction=bias_correction)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from process_pool import ProcessPool
-from runs import UPDATES, fit
+from runs import UPDATES, check_equal, fit
 from safetensors.torch import load_file
 
 import gradpolicy as gp
@@ -25,15 +25,6 @@ ACCUMULATION: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 3}
 @functools.cache
 def alone(kind: str, accumulate: bool) -> dict[str, Any]:
     return fit("one process", kind, "zero", settings=ACCUMULATION if accumulate else None)
-
-
-def check_equal(ranks: list[dict[str, Any]], expected: dict[str, Any]) -> None:
-    for what in ("masks", "ages"):
-        assert ranks[0][what].keys() == expected[what].keys()
-        assert all(torch.equal(ranks[0][what][name], value) for name, value in expected[what].items()), what
-    for name, weight in expected["weights"].items():
-        assert torch.equal(ranks[0]["weights"][name], ranks[1]["weights"][name]), name
-        torch.testing.assert_close(ranks[0]["weights"][name], weight, rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.supports("{kind}", loop="lightning", processes="{strategy}")
@@ -93,9 +84,7 @@ def test_a_resumed_run_ends_with_the_same_bits(
 ) -> None:
     for undisturbed, again in pair(resumed, strategy, kind, str(tmp_path / "a.ckpt")):
         for what in ("weights", "masks", "ages"):
-            assert all(torch.equal(again[what][name], value) for name, value in undisturbed[what].items()), (
-                what
-            )
+            assert all(torch.equal(again[what][name], value) for name, value in undisturbed[what].items())
 
 
 def fit_observed(strategy: str, folder: str) -> dict[str, Any]:

@@ -9,17 +9,13 @@ import pytest
 import pytorch_optimizer
 import schedulefree
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from loops import on_ranks, share, weights_of
 from process_pool import ProcessPool
-from runs import fit
+from runs import check_equal, fit
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import gradpolicy as gp
-from gradpolicy.tensors.sharding import full_tensor
 
 OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], Any]] = {
     "muon": lambda weights: torch.optim.Muon(weights, lr=0.02),
@@ -44,28 +40,21 @@ def train(kind: str, optimizer: str) -> dict[str, Tensor]:
     """Return how far the weights go in eight updates; each rank takes its half of the data."""
     torch.manual_seed(0)
     # Rows of whole blocks, for the optimizers with 8 bits.
-    model: nn.Module = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3)))
-    given: nn.Module = model
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3)))
     start = copy.deepcopy(model.state_dict())
-    inputs = torch.randn(8, 256)
-    if kind != "one process":
-        inputs = inputs.chunk(2)[dist.get_rank()]
-    if kind == "ddp":
-        given = DistributedDataParallel(model)
-    elif kind == "fsdp2":
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    inputs = share(torch.randn(8, 256), kind)
+    given = on_ranks(model, kind)
     inner = OPTIMIZERS[optimizer](model.parameters())
     source = gp.masks.Random(0.5, level="tensor" if optimizer in OF_TENSORS else "row", every=2)
-    with gp.training(
-        given, inner, {"half": gp.Freeze(source, params="[01].*", frozen_state="zero")}
-    ) as wrapped:
+    policies = {"half": gp.Freeze(source, params="[01].*", frozen_state="zero")}
+    with gp.training(given, inner, policies) as wrapped:
         if hasattr(wrapped, "train"):
             wrapped.train()
         for _ in range(8):
             given(inputs).square().mean().backward()
             wrapped.step()
             wrapped.zero_grad()
-    return {name: full_tensor(weight.detach()) - start[name] for name, weight in model.named_parameters()}
+    return {name: weight - start[name] for name, weight in weights_of(model).items()}
 
 
 @pytest.mark.supports("{optimizer}", loop="plain", processes="{kind}", names=IN_THE_TABLE)
@@ -98,8 +87,4 @@ def fit_with_several(strategy: str) -> dict[str, Any]:
 @pytest.mark.supports("several optimizers", loop="lightning", processes="{strategy}")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_several_optimizers_train_what_one_process_trains(pair: ProcessPool, strategy: str) -> None:
-    alone = fit_with_several("one process")
-    for together in pair(fit_with_several, strategy):
-        for name, weight in alone["weights"].items():
-            assert torch.equal(together["masks"][name], alone["masks"][name])
-            torch.testing.assert_close(together["weights"][name], weight, rtol=2e-4, atol=2e-5)
+    check_equal(pair(fit_with_several, strategy), fit_with_several("one process"))

@@ -3,12 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+from loops import on_ranks, share, weights_of
 from process_pool import ProcessPool
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 import gradpolicy as gp
 
@@ -19,14 +16,9 @@ VALUES = ([3.0, 2.0, 1.9, 1.8, 1.7, 1.6], [3.0, 2.0, 2.9, 2.9, 2.9, 2.9])
 def train(kind: str, resumed_at: int | None = None) -> tuple[list[int], dict[str, Tensor]]:
     """The phase of each update, and the weights after six; each rank takes its half of the data."""
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-    x, rank, seen = torch.randn(8, 4), dist.get_rank(), []
-    x = x[4 * rank : 4 * rank + 4]
-    given: nn.Module = model
-    if kind == "fsdp2":
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    else:
-        given = DistributedDataParallel(model)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    x, seen = share(torch.randn(8, 4), kind), []
+    given = on_ranks(model, kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     phases = gp.masks.Phases(
         [{"params": "2.*", "until": {"metric": "loss", "patience": 1}, "best": True}, {"params": "0.*"}]
@@ -39,12 +31,8 @@ def train(kind: str, resumed_at: int | None = None) -> tuple[list[int], dict[str
             seen.append(phases.phase)
             masked.step()
             masked.zero_grad()
-            phases.report({"loss": VALUES[rank][step]})
-    weights = {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-        for name, value in model.state_dict().items()
-    }
-    return seen, weights
+            phases.report({"loss": VALUES[dist.get_rank()][step]})
+    return seen, weights_of(model)
 
 
 @pytest.mark.supports("phases", loop="plain", processes="{kind}")

@@ -1,22 +1,15 @@
 """Rates, and several optimizers as one, on two ranks: they agree, and train what one process trains."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from loops import load, on_ranks, save, share, weights_of
 from process_pool import ProcessPool
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 
 import gradpolicy as gp
 
@@ -27,10 +20,11 @@ ENTRIES: list[dict[str, Any]] = [
 SETTINGS = {"lr": 0.05, "weight_decay": 0.1}
 
 
-def network(kind: str) -> nn.Module:
+def network(kind: str) -> tuple[nn.Module, nn.Module]:
+    """A model, and what a loop calls."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
-    return fully_shard(model, mesh=init_device_mesh("cpu", (2,))) if kind == "fsdp2" else model
+    return model, on_ranks(model, kind)
 
 
 def made(model: nn.Module, kind: str, optimizer: str) -> Any:
@@ -52,27 +46,18 @@ def policies() -> dict[str, Any]:
 def train(model: nn.Module, given: nn.Module, optimizer: Any, kind: str, steps: range) -> None:
     x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
     y = (x.sum(1) > 0).long()
-    rank = dist.get_rank() if kind != "one process" else 0
-    part = slice(None) if kind == "one process" else slice(8 * rank, 8 * rank + 8)
+    x, y = share(x, kind), share(y, kind)
     for _ in steps:
-        cross_entropy(given(x[part]), y[part]).backward()
+        cross_entropy(given(x), y).backward()
         optimizer.step()
         given.zero_grad()
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-        for name, value in model.state_dict().items()
-    }
-
-
 def trained(kind: str, optimizer: str) -> dict[str, Tensor]:
-    model = network(kind)
-    given = DistributedDataParallel(model) if kind in ("ddp", "zero1") else model
+    model, given = network(kind)
     with gp.training(given, made(model, kind, optimizer), policies(), seed=1) as wrapped:
         train(model, given, wrapped, kind, range(8))
-    return weights(model)
+    return weights_of(model)
 
 
 @pytest.mark.supports("rates", "entries", loop="plain", processes="{kind}")
@@ -87,32 +72,21 @@ def test_ranks_train_what_one_process_does(pair: ProcessPool, kind: str, optimiz
     torch.testing.assert_close(first, trained("one process", optimizer), rtol=1e-4, atol=1e-5)
 
 
-def saved(optimizer: str, folder: str) -> dict[str, Tensor]:
-    """Save after four updates what eight updates come to."""
-    model = network("fsdp2")
+def sharded(optimizer: str, folder: str, resumed: bool) -> dict[str, Tensor]:
+    """What eight updates come to, of which the first four may be another run's, saved in a folder."""
+    model, _ = network("fsdp2")
     with gp.training(model, made(model, "fsdp2", optimizer), policies(), seed=1) as wrapped:
-        train(model, model, wrapped, "fsdp2", range(4))
-        model_state, state = get_state_dict(model, wrapped)
-        dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=folder)
+        if resumed:
+            load(folder, model, wrapped)
+        else:
+            train(model, model, wrapped, "fsdp2", range(4))
+            save(folder, model, wrapped)
         train(model, model, wrapped, "fsdp2", range(4, 8))
-    return weights(model)
-
-
-def resumed(optimizer: str, folder: str) -> dict[str, Tensor]:
-    model = network("fsdp2")
-    with gp.training(model, made(model, "fsdp2", optimizer), policies(), seed=1) as wrapped:
-        model_state, state = get_state_dict(model, wrapped)
-        loaded = copy.copy({"model": model_state, "optimizer": state})
-        dcp.load(loaded, checkpoint_id=folder)
-        set_state_dict(model, wrapped, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-        train(model, model, wrapped, "fsdp2", range(4, 8))
-    return weights(model)
+    return weights_of(model)
 
 
 @pytest.mark.supports("rates", "entries", "resume", loop="plain", processes="fsdp2")
 @pytest.mark.parametrize("optimizer", ["fused", "several"])
 def test_a_sharded_run_resumes_bit_for_bit(pair: ProcessPool, tmp_path: Path, optimizer: str) -> None:
-    whole = pair(saved, optimizer, str(tmp_path / "saved"))
-    again = pair(resumed, optimizer, str(tmp_path / "saved"))
-    for name, value in whole[0].items():
-        assert torch.equal(value, again[0][name]), name
+    undisturbed, again = (pair(sharded, optimizer, str(tmp_path), resumed)[0] for resumed in (False, True))
+    assert all(torch.equal(value, again[name]) for name, value in undisturbed.items())

@@ -1,10 +1,12 @@
 """Gradients of active rows are averaged over the ranks as whole gradients are."""
 
 import contextlib
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from loops import weights_of
 from process_pool import ProcessPool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -34,7 +36,7 @@ class Network(nn.Module):
 
 
 def train(
-    rank: int, ranks: int, reentrant: bool | None, params: str, flow: bool = False
+    ranks: int, reentrant: bool | None, params: str, flow: bool = False
 ) -> tuple[dict[str, Tensor], int]:
     """Return the weights after some updates of two batches each and the gradients of rows."""
     plain = Network(reentrant)
@@ -42,6 +44,7 @@ def train(
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
     policy = gp.Freeze(gp.masks.Random(0.3, level="row", every=2), params=params, frozen_state="drop")
     policies = [policy, gp.Scale(0.5, ops=["embedding"])] if flow else [policy]
+    rank = dist.get_rank() if ranks > 1 else 0
     generator, held = torch.Generator().manual_seed(3), 0
     with gp.training(model, optimizer, policies, seed=0) as optimizer:
         for number in range(10):
@@ -54,13 +57,17 @@ def train(
                 nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-    return {name: value.detach().clone() for name, value in plain.state_dict().items()}, held
+    return weights_of(plain), held
 
 
-def train_on_this_rank(
-    reentrant: bool | None, params: str, flow: bool = False
-) -> tuple[dict[str, Tensor], int]:
-    return train(dist.get_rank(), dist.get_world_size(), reentrant, params, flow)
+def check_moves(pair: ProcessPool, *arguments: Any) -> None:
+    """Check that two ranks move as one process, and that some gradients were of rows."""
+    (first, held), (second, _) = pair(train, 2, *arguments)
+    alone, _ = train(1, *arguments)
+    assert held > 0
+    for name, weight in alone.items():
+        assert torch.equal(first[name], second[name]), name
+        torch.testing.assert_close(first[name], weight)
 
 
 @pytest.mark.supports("rows", "row gradients", "accumulation", "clipping", loop="plain", processes="ddp")
@@ -77,18 +84,9 @@ def train_on_this_rank(
     ],
 )
 def test_ranks_move_as_one_process(pair: ProcessPool, reentrant: bool | None, params: str) -> None:
-    (first, held), (second, _) = pair(train_on_this_rank, reentrant, params)
-    alone, _ = train(0, 1, reentrant, params)
-    assert held > 0
-    for name, weight in alone.items():
-        assert torch.equal(first[name], second[name]), name
-        torch.testing.assert_close(first[name], weight)
+    check_moves(pair, reentrant, params)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_whole_gradients_that_a_rule_leaves_are_averaged_too(pair: ProcessPool) -> None:
-    (first, _), (second, _) = pair(train_on_this_rank, None, "*.weight", True)
-    alone, _ = train(0, 1, None, "*.weight", True)
-    for name, weight in alone.items():
-        assert torch.equal(first[name], second[name]), name
-        torch.testing.assert_close(first[name], weight)
+    check_moves(pair, None, "*.weight", True)

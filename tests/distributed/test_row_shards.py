@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from loops import all_ranks, weights_of, whole
 from process_pool import ProcessPool, here
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import gradpolicy as gp
@@ -39,9 +39,8 @@ def train(rank: int, ranks: int, source: str) -> tuple[dict[str, Tensor], int]:
     """Return the weights after some updates of two batches each, and how often a layer had rows."""
     model: Any = Network().to(here())
     if ranks > 1:
-        mesh = init_device_mesh(here().type, (ranks,))
-        fully_shard(model.head, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        fully_shard(model.head, mesh=all_ranks())
+        fully_shard(model, mesh=all_ranks())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     policy = gp.Freeze(SOURCES[source](), params="*weight", frozen_state="drop")
     generator, found = torch.Generator().manual_seed(3), []
@@ -59,11 +58,8 @@ def train(rank: int, ranks: int, source: str) -> tuple[dict[str, Tensor], int]:
     model(tokens).backward()
     gradient = model.head.weight.grad
     # Outside, all is as it was.
-    assert all((gradient.full_tensor() if ranks > 1 else gradient).any(1))
-    weights = {
-        name: value.full_tensor() if ranks > 1 else value for name, value in model.state_dict().items()
-    }
-    return {name: value.detach().clone() for name, value in weights.items()}, sum(found)
+    assert all(whole(gradient).any(1))
+    return weights_of(model), sum(found)
 
 
 def train_on_this_rank(source: str) -> tuple[dict[str, Tensor], int]:

@@ -6,15 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from loops import on_ranks, weights_of
 from process_pool import ProcessPool, here
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch import nn
 
 import gradpolicy as gp
 from gradpolicy.delta.file import read
 from gradpolicy.errors import PolicyError
-from gradpolicy.tensors.sharding import full_tensor, write_entries
+from gradpolicy.tensors.sharding import write_entries
 
 
 def network() -> nn.Sequential:
@@ -28,7 +27,7 @@ def network() -> nn.Sequential:
 
 
 def sharded(model: nn.Sequential) -> nn.Sequential:
-    return fully_shard(model, mesh=init_device_mesh(here().type, (dist.get_world_size(),)))
+    return on_ranks(model, "fsdp2")
 
 
 def change(model: nn.Sequential) -> None:
@@ -38,22 +37,18 @@ def change(model: nn.Sequential) -> None:
             write_entries(tensor, torch.tensor([0]), torch.tensor([3.0 + len(name)], device=here()))
 
 
-def state_of(model: nn.Sequential) -> dict[str, Tensor]:
-    return {name: full_tensor(tensor).clone() for name, tensor in model.state_dict().items()}
-
-
 def there_and_back(folder: Path) -> tuple[bool, bool]:
     model = sharded(network())
-    base, start = copy.deepcopy(model.state_dict()), state_of(model)
+    base, start = copy.deepcopy(model.state_dict()), weights_of(model)
     change(model)
-    end = state_of(model)
+    end = weights_of(model)
     path = folder / f"sharded-{dist.get_rank()}.safetensors"
     gp.delta.save(path, model, base)
     other = sharded(network())
     gp.delta.apply(other, path)
-    applied = all(torch.equal(tensor, end[name]) for name, tensor in state_of(other).items())
+    applied = all(torch.equal(tensor, end[name]) for name, tensor in weights_of(other).items())
     gp.delta.revert(other, path)
-    reverted = all(torch.equal(tensor, start[name]) for name, tensor in state_of(other).items())
+    reverted = all(torch.equal(tensor, start[name]) for name, tensor in weights_of(other).items())
     return applied, reverted
 
 
@@ -78,13 +73,10 @@ def test_it_is_the_file_of_the_whole_model(pair: ProcessPool, tmp_path: Path) ->
 def refused(path: Path) -> str:
     model = sharded(network())
     with torch.no_grad():
-        local = model.state_dict()["1.weight"].to_local()
-        local += 1.0  # the second rank has nothing of it
-    try:
+        model.state_dict()["1.weight"].to_local().add_(1.0)  # the second rank has nothing of it
+    with pytest.raises(PolicyError) as error:
         gp.delta.apply(model, path)
-    except PolicyError as error:
-        return str(error)
-    return ""
+    return str(error.value)
 
 
 def test_another_base_is_refused_on_every_rank(pair: ProcessPool, tmp_path: Path) -> None:
@@ -92,8 +84,7 @@ def test_another_base_is_refused_on_every_rank(pair: ProcessPool, tmp_path: Path
     base = copy.deepcopy(model.state_dict())
     change(model)
     gp.delta.save(path, model, base)
-    messages = pair(refused, path)
-    assert all("1.weight differs" in message for message in messages), messages
+    assert all("1.weight differs" in message for message in pair(refused, path))
 
 
 def one_row(folder: Path) -> int:

@@ -2,15 +2,12 @@
 
 import pytest
 import torch
-import torch.distributed as dist
+from loops import on_ranks, weights_of
 from process_pool import ProcessPool, here
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import gradpolicy as gp
 from gradpolicy.freezing import Freezer
-from gradpolicy.tensors.sharding import full_tensor
 
 STEPS = 9
 SOURCES = {
@@ -32,16 +29,12 @@ def run(kind: str, sharded: bool, resumed_at: int | None = None) -> dict[str, Te
     for layer in model if kind == "zeros" else ():
         layer.weight.data[:, ::2] = 0.0
     if sharded:
-        mesh = init_device_mesh(here().type, (dist.get_world_size(),))
-        for layer in model:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        on_ranks(model, "fsdp2", layers=True)
     optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
 
     def engine() -> Freezer:
-        policy = gp.Freeze(
-            SOURCES[kind](), params="*.weight" if kind == "wanda" else "*", frozen_state="zero"
-        )
+        params = "*.weight" if kind == "wanda" else "*"
+        policy = gp.Freeze(SOURCES[kind](), params=params, frozen_state="zero")
         return Freezer(model, [optimizer], {"policy": policy}, seed=3)
 
     freezer = engine()
@@ -57,7 +50,7 @@ def run(kind: str, sharded: bool, resumed_at: int | None = None) -> dict[str, Te
         model(x).square().mean().backward()
         freezer.observe(freezer.optimizers[0])
         optimizer.step()
-    return {name: full_tensor(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+    return weights_of(model)
 
 
 @pytest.mark.supports("gradient sources", loop="plain", processes="fsdp2")

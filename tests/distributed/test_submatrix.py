@@ -5,10 +5,9 @@ import warnings
 import bitsandbytes
 import pytest
 import torch
+from loops import on_ranks, whole
 from process_pool import ProcessPool
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from gradpolicy import MaskedOptimizer, PolicyError
@@ -40,21 +39,19 @@ def test_zero_steps_rows_as_one_process_does(pair: ProcessPool) -> None:
 
 def masked_shards() -> tuple[list[str], bool, str]:
     torch.manual_seed(0)
-    model = fully_shard(nn.Linear(8, 8, bias=False), mesh=init_device_mesh("cpu", (2,)))
+    model = on_ranks(nn.Linear(8, 8, bias=False), "fsdp2")
     optimizer = MaskedOptimizer(torch.optim.Muon(model.parameters()))
-    before = model.weight.full_tensor().detach().clone()  # type: ignore[attr-defined]
+    before = whole(model.weight)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer.set_mask(model.weight, ROWS)
     model(torch.ones(2, 8)).square().sum().backward()
     optimizer.step()
     frozen = ~ROWS.flatten()
-    same = torch.equal(model.weight.full_tensor()[frozen], before[frozen])  # type: ignore[attr-defined]
-    try:
+    same = torch.equal(whole(model.weight)[frozen], before[frozen])
+    with pytest.raises(PolicyError) as error:
         MaskedOptimizer(bitsandbytes.optim.AdamW8bit(model.parameters())).set_mask(model.weight, ROWS)
-    except PolicyError as error:
-        return [str(each.message) for each in caught], same, str(error)
-    return [], same, ""
+    return [str(each.message) for each in caught], same, str(error.value)
 
 
 @pytest.mark.slow

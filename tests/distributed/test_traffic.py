@@ -4,18 +4,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from loops import all_ranks
 from process_pool import ProcessPool, here
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradpolicy import PolicyError
 from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.lightning.fully_shard_strategy import shard_modules
 from gradpolicy.optim.zero_redundancy import as_masked as masked
+from gradpolicy.tensors.sharding import local_shard
 from tests.distributed.collective_traffic import STRATEGIES, CountedTraffic, expected, ring
 
 WIDTH, DEPTH = 32, 8
@@ -27,6 +26,11 @@ def network() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))).to(here())
 
 
+def sharded(model: nn.Sequential) -> nn.Sequential:
+    shard_modules(model, all_ranks())
+    return model
+
+
 def quarter(parameter: Tensor) -> Tensor:
     """A mask in which every fourth entry of a row trains."""
     return (torch.arange(WIDTH) % 4 == 0).expand(WIDTH, WIDTH).to(here())
@@ -35,11 +39,7 @@ def quarter(parameter: Tensor) -> Tensor:
 def counted(strategy: str, frozen_state: str) -> dict[str, Any]:
     """What a rank holds after a step and hands to collectives within it."""
     model = network()
-    if strategy == "fsdp2":
-        shard_modules(model, init_device_mesh(here().type, (dist.get_world_size(),)))
-        wrapped: nn.Module = model
-    else:
-        wrapped = DistributedDataParallel(model)
+    wrapped = sharded(model) if strategy == "fsdp2" else DistributedDataParallel(model)
     if strategy == "zero1":
         optimizer = masked(ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW))
     else:
@@ -70,8 +70,7 @@ def counted(strategy: str, frozen_state: str) -> dict[str, Any]:
 
 
 def held(tensors: list[Tensor]) -> int:
-    own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return sum(tensor.numel() * tensor.element_size() for tensor in own)
+    return sum(local_shard(tensor).nbytes for tensor in tensors)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -107,8 +106,7 @@ def test_a_mask_of_entries_takes_two_bytes_an_entry_of_the_shard(
 
 def counted_with_a_frozen_half() -> dict[str, int]:
     """FSDP2 with the first half of the layers frozen as whole tensors."""
-    model = network()
-    shard_modules(model, init_device_mesh(here().type, (dist.get_world_size(),)))
+    model = sharded(network())
     model[: DEPTH // 2].requires_grad_(False)
     with CountedTraffic() as traffic:
         model(torch.ones(2, WIDTH, device=here())).sum().backward()

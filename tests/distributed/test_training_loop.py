@@ -6,16 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from loops import all_ranks, load, on_ranks, save, share, weights_of
 from process_pool import ProcessPool
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 
 import gradpolicy as gp
 from tests.docs.markdown import DOCS, blocks
@@ -37,16 +33,12 @@ IN_THE_TABLE = {
 def train(kind: str, masks: str) -> dict[str, Tensor]:
     """The weights after eight updates; each rank takes its half of the data."""
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     x = torch.randn(16, 4)
-    y = (x.sum(1) > 0).long()
-    rank = dist.get_rank() if kind != "one process" else 0
-    part = slice(None) if kind == "one process" else slice(8 * rank, 8 * rank + 8)
-    plain, given = model, model
-    if kind == "ddp before":
-        given = DistributedDataParallel(model)
-    if kind == "fsdp2":
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    y = share((x.sum(1) > 0).long(), kind)
+    x = share(x, kind)
+    within = kind in ("ddp within", "zero1")
+    given = model if within else on_ranks(model, kind.removesuffix(" before"))
     settings = {"lr": 0.05, "weight_decay": 0.1}
     if kind == "zero1":
         optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **settings)
@@ -54,18 +46,15 @@ def train(kind: str, masks: str) -> dict[str, Tensor]:
         optimizer = torch.optim.AdamW(model.parameters(), **settings)
     policies = {"slow": gp.Scale(0.5, modules="2"), "some": gp.Freeze(MASKS[masks](), frozen_state="zero")}
     with gp.training(given, optimizer, policies, seed=1) as optimizer:
-        if kind in ("ddp within", "zero1"):
-            given = DistributedDataParallel(model)
+        if within:
+            given = on_ranks(model, "ddp")
         for _ in range(8):
-            cross_entropy(given(x[part]), y[part]).backward()
+            cross_entropy(given(x), y).backward()
             if masks != "topk":
-                nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
             optimizer.step()
             given.zero_grad()
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-        for name, value in plain.state_dict().items()
-    }
+    return weights_of(model)
 
 
 @pytest.mark.supports("{masks}", "flow", loop="plain", processes="{kind}", names=IN_THE_TABLE)
@@ -81,38 +70,23 @@ def test_ranks_train_what_one_process_does(pair: ProcessPool, kind: str, masks: 
 # ---- fully_shard by hand: saved and resumed by torch.distributed.checkpoint
 
 
-def train_sharded(masks: str, full: bool, steps: range, load: str = "", save: str = "") -> dict[str, Tensor]:
+def train_sharded(masks: str, full: bool, steps: range, first: str = "", last: str = "") -> dict[str, Tensor]:
     """The weights after some updates, after loading and before saving if a folder is given."""
     torch.manual_seed(0)
-    model = fully_shard(nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, 3)), mesh=mesh_of_all())
+    model = fully_shard(nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, 3)), mesh=all_ranks())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    options = StateDictOptions(full_state_dict=full)
     policies = {"some": gp.Freeze(MASKS[masks](), frozen_state="drop")}
     with gp.training(model, optimizer, policies, seed=1) as optimizer:
-        if load:
-            weights, state = get_state_dict(model, optimizer, options=options)
-            saved = {"model": weights, "optimizer": state}
-            dcp.load(saved, checkpoint_id=load)
-            set_state_dict(
-                model,
-                optimizer,
-                model_state_dict=saved["model"],
-                optim_state_dict=saved["optimizer"],
-                options=options,
-            )
+        if first:
+            load(first, model, optimizer, full_state_dict=full)
         for step in steps:
             x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))[dist.get_rank() :: 2]
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        if save:
-            weights, state = get_state_dict(model, optimizer, options=options)
-            dcp.save({"model": weights, "optimizer": state}, checkpoint_id=save)
-    return {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
-
-
-def mesh_of_all() -> Any:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+        if last:
+            save(last, model, optimizer, full_state_dict=full)
+    return weights_of(model)
 
 
 @pytest.mark.parametrize("masks", MASKS)
@@ -130,7 +104,7 @@ def test_a_sharded_loop_resumes_bit_for_bit_with_what_its_sources_have_decided(
 def run_page(program: str) -> dict[str, Tensor]:
     names: dict[str, Any] = {}
     exec(compile(program, "fsdp2.md", "exec"), names)
-    return {name: parameter.detach().full_tensor() for name, parameter in names["model"].named_parameters()}
+    return weights_of(names["model"])
 
 
 def test_the_page_on_fsdp2_runs_and_resumes_as_it_stands(pair: ProcessPool, tmp_path: Path) -> None:
@@ -166,7 +140,7 @@ def refusals() -> list[str]:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         with gp.training(model, optimizer, [gp.Freeze(gp.masks.Random(0.5))]) as optimizer:
-            fully_shard(model.get_submodule(part), mesh=mesh_of_all())
+            fully_shard(model.get_submodule(part), mesh=all_ranks())
             with pytest.raises(gp.PolicyError) as error:
                 update(model, optimizer)
             said.append(str(error.value))
