@@ -8,8 +8,6 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradpolicy.errors import unknown
-
 STRATEGIES = ("ddp", "ddp active", "zero1", "fsdp2")
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST = "all_reduce", "all_gather", "reduce_scatter", "broadcast"
 # By operator: which collective it is, and the argument that is as large as the whole payload.
@@ -62,16 +60,11 @@ def expected(
         drops: Whether frozen entries hold no moments (``frozen_state="drop"``).
         size: Bytes of an entry.
 
-    Raises:
-        PolicyError: For another strategy.
-
     Example:
         >>> cost = expected("fsdp2", 70e9, 64)
         >>> round(cost.memory / 1e9, 1), round(cost.wire(64) / 1e9)
         (17.5, 827)
     """
-    if strategy not in STRATEGIES:
-        raise unknown("strategy", strategy, STRATEGIES)
     whole = entries * size
     moments = 2 * whole * (active if drops else 1.0)
     if strategy == "fsdp2":

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, multiprocessing
 from torch.utils._pytree import tree_map_only
 
+from gradpolicy.errors import PolicyError
+
 # Seconds until a call is given up; a little earlier each process shows where it waits.
 _PATIENCE = 60.0
 # Seconds that the other ranks have to answer when one has failed.
@@ -128,6 +130,15 @@ class ProcessPool:
             if any(error is not None for _, error in answers.values()):
                 deadline = min(deadline, time.monotonic() + _PATIENCE_AFTER_FAILURE)
         return answers
+
+
+def refusal(call: Callable[..., Any], *arguments: Any, **settings: Any) -> str:
+    """What a call is refused with: the message of its PolicyError, or nothing."""
+    try:
+        call(*arguments, **settings)
+    except PolicyError as error:
+        return str(error)
+    return ""
 
 
 class RemoteError(Exception):

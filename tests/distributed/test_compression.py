@@ -52,8 +52,8 @@ def masks_of(model: nn.Module, levels: dict[str, str], density: float) -> dict[T
 
 def averaged(levels: dict[str, str], density: float, options: dict[str, Any], dtype: str | None) -> dict:
     """Gradients with the hook and without, the traffic and the active share."""
-    rank = dist.get_rank()
-    results = {}
+    rank, everything = dist.get_rank(), torch.tensor(True, device=here())
+    results: dict[str, Any] = {}
     for hooked in (True, False):
         plain = network()
         model = DistributedDataParallel(plain, **options)
@@ -66,23 +66,14 @@ def averaged(levels: dict[str, str], density: float, options: dict[str, Any], dt
             inputs = torch.randn(4, 2, 6, 6, generator=torch.Generator().manual_seed(10 * step + rank))
             model.zero_grad()
             model(inputs.to(here())).square().sum().backward()
-        gradients = [parameter.grad.clone() for parameter in plain.parameters()]
+        active = [masks.get(p, everything).expand_as(p) for p in plain.parameters()]
+        gradients = [p.grad.clone() for p in plain.parameters()]
         if hooked:
-            results["traffic"] = communication.traffic
+            results |= {"hooked": gradients, "traffic": communication.traffic}
         else:
-            gradients = [
-                torch.where(
-                    masks.get(parameter, torch.ones((), dtype=torch.bool, device=here())), gradient, 0.0
-                )
-                for parameter, gradient in zip(plain.parameters(), gradients, strict=True)
-            ]
-        results["hooked" if hooked else "masked"] = gradients
-    sizes = [parameter.numel() for parameter in plain.parameters()]
-    active = [
-        masks[parameter].float().mean().item() * size if parameter in masks else size
-        for parameter, size in zip(plain.parameters(), sizes, strict=True)
-    ]
-    return {**results, "share": sum(active) / sum(sizes)}
+            results["masked"] = [torch.where(*both, 0.0) for both in zip(active, gradients, strict=True)]
+    share = sum(int(mask.sum()) for mask in active) / sum(mask.numel() for mask in active)
+    return {**results, "share": share}
 
 
 @pytest.mark.parametrize(("levels", "options"), combinations(FAST_AVERAGES, tuple(LEVELS), tuple(OPTIONS)))

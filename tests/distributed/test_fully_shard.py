@@ -13,11 +13,7 @@ from networks import perceptron
 from process_pool import ProcessPool, here
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from gradpolicy import MaskedOptimizer
 from gradpolicy.tensors.seeded import RandomMask
@@ -242,7 +238,7 @@ def resumed_at_each_step(kind: str, frozen_state: str, bias_correction: str, ful
         train_few_entries(model, optimizer, range(saved_at, STEPS))
         resumed, other = begun()
         get_state_dict(resumed, other)
-        set_state_dict(resumed, other, model_state_dict=weights, optim_state_dict=state, options=options)
+        take_up({"model": weights, "optimizer": state}, resumed, other, options=options)
         train_few_entries(resumed, other, range(saved_at, STEPS))
         alone, after = facts(model, optimizer), facts(resumed, other)
         if not all(

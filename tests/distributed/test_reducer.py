@@ -4,6 +4,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from loops import weights_of
 from networks import perceptron
 from process_pool import ProcessPool, here
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ def train(model: nn.Module, updater: ReducerUpdater | None, rank: int, ranks: in
         optimizer.zero_grad()
         nn.functional.mse_loss(model(inputs[rank::ranks]), targets[rank::ranks]).backward()
         optimizer.step()
-    return {name: value.detach().clone() for name, value in plain.state_dict().items()}
+    return weights_of(plain)
 
 
 def train_on_this_rank(options: dict[str, bool]) -> tuple[dict[str, Tensor], int]:
@@ -45,8 +46,7 @@ def train_on_this_rank(options: dict[str, bool]) -> tuple[dict[str, Tensor], int
     plain[0].requires_grad_(False)
     model = DistributedDataParallel(plain, **options)
     updater = ReducerUpdater(model)
-    weights = train(model, updater, dist.get_rank(), dist.get_world_size())
-    return weights, updater.rebuilds
+    return train(model, updater, dist.get_rank(), dist.get_world_size()), updater.rebuilds
 
 
 @pytest.mark.parametrize(
@@ -73,10 +73,7 @@ def old_reducer_is_gone() -> bool:
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     for gradient in gradients:
         dist.broadcast(gradient, src=0)
-    same = all(
-        torch.equal(gradient, parameter.grad)
-        for gradient, parameter in zip(gradients, model.parameters(), strict=True)
-    )
+    same = all(torch.equal(each, p.grad) for each, p in zip(gradients, model.parameters(), strict=True))
     return same and (hooked is None or hooked() is None)
 
 
@@ -112,11 +109,9 @@ def wholly_frozen() -> str:
     model = DistributedDataParallel(network())
     updater = ReducerUpdater(model)
     model.module.requires_grad_(False)
-    try:
+    with pytest.raises(RuntimeError) as error:
         updater.refresh()
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return str(error.value)
 
 
 def test_a_model_without_anything_to_train_is_refused(pair: ProcessPool) -> None:

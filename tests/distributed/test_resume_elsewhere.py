@@ -7,10 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from process_pool import ProcessPool
+from process_pool import ProcessPool, refusal
 from runs import check_equal, fit
 
-from gradpolicy.errors import PolicyError
 from tests.hostile import MakesFolder
 
 SINGLE = "one process"
@@ -57,10 +56,8 @@ def test_a_run_goes_on_under_another_strategy(
         half(first, kind, frozen_state, path)
     else:
         pair(half, first, kind, frozen_state, path)
-    if second == SINGLE:
-        ended = [rest(second, kind, frozen_state, path)]
-    else:
-        ended = pair(rest, second, kind, frozen_state, path)
+    arguments = (second, kind, frozen_state, path)
+    ended = [rest(*arguments)] if second == SINGLE else pair(rest, *arguments)
     check_equal(ended, undisturbed)
 
 
@@ -93,10 +90,7 @@ def refusals(path: str) -> list[str]:
     messages = []
     for strategy in ("fsdp2", "ddp"):
         dist.barrier()
-        try:
-            fit(strategy, "none", resume_from=path)
-        except PolicyError as error:
-            messages.append(str(error))
+        messages.append(refusal(fit, strategy, "none", resume_from=path))
     return messages
 
 
@@ -104,6 +98,5 @@ def test_no_strategy_runs_what_is_in_a_strangers_checkpoint(pair: ProcessPool, t
     path, ran = tmp_path / "a.ckpt", tmp_path / "ran"
     torch.save({"state_dict": {}, "evil": MakesFolder(ran)}, path)
     for messages in pair(refusals, str(path)):
-        assert len(messages) == 2
         assert all("is not read: only tensors and plain values are" in message for message in messages)
     assert not ran.exists()

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import gradpolicy as gp
 from gradpolicy.tensors.row_gradient import RowGradient
 
+Trained = tuple[dict[str, Tensor], int]
+
 
 class Network(nn.Module):
     """A tied head, and a layer that may be checkpointed."""
@@ -35,9 +37,7 @@ class Network(nn.Module):
         return self.head(hidden.relu()).logsumexp(-1).mean()
 
 
-def train(
-    ranks: int, reentrant: bool | None, params: str, flow: bool = False
-) -> tuple[dict[str, Tensor], int]:
+def train(ranks: int, reentrant: bool | None, params: str, flow: bool = False) -> Trained:
     """Return the weights after some updates of two batches each and the gradients of rows."""
     plain = Network(reentrant)
     model: nn.Module = DistributedDataParallel(plain) if ranks > 1 else plain

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from networks import perceptron
-from process_pool import ProcessPool, here
+from process_pool import ProcessPool, here, refusal
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -77,12 +77,7 @@ def trained(frozen_state: str, resume_at: int | None) -> tuple[list[Tensor], int
         optimizer.consolidate_state_dict()
         saved: list[Any] = [optimizer.state_dict() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(saved)
-        weights = copy.deepcopy(model.state_dict())
-        model = network()
-        model.load_state_dict(weights)
-        optimizer = masked(zero(model))
-        optimizer.load_state_dict(through_a_file(saved[0]))
-        train(model, optimizer, frozen_state, range(resume_at, STEPS))
+        model, optimizer = gone_on(saved[0], model.state_dict(), frozen_state, resume_at)
     return facts(model, optimizer), optimizer.state_bytes(), len(optimizer.inner.state)
 
 
@@ -124,7 +119,10 @@ def test_state_is_shared_out(pair: ProcessPool) -> None:
     assert max(shares) < 0.75
 
 
-def saved_on_one_loads_on_two(state: dict[str, Any], weights: dict[str, Tensor]) -> list[Tensor]:
+def gone_on(
+    state: dict[str, Any], weights: dict[str, Tensor], frozen_state: str, step: int
+) -> tuple[nn.Module, MaskedOptimizer]:
+    """A new model and optimizer that take up a checkpoint and train to the end."""
     # What comes from the test lies in memory that the processes share.
     state = through_a_file(state)
     model = network()
@@ -132,8 +130,12 @@ def saved_on_one_loads_on_two(state: dict[str, Any], weights: dict[str, Tensor])
     optimizer = masked(zero(model))
     optimizer.load_state_dict(state)
     assert None not in state["state"].values(), "what is loaded stays as it was"
-    train(model, optimizer, "zero", range(4, STEPS))
-    return facts(model, optimizer)
+    train(model, optimizer, frozen_state, range(step, STEPS))
+    return model, optimizer
+
+
+def saved_on_one_loads_on_two(state: dict[str, Any], weights: dict[str, Tensor]) -> list[Tensor]:
+    return facts(*gone_on(state, weights, "zero", 4))
 
 
 @pytest.mark.supports("resume elsewhere", loop="plain", processes="zero1")
@@ -180,12 +182,9 @@ def test_warnings_are_about_the_optimizer_that_updates(pair: ProcessPool) -> Non
 
 
 def overlapping() -> str:
-    optimizer = ZeroRedundancyOptimizer(
-        network().parameters(), torch.optim.AdamW, lr=0.1, overlap_with_ddp=True
-    )
-    with pytest.raises(PolicyError) as refused:
-        MaskedOptimizer(optimizer)
-    return str(refused.value)
+    parameters = network().parameters()
+    inner = ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=0.1, overlap_with_ddp=True)
+    return refusal(MaskedOptimizer, inner)
 
 
 def test_overlap_with_the_backward_pass_is_refused(pair: ProcessPool) -> None:

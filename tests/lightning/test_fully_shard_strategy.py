@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from process_pool import ProcessPool, here
+from loops import all_ranks
+from process_pool import ProcessPool, here, refusal
 from runs import fit
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -27,9 +27,8 @@ class Network(nn.Module):
 def gathered(patterns: tuple[str, ...]) -> list[str]:
     """The names of the modules that were made units, after sharding twice."""
     model = Network().to(here())
-    mesh = init_device_mesh(here().type, (2,))
     for _ in range(2):
-        shard_modules(model, mesh, patterns)
+        shard_modules(model, all_ranks(), patterns)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
@@ -49,9 +48,7 @@ def test_the_chosen_modules_and_the_root_are_gathered_one_by_one(
 
 
 def refused() -> str:
-    with pytest.raises(PolicyError) as error:
-        shard_modules(Network(), init_device_mesh("cpu", (2,)), ("haed",))
-    return str(error.value)
+    return refusal(shard_modules, Network(), all_ranks(), ("haed",))
 
 
 def test_a_pattern_that_matches_nothing_is_refused(pair: ProcessPool) -> None:
