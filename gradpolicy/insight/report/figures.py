@@ -187,14 +187,9 @@ def mask_curves(run: Run) -> Figure | None:
     return drawn
 
 
-# The columns that a timeline shows in colour, by their names there.
-QUANTITIES = {
-    "active share": "active_share",
-    "flips per entry": "flips_per_entry",
-    "gradient norm before": "gradient_norm_before",
-    "gradient norm after": "gradient_norm_after",
-    "update size": "update_size",
-}
+# The columns that a timeline shows in colour, the second ones on a logarithmic scale.
+SHARES = ("active_share", "flips_per_entry")
+LOGARITHMIC = ("gradient_norm_before", "gradient_norm_after", "update_size")
 
 
 def timeline(run: Run) -> Figure | None:
@@ -205,13 +200,13 @@ def timeline(run: Run) -> Figure | None:
     layers = layers.assign(flips_per_entry=layers["flipped"] / layers["entries"].clip(lower=1))
     if layers["policy"].nunique() > 1:
         layers = layers.assign(layer=layers["layer"] + " · " + layers["policy"])
-    usable = {name: column for name, column in QUANTITIES.items() if layers[column].notna().any()}
+    usable = [column for column in (*SHARES, *LOGARITHMIC) if layers[column].notna().any()]
     figure = go.Figure()
-    for name, column in usable.items():
-        figure.add_trace(_heat_map(layers, name, column).update(visible=not figure.data))
+    for column in usable:
+        figure.add_trace(_heat_map(layers, column).update(visible=not figure.data))
     buttons = [
-        {"label": name, "method": "update", "args": [{"visible": [name == other for other in usable]}]}
-        for name in usable
+        {"label": _title(column), "method": "update", "args": [{"visible": [column == c for c in usable]}]}
+        for column in usable
     ]
     menu = {"buttons": buttons, "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"}
     height = 150 + 18 * min(layers["layer"].nunique(), 60)
@@ -220,12 +215,16 @@ def timeline(run: Run) -> Figure | None:
     return Figure("Timeline of layers", figure, "Choose above what the colours show.", wide=True)
 
 
-def _heat_map(layers: pd.DataFrame, name: str, column: str) -> go.Heatmap:
+def _title(column: str) -> str:
+    return "share of zeros let through" if column == "zeros_passed" else column.replace("_", " ")
+
+
+def _heat_map(layers: pd.DataFrame, column: str) -> go.Heatmap:
     table = layers.pivot_table(column, "layer", "step", aggfunc="last", sort=False).sort_index(axis=1)
     table = table.iloc[:, :: -(-table.shape[1] // COLUMNS)]
     values = table.to_numpy(dtype=np.float32)
-    is_norm = name not in ("active share", "flips per entry")
-    bar: dict[str, Any] = {"thickness": 10, "title": {"text": name, "side": "right"}}
+    is_norm = column in LOGARITHMIC
+    bar: dict[str, Any] = {"thickness": 10, "title": {"text": _title(column), "side": "right"}}
     return go.Heatmap(
         x=np.asarray(table.columns),
         y=list(table.index),
@@ -233,7 +232,7 @@ def _heat_map(layers: pd.DataFrame, name: str, column: str) -> go.Heatmap:
         customdata=values,
         colorscale="Viridis",
         colorbar=bar | ({"tickprefix": "10<sup>", "ticksuffix": "</sup>"} if is_norm else {}),
-        hovertemplate=f"%{{y}}<br>step %{{x}}<br>{name} %{{customdata:.3g}}<extra></extra>",
+        hovertemplate=f"%{{y}}<br>step %{{x}}<br>{_title(column)} %{{customdata:.3g}}<extra></extra>",
     )
 
 
@@ -249,12 +248,8 @@ def memory(run: Run) -> Figure | None:
     return figure
 
 
-FLOW = {
-    "gradient_norm_before": "gradient norm before",
-    "gradient_norm_after": "gradient norm after",
-    "operations": "operations",
-    "zeros_passed": "share of zeros let through",
-}
+# The columns of flow policies.
+FLOW = ("gradient_norm_before", "gradient_norm_after", "operations", "zeros_passed")
 
 
 def flow(run: Run) -> Figure | None:
@@ -262,7 +257,8 @@ def flow(run: Run) -> Figure | None:
     rows = run.rows("flow")
     if rows.empty:
         return None
-    rows = rows.assign(phase=rows["phase"].astype(object).fillna("fit")).rename(columns=FLOW)
-    table = rows.melt(["step", "policy", "phase"], FLOW.values(), "quantity", "value").dropna()
+    rows = rows.assign(phase=rows["phase"].astype(object).fillna("fit"))
+    table = rows.melt(["step", "policy", "phase"], FLOW, "quantity", "value").dropna()
+    table["quantity"] = table["quantity"].map(_title)
     shared = {"y": "value", "color": "policy", "line_dash": "phase", "facet_row": "quantity"}
     return line_figure("Flow policies", table, wide=True, **shared) if len(table) else None
