@@ -1,15 +1,22 @@
-"""Reads JSON files and validates them by pydantic."""
+"""Writes JSON files, and reads them with validation by pydantic."""
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from gradpolicy.errors import brief
+from gradpolicy.whole_file import write_text
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 Model = TypeVar("Model")
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write plain values as an indented JSON file that is complete or absent."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def read_json(path: Path, model: type[Model]) -> Model:

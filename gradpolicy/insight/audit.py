@@ -14,11 +14,11 @@ from gradpolicy.errors import PolicyError, PromiseError
 from gradpolicy.insight.audit_checks import FrozenEntries, StoppedBranches
 from gradpolicy.insight.run_files import AUDIT, AuditDifference, AuditFile
 from gradpolicy.insight.run_log import say
+from gradpolicy.json_file import write_json
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.lightning.trainer_parts import callbacks_of
 from gradpolicy.policies import Stop
 from gradpolicy.where import named_parameters
-from gradpolicy.whole_file import write_text
 
 ON_DIFFERENCE = ("stop", "warn")
 
@@ -223,7 +223,7 @@ class Audit(Callback):
     def _write(self, trainer: Trainer, total: AuditFile) -> None:
         directory = Path(self.directory or trainer.log_dir or trainer.default_root_dir)
         directory.mkdir(parents=True, exist_ok=True)
-        write_text(directory / AUDIT, total.model_dump_json(indent=2) + "\n")
+        write_json(directory / AUDIT, total.model_dump(mode="json"))
 
 
 def merged(parts: Sequence[AuditFile]) -> AuditFile:

@@ -1,6 +1,5 @@
 """Logs the config and the plan of a run."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -11,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from gradpolicy.insight.run_files import PLAN, PLAN_TEXT, flat
+from gradpolicy.json_file import write_json
 from gradpolicy.planning.plan_table import HEADINGS, Plan, cells
 
 # Keys of the config with paths of the run.
@@ -26,7 +26,7 @@ NOT_IN_KEYS = re.compile(r"[^\w\-. /]", re.ASCII)
 
 def write_plan(plan: Plan, directory: Path) -> None:
     """Write a plan to a run's directory, as ``plan.json`` and ``plan.txt``."""
-    (directory / PLAN).write_text(json.dumps(plan.to_dict(), indent=2) + "\n", encoding="utf-8")
+    write_json(directory / PLAN, plan.to_dict())
     (directory / PLAN_TEXT).write_text(f"{plan}\n", encoding="utf-8")
 
 

@@ -4,7 +4,6 @@
 :class:`gradpolicy.lightning.runs.RunRecord`.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.json_file import read_json
+from gradpolicy.json_file import read_json, write_json
 
 PLAN, PLAN_TEXT, RESULT, AUDIT, REPORT = "plan.json", "plan.txt", "result.json", "audit.json", "report.html"
 STOPPED = "stopped before its end"
@@ -93,7 +92,7 @@ class Result:
     def save(self, path: Path) -> None:
         """Write it as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        write_json(path, asdict(self))
 
     @staticmethod
     def load(path: Path) -> "Result":

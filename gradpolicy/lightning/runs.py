@@ -1,6 +1,5 @@
 """Runs in their directories: find a run, its checkpoints and its start weights."""
 
-import json
 import os
 import platform
 import sys
@@ -18,10 +17,9 @@ from pydantic import Field
 
 from gradpolicy.checkpoint_file import check_kind
 from gradpolicy.errors import PolicyError, brief, nearest
-from gradpolicy.json_file import read_json
+from gradpolicy.json_file import read_json, write_json
 from gradpolicy.lightning.checkpoints import IS_DIRECTORY, KEY, WEIGHTS, check_fits, read_checkpoint
 from gradpolicy.lightning.trainer_parts import callbacks_of
-from gradpolicy.whole_file import write_text
 
 RECORD = "run.json"
 LAST = "last"
@@ -70,7 +68,7 @@ class RunRecord:
 
     def save(self) -> None:
         """Write it into the run's directory."""
-        write_text(Path(self.directory) / RECORD, json.dumps(asdict(self), indent=2) + "\n")
+        write_json(Path(self.directory) / RECORD, asdict(self))
 
     @staticmethod
     def load(directory: Path) -> "RunRecord | None":
