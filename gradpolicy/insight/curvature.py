@@ -145,16 +145,8 @@ def frobenius_norm(
 ) -> Estimate[float]:
     """Estimate the Frobenius norm of J: the square root of the mean of ``‖J z‖²`` over random signs z.
 
-    Its standard error is that of the mean, over twice the norm.
-
-    Args:
-        loss: See :func:`gradient_at`.
-        parameters: The parameters by name.
-        samples: The number of vectors z, at least 2.
-        generator: The random generator; None: one seeded by torch's default generator.
-
-    Raises:
-        PolicyError: See :func:`hvp`; for fewer than 2 samples.
+    Its standard error is that of the mean, over twice the norm. Arguments and errors are those of
+    :func:`trace`.
 
     Source: Hutchinson's estimator of the trace of ``JᵀJ``.
     """
@@ -168,17 +160,10 @@ def diagonal(
 ) -> Estimate[dict[str, Tensor]]:
     """Estimate the diagonal of J: the mean of ``z · J z``, entry by entry, over random signs z.
 
-    Args:
-        loss: See :func:`gradient_at`.
-        parameters: The parameters by name.
-        samples: The number of vectors z, at least 2.
-        generator: The random generator; None: one seeded by torch's default generator.
+    Arguments and errors are those of :func:`trace`.
 
     Returns:
         An estimate whose value and standard error are dicts by parameter name.
-
-    Raises:
-        PolicyError: See :func:`hvp`; for fewer than 2 samples.
 
     Source: Bekas, Kokiopoulou, Saad 2007, Applied Numerical Mathematics 57(11).
     """
