@@ -137,13 +137,12 @@ def plan_and_run(
     subject = build_subject(container)
     if checkpoint is not None:
         check_fits(checkpoint, subject.model)
-    if resumed is not None:
-        check_resumable(resumed.checkpoint)
+    elif not settings.train and not settings.plan_only:
+        rank_zero_warn("train=false without ckpt_path: the weights that are tested were never trained")
     if settings.train:
         check_optimizer(subject.model)
-    if checkpoint is None and not settings.train and not settings.plan_only:
-        rank_zero_warn("train=false without ckpt_path: the weights that are tested were never trained")
     if resumed is not None:
+        check_resumable(resumed.checkpoint)
         console.print(str(resumed), markup=False, soft_wrap=True)
     reporter = LogRun(container, None, optimized_metrics(settings))
     policies = GradientPolicies(subject.policies, seed=settings.seed, plan=False)
@@ -155,16 +154,16 @@ def plan_and_run(
             trainer = build_trainer(
                 settings, policies, directory, record, reporter, *required_metric(settings), resumed=resumed
             )
-            if is_first_rank() and (settings.plan_only or settings.extras.plan):
-                reporter.plan = make_run_plan(subject, settings.seed)
-                policies.shown_warnings = frozenset(reporter.plan.warnings)
-                console.print(reporter.plan)
-            if is_first_rank() and settings.extras.print_config:
-                print_config(container, console)
-            schedule = SCHEDULE.get()
-            if schedule is not None and is_first_rank():
-                write_schedule(subject.model, schedule)
-                console.print(f"Schedule written to {schedule}", markup=False, soft_wrap=True)
+            if is_first_rank():
+                if settings.plan_only or settings.extras.plan:
+                    reporter.plan = make_run_plan(subject, settings.seed)
+                    policies.shown_warnings = frozenset(reporter.plan.warnings)
+                    console.print(reporter.plan)
+                if settings.extras.print_config:
+                    print_config(container, console)
+                if (schedule := SCHEDULE.get()) is not None:
+                    write_schedule(subject.model, schedule)
+                    console.print(f"Schedule written to {schedule}", markup=False, soft_wrap=True)
             if settings.plan_only:
                 directory.clear_unless_begun()
                 return Result(overrides, status="planned")

@@ -109,18 +109,10 @@ def build_trainer(
     """
     node = dict(settings.trainer)
     saves = node.get("enable_checkpointing") is not False and not node.get("fast_dev_run")
-    chosen = list(build_all(settings.callbacks, "callbacks", Callback).values())
-    # Lightning raises an error for callbacks that its own flags disable.
-    switches = {"enable_progress_bar": ProgressBar, "enable_checkpointing": Checkpoint}
-    off = tuple(kind for switch, kind in switches.items() if node.get(switch) is False)
-    chosen = [callback for callback in chosen if not isinstance(callback, off)]
-    if ProgressBar not in off and not any(isinstance(callback, ProgressBar) for callback in chosen):
-        chosen.append(OneLineProgressBar())
+    chosen = _chosen_callbacks(settings)
+    check_weight_averaging(chosen, policies.policies)
     # After the policies, since a value that is not finite in a stopped gradient does no harm.
     guards = [callback for callback in chosen if isinstance(callback, StopOnNonFinite)]
-    # After the best checkpoint, whose path is saved in the checkpoint to resume from.
-    chosen.sort(key=lambda callback: isinstance(callback, ModelCheckpoint) and callback.monitor is None)
-    check_weight_averaging(chosen, policies.policies)
     if resumed is not None:
         name_stored_runs(settings, resumed)
     loggers = build_all(settings.logger, "logger", Logger)
@@ -152,6 +144,19 @@ def build_trainer(
             "gradpolicy.GradientPolicies to a Trainer of your own"
         )
     return trainer
+
+
+def _chosen_callbacks(settings: Settings) -> list[Callback]:
+    """Build the config's callbacks, without those that the trainer's flags disable, and a progress bar."""
+    # Lightning raises an error for callbacks that its own flags disable.
+    switches = {"enable_progress_bar": ProgressBar, "enable_checkpointing": Checkpoint}
+    off = tuple(kind for switch, kind in switches.items() if settings.trainer.get(switch) is False)
+    built = build_all(settings.callbacks, "callbacks", Callback).values()
+    chosen = [callback for callback in built if not isinstance(callback, off)]
+    if ProgressBar not in off and not any(isinstance(callback, ProgressBar) for callback in chosen):
+        chosen.append(OneLineProgressBar())
+    # The best checkpoint first, whose path is saved in the checkpoint to resume from.
+    return sorted(chosen, key=lambda each: isinstance(each, ModelCheckpoint) and each.monitor is None)
 
 
 def build_plugins(nodes: Any) -> list[Any]:
