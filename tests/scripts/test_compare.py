@@ -133,8 +133,8 @@ def test_a_run_that_fails_says_why_and_names_its_log(
     assert compare.main(["wrong", "--seeds", "0", "--out", str(tmp_path)]) == 2
     message = " ".join(capsys.readouterr().err.split())
     assert "wrong with seed 0: " in message
-    assert "no such policy" in message
-    assert "no such policy" in (tmp_path / "wrong/seed-0.log").read_text()
+    assert "policy=nothing: there is no such config" in message
+    assert "policy=nothing: there is no such config" in (tmp_path / "wrong/seed-0.log").read_text()
     assert compare.main(["fashon"]) == 2
     assert "did you mean 'fashion'" in capsys.readouterr().err
 
