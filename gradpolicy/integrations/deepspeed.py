@@ -24,7 +24,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradpolicy.errors import PolicyError, shown
+from gradpolicy.errors import PolicyError, shortened, shown, warn_user
 from gradpolicy.flow.install import name_policies
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.layout import fitting_mask
@@ -140,6 +140,10 @@ class PartitionedOptimizer(MaskedOptimizer):
         groups, self._pieces = _groups_of(self.zero), _pieces_of(self.zero)
         super().__init__(_ModelParameters(groups, self.zero.step), frozen_state)
         self._masks: dict[Tensor, Mask] = {}
+        # The parameters with a gradient in this update, and in an earlier one.
+        self._with_gradient: set[Tensor] = set()
+        self._had_gradient: set[Tensor] = set()
+        self._warned = False
         self._parameters = [parameter for group in groups for parameter in group]
         self._handles: list[Any] = [
             self.local.register_state_dict_post_hook(self._add_to_saved),
@@ -207,6 +211,7 @@ class PartitionedOptimizer(MaskedOptimizer):
 
     def _masked_gradient(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
         """Return a gradient of which frozen entries are 0."""
+        self._with_gradient.add(parameter)
         if self._masks.get(parameter) is False:
             return torch.zeros_like(gradient)
         return torch.where(self.get_mask(parameter), gradient, 0) if parameter in self._masks else None
@@ -249,9 +254,38 @@ class PartitionedOptimizer(MaskedOptimizer):
     # --- steps and checkpoints
 
     def _update(self, closure: Callable[[], Any] | None) -> None:
-        """Update by the engine's own step; one that overflows is not counted."""
+        """Update by the engine's own step; one that overflows is not counted.
+
+        Raises:
+            PolicyError: If stage 3 would update parameters by gradients of an earlier update.
+        """
+        self._check_gradients()
         self.inner.step()
         self.effective_steps += not self.zero.overflow
+
+    def _check_gradients(self) -> None:
+        """Check that no parameter lacks a gradient, since the engine takes another in its place."""
+        lacking = [
+            each for each in self._parameters if each.requires_grad and each not in self._with_gradient
+        ]
+        self._had_gradient |= self._with_gradient
+        self._with_gradient = set()
+        if _is_stage_3(self.zero) and (stale := [each for each in lacking if each in self._had_gradient]):
+            raise PolicyError(
+                f"DeepSpeed: {self._names_of(stale)} got no gradient in this update, and stage 3 would "
+                "use that of an earlier one; gradpolicy.Stop(mode='zero') passes zeros where it cuts"
+            )
+        moving = [each for each in lacking if self._masks.get(each) is not False]
+        if moving and not self._warned:
+            self._warned = True
+            warn_user(
+                f"DeepSpeed: {self._names_of(moving)} got no gradient in an update, for which the engine "
+                "takes zeros: momentum and weight decay still move them, unless gradpolicy.Freeze holds them"
+            )
+
+    def _names_of(self, parameters: Iterable[Tensor]) -> str:
+        names = {parameter: name for name, parameter in self._engine.module.named_parameters()}
+        return shortened([repr(names[each]) for each in parameters])
 
     def state_dict(self, *, dense: bool = False) -> dict[str, Any]:
         """Return the state of this rank's partitions, which ``engine.save_checkpoint`` saves."""

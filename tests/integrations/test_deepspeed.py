@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from deepspeed_ranks import NEEDS_DEEPSPEED, use_deepspeed_on_cpus, whole_weights
 from networks import perceptron
-from process_pool import ProcessPool
+from process_pool import ProcessPool, RemoteError
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -214,14 +215,30 @@ def with_gradients(stage: int) -> list[set[str]]:
     return found
 
 
+CUTS = {"start": 2, "stop": 4}
+
+
+def cut_for_a_while(stage: int, mode: str) -> tuple[dict[str, Tensor], list[str]]:
+    """Train with a cut before the fourth layer for two updates; return the weights and the warnings."""
+    from gradpolicy.integrations.deepspeed import training
+
+    engine = engine_for(stage)
+    stop = gp.Stop(mode, modules="4", when=gp.When(**CUTS))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with training(engine, [stop]) as optimizer:
+            train(engine, optimizer, range(STEPS))
+    return whole_weights(engine.module), [str(each.message) for each in caught]
+
+
 # --- tests
 
 
-def on_one_process(frozen_state: str) -> dict[str, Tensor]:
+def on_one_process(policies: Any) -> dict[str, Tensor]:
     """What the plain loop trains on one process with whole batches."""
     model, optimizer = network()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    with gp.training(model, optimizer, policies(frozen_state), seed=1) as masked:
+    with gp.training(model, optimizer, policies, seed=1) as masked:
         for step in range(STEPS):
             x, y = data(step)
             cross_entropy(model(x), y).backward()
@@ -245,7 +262,7 @@ def test_two_ranks_equal_one_process_and_resume_bit_for_bit(
     (first, updates), (second, _) = ranks(trained, stage, frozen_state, None, "", {})
     assert updates == STEPS
     assert all(torch.equal(first[name], second[name]) for name in first)
-    torch.testing.assert_close(first, on_one_process(frozen_state), rtol=0, atol=1e-6)
+    torch.testing.assert_close(first, on_one_process(policies(frozen_state)), rtol=0, atol=1e-6)
     (resumed, updates), _ = ranks(trained, stage, frozen_state, 3, str(tmp_path), {})
     assert updates == STEPS
     assert all(torch.equal(first[name], resumed[name]) for name in first)
@@ -265,7 +282,29 @@ def test_settings_that_move_parameters_change_nothing(
     ranks: ProcessPool, stage: int, setting: dict[str, Any]
 ) -> None:
     (first, _), _ = ranks(trained, stage, "zero", None, "", setting)
-    torch.testing.assert_close(first, on_one_process("zero"), rtol=0, atol=1e-6)
+    torch.testing.assert_close(first, on_one_process(policies("zero")), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zeros_pass_a_cut_as_on_one_process(ranks: ProcessPool, stage: int) -> None:
+    wanted = on_one_process([gp.Stop("zero", modules="4", when=gp.When(**CUTS))])
+    for found, said in ranks(cut_for_a_while, stage, "zero"):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+        assert not any("got no gradient" in line for line in said)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_missing_gradient_is_zero_with_a_warning(ranks: ProcessPool, stage: int) -> None:
+    wanted = on_one_process([gp.Stop("zero", modules="4", when=gp.When(**CUTS))])
+    for found, said in ranks(cut_for_a_while, stage, "detach"):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+        (line,) = (line for line in said if "got no gradient" in line)
+        assert line.startswith("DeepSpeed: '0.weight', '0.bias' got no gradient in an update, for which the")
+
+
+def test_stage_3_refuses_to_take_the_gradient_of_an_earlier_update(ranks: ProcessPool) -> None:
+    with pytest.raises(RemoteError, match=r"'0.weight', '0.bias' got no gradient in this .*mode='zero'"):
+        ranks(cut_for_a_while, 3, "detach")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
