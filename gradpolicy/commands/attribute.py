@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
+from gradpolicy.checks import check_whole
 from gradpolicy.errors import PolicyError, warn_user
 from gradpolicy.imports import limited_to
 from gradpolicy.insight.attribution import METHODS, Attribution, get_method, predict
@@ -136,8 +137,7 @@ def read_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> a
     if options.ckpt_path is None:
         raise PolicyError("ckpt_path: name a checkpoint, a run directory, or the last run: ckpt_path=last")
     for name in ("count", "batch_size"):
-        if getattr(options, name) < 1:
-            raise PolicyError(f"{name}: {getattr(options, name)} given, at least 1 needed")
+        check_whole(name, getattr(options, name), least=1)
     return options
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gradpolicy.checks import check_whole
+from gradpolicy.checks import check_number, check_whole
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.flow import install
 from gradpolicy.logits import class_logits
@@ -108,8 +108,8 @@ def smoothgrad(
 
     Source: Smilkov, Thorat, Kim, Viégas, Wattenberg 2017, arXiv:1706.03825.
     """
-    if samples < 1 or noise < 0:
-        raise PolicyError(f"smoothgrad: samples={samples} and noise={noise}; at least 1 and 0 needed")
+    check_whole("smoothgrad.samples", samples, least=1)
+    check_number("smoothgrad.noise", noise)
     generator = torch.Generator("cpu").manual_seed(seed)
     pixels = images.flatten(1)
     spread = (noise * (pixels.amax(1) - pixels.amin(1))).view(-1, *[1] * (images.dim() - 1))

@@ -7,10 +7,12 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from gradpolicy.errors import PolicyError, shown
+from gradpolicy.checks import check_choice
+from gradpolicy.errors import PolicyError
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
+INTERVALS = ("step", "epoch")
 
 
 class Task(LightningModule):
@@ -35,14 +37,10 @@ class Task(LightningModule):
         scheduler_interval: str = "epoch",
     ) -> None:
         super().__init__()
-        if scheduler_interval not in ("step", "epoch"):
-            raise PolicyError(
-                f"model.scheduler_interval: {shown(scheduler_interval)} given, 'step' or 'epoch' needed"
-            )
         self.model = model
         self.make_optimizer = optimizer
         self.make_scheduler = scheduler
-        self.scheduler_interval = scheduler_interval
+        self.scheduler_interval = check_choice("model.scheduler_interval", scheduler_interval, INTERVALS)
 
     def forward(self, inputs: torch.Tensor) -> Any:
         """Return the model's output."""

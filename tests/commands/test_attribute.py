@@ -193,7 +193,7 @@ def wrong_inputs(run: Path, photographs: Path, tmp_path: Path) -> dict[str, tupl
         "name": ([checkpoint, "metod=guided"], "metod: there is no such flag; did you mean '--method'"),
         "method": ([checkpoint, "method=guidd"], "method: unknown attribution method 'guidd'"),
         "type": ([checkpoint, "count=many"], "--count: invalid int value: 'many'"),
-        "number": ([checkpoint, "count=0"], "count: 0 given"),
+        "number": ([checkpoint, "count=0"], "count: must be a whole number of at least 1, got 0"),
         "no run": (["method=guided"], "ckpt_path: name a checkpoint"),
         "checkpoint": ([f"ckpt_path={tmp_path}/no.ckpt"], "ckpt_path: "),
         "no config": ([f"ckpt_path={stray(run, tmp_path)}"], "config.yaml is absent"),

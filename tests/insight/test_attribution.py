@@ -167,7 +167,7 @@ def test_a_quantised_model_is_attributed_through_straight_through_gradients() ->
         (lambda model, images: gradient(model, images, 3), "classes 0 to 2, 3 given"),
         (lambda model, images: guided_gradcam(model, images, layer="secnd"), "unknown module 'secnd'"),
         (lambda model, images: guided_gradcam(nn.Flatten(), images), "no nn.Conv2d"),
-        (lambda model, images: smoothgrad(model, images, samples=0), "samples=0"),
+        (lambda model, images: smoothgrad(model, images, samples=0), "smoothgrad.samples: must be"),
         (
             lambda model, images: input_gradient(lambda x: model(x.detach()), images),
             "no gradient reaches the images",

@@ -36,7 +36,7 @@ def test_the_scheduler_steps_at_its_interval(make_trainer: Callable[..., Trainer
         trainer.fit(classifier(scheduler=halve, scheduler_interval=interval), DigitsDataModule())
         rates[interval] = trainer.optimizers[0].param_groups[0]["lr"]
     assert rates == {"step": pytest.approx(0.1 / 8), "epoch": pytest.approx(0.1 / 2)}
-    with pytest.raises(PolicyError, match="scheduler_interval: 'minute'"):
+    with pytest.raises(PolicyError, match="scheduler_interval: unknown value 'minute'"):
         classifier(scheduler_interval="minute")
 
 
