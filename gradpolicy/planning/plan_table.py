@@ -62,6 +62,11 @@ class PlanRow:
         return round(self.entries * self.active_share)
 
     @property
+    def training_entries(self) -> int:
+        """The number of entries that are active then and get a gradient that is not zero."""
+        return round(self.entries * self.training_share)
+
+    @property
     def remarks(self) -> list[str]:
         """Remarks on a freeze policy: how its masks change, and its groups of layers."""
         lines = [f"{self.name}: {self.course}."] if self.course else []

@@ -114,6 +114,7 @@ def plan() -> dict[str, Any]:
                 "parameters": [f"{layer}.weight" for layer in LAYERS],
                 "entries": 3088,
                 "active_share": 0.5,
+                "training_share": 0.25,
                 "course": "may change every 5 steps",
             },
         ],

@@ -170,6 +170,10 @@ def test_a_metric_that_never_changes_has_no_chart(run: Path) -> None:
     assert titles == ["loss", "accuracy", "cost/seconds"]
 
 
+def test_entries_without_a_gradient_do_not_count_as_training(run: Path, tmp_path: Path) -> None:
+    assert '<td class="figure-cell">772 of 3,088</td>' in page_of([run], tmp_path / "report.html")
+
+
 def test_the_map_adds_up_norms_and_shares(run: Path) -> None:
     module = {"name": "left.out.parents", "type": "Module", "parameters": 0, "policies": ["freeze"]}
     plan = json.loads((run / "plan.json").read_text())
