@@ -22,7 +22,7 @@ from gradpolicy.masks.base import MaskSource
 from gradpolicy.masks.topk import TopK
 from gradpolicy.optim.optimizers import plain_optimizers
 from gradpolicy.optim.other_optimizers import put_back_remarks
-from gradpolicy.policies import FlowPolicy, ForwardMask, Freeze, Policy
+from gradpolicy.policies import FlowPolicy, Freeze, MaskPolicy, Policy
 from gradpolicy.tensors.mask import active_entries
 from gradpolicy.when import When
 from gradpolicy.where import named_parameters, plain_name
@@ -216,7 +216,7 @@ def _first_masks(
     policies_of: dict[str, dict[str, Freeze]] = {}
     copies = named_parameters(duplicate)
     for name, policy in policies.items():
-        if not isinstance(policy, Freeze | ForwardMask):
+        if not isinstance(policy, MaskPolicy):
             continue
         if isinstance(policy, Freeze):
             for key in matched[name]:

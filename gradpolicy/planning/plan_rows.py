@@ -10,7 +10,7 @@ from gradpolicy.flow.policy_report import ReportRow
 from gradpolicy.masks.base import MaskSource
 from gradpolicy.planning.first_step import FirstStep, mask_share
 from gradpolicy.planning.plan_table import PlanRow
-from gradpolicy.policies import FlowPolicy, ForwardMask, Freeze, Policy
+from gradpolicy.policies import FlowPolicy, Freeze, MaskPolicy, Policy
 from gradpolicy.rates import Rates
 from gradpolicy.when import When, Window
 
@@ -47,11 +47,8 @@ def row_of(
     elif isinstance(policy, Rates):
         with under(f"policy.{name}.params"):
             own = {"course": policy.course(parameters)}
-    elif isinstance(policy, Freeze):
-        own = _of_freeze(policy, parameters, step.sources[name], step.masks[name], vain)
-        own |= {"budget": step.budgets[name], "vain": vain}
-    elif isinstance(policy, ForwardMask):
-        own = _of_forward_mask(policy, parameters, step.masks[name])
+    elif isinstance(policy, MaskPolicy):
+        own = _of_masks(name, policy, parameters, step, vain)
     params = {"where": f"params {', '.join(getattr(policy, 'params', ()))}", "parameters": tuple(parameters)}
     kind = type(policy).__name__
     shared = {"what": kind, "phases": policy.when.phases, "when": _moments(policy.when), **params}
@@ -67,44 +64,36 @@ def _of_flow(policy: FlowPolicy, row: ReportRow) -> dict[str, Any]:
     }
 
 
-def _of_freeze(
-    policy: Freeze,
+def _of_masks(
+    name: str,
+    policy: MaskPolicy,
     parameters: Mapping[str, nn.Parameter],
-    source: MaskSource,
-    masks: Mapping[str, Any],
+    step: FirstStep,
     vain: Collection[str],
 ) -> dict[str, Any]:
+    """Return the cells of a freeze policy or a forward mask."""
+    source, masks = step.sources[name], step.masks[name]
     entries = sum(parameter.numel() for parameter in parameters.values())
     active = {
         key: parameter.numel() * mask_share(masks.get(key, True)) for key, parameter in parameters.items()
     }
-    training = sum(count for key, count in active.items() if key not in vain)
-    return {
-        "what": f"Freeze · {type(policy.mask).__name__}",
+    share = sum(active.values()) / max(entries, 1)
+    kind = type(policy.mask).__name__
+    arguments = ", ".join(f"{key}={value}" for key, value in policy.mask.describe().items())
+    own = {"what": f"{type(policy).__name__} · {kind}"}
+    course = f"{kind}({arguments}) {_timetable(policy.mask)}"
+    if not isinstance(policy, Freeze):
+        seen = f"the forward pass sees {share:.1%} of {entries:,} entries, and all train"
+        return own | {"course": f"{course}; {seen}"}
+    return own | {
         "entries": entries,
-        "active_share": sum(active.values()) / max(entries, 1),
-        "training_share": training / max(entries, 1),
+        "active_share": share,
+        "training_share": sum(count for key, count in active.items() if key not in vain) / max(entries, 1),
         "groups": tuple(group.name for group in source.layer_groups),
-        "course": f"{_described(policy.mask)} {_timetable(policy.mask)}; {FATES[policy.frozen_state]}",
+        "course": f"{course}; {FATES[policy.frozen_state]}",
+        "budget": step.budgets[name],
+        "vain": vain,
     }
-
-
-def _of_forward_mask(
-    policy: ForwardMask, parameters: Mapping[str, nn.Parameter], masks: Mapping[str, Any]
-) -> dict[str, Any]:
-    entries = sum(parameter.numel() for parameter in parameters.values())
-    seen = sum(p.numel() * mask_share(masks.get(key, True)) for key, p in parameters.items())
-    return {
-        "what": f"ForwardMask · {type(policy.mask).__name__}",
-        "course": f"{_described(policy.mask)} {_timetable(policy.mask)}; the forward pass sees "
-        f"{seen / max(entries, 1):.1%} of {entries:,} entries, and all train",
-    }
-
-
-def _described(source: MaskSource) -> str:
-    """Return a description of a source with its own arguments, without its timetable."""
-    arguments = (f"{key}={value}" for key, value in source.describe().items())
-    return f"{type(source).__name__}({', '.join(arguments)})"
 
 
 def _timetable(source: MaskSource) -> str:
