@@ -3,6 +3,7 @@
 import faulthandler
 import functools
 import importlib.util
+import inspect
 import os
 import sys
 import tempfile
@@ -106,7 +107,8 @@ class ProcessPool:
         if not self.processes:
             self._start()
         for connection in self.connections:
-            connection.send((function.__code__.co_filename, function.__name__, arguments))
+            file = inspect.unwrap(function).__code__.co_filename
+            connection.send((file, function.__name__, arguments))
         answers = self._answers(time.monotonic() + timeout)
         failures = {rank: error for rank, (_, error) in answers.items() if error is not None}
         if len(answers) < self.size or "the process died" in failures.values():

@@ -1,7 +1,8 @@
 """A tiny Llama and a tiny BERT, sharded over CPU ranks by Hugging Face's accelerate (FSDP2)."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,11 +13,11 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from small_bert import VOCABULARY, make_bert, make_data
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import gradpolicy as gp
 from gradpolicy.integrations.transformers import GradientPoliciesCallback
+from gradpolicy.tensors.sharding import full_tensor
 
 STEPS, SAVED_AT = 6, 3
 FORMS = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
@@ -42,6 +43,19 @@ PLACES = {
 
 # The layers to shard one by one. BERT names its embeddings too, and accelerate fails to shard a table within.
 LAYERS = {"llama": "LlamaDecoderLayer", "bert": "BertLayer"}
+
+
+# Of a Trainer.
+SETTINGS: dict[str, Any] = {
+    "max_steps": STEPS,
+    "learning_rate": 1e-2,
+    "train_sampling_strategy": "sequential",
+    # Else the Trainer multiplies the loss by the number of ranks, also where the model takes a mean.
+    "average_tokens_across_devices": False,
+    "save_steps": SAVED_AT,
+    "report_to": [],
+    "disable_tqdm": True,
+}
 
 
 def mostly_slow(cases: Sequence[Any], fast: int) -> list[Any]:
@@ -86,12 +100,8 @@ def batch(model: str, step: int, rank: int = 0, ranks: int = 1) -> dict[str, Ten
 
 def training_data(model: str) -> list[dict[str, Tensor]]:
     """The samples of all steps, one by one."""
-    steps = (batch(model, step) for step in range(STEPS))
-    return [
-        dict(zip(samples, row, strict=True))
-        for samples in steps
-        for row in zip(*samples.values(), strict=True)
-    ]
+    batches = [batch(model, step) for step in range(STEPS)]
+    return [{key: values[row] for key, values in each.items()} for each in batches for row in range(8)]
 
 
 def adapter_trainer(
@@ -147,8 +157,16 @@ def forget_accelerate() -> None:
         del os.environ[name]
 
 
+@contextmanager
+def forgets_accelerate() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        forget_accelerate()
+
+
 def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return full_tensor(tensor.detach()).clone()
 
 
 def facts(model: nn.Module, optimizer: gp.MaskedOptimizer) -> Facts:
@@ -164,11 +182,8 @@ def facts(model: nn.Module, optimizer: gp.MaskedOptimizer) -> Facts:
 
 def count_moved(before: Facts, after: Facts) -> int:
     """How many entries have changed that the masks of the step between had frozen."""
-    names = before["weights"]
-    moved = (
-        (before["weights"][name] != after["weights"][name]) & ~after["masks"][name].bool() for name in names
-    )
-    return sum(int(each.sum()) for each in moved)
+    weights = before["weights"].items()
+    return sum(int(((old != after["weights"][name]) & ~after["masks"][name]).sum()) for name, old in weights)
 
 
 def train(

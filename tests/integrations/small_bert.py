@@ -35,16 +35,6 @@ def make_data(vocabulary: int = VOCABULARY, samples: int = 24, length: int = 6) 
     return [{"input_ids": row, "labels": row.sum() % 2} for row in tokens]
 
 
-def ddp_policies() -> dict[str, Any]:
-    """A layer that thaws, one that freezes, a seeded mask, and a cut for a while."""
-    return {
-        "later": gp.Freeze(gp.masks.Fixed(), params="bert.encoder.layer.0.*", when=gp.When(stop=4)),
-        "earlier": gp.Freeze(gp.masks.Fixed(), params="bert.encoder.layer.1.*", when=gp.When(start=4)),
-        "tenth": gp.Freeze(gp.masks.Random(density=0.1, every=2), params="bert.encoder.layer.2.*"),
-        "cut": gp.Stop(modules="bert.encoder.layer.0", when=gp.When(start=2, stop=8)),
-    }
-
-
 class Wrapped(LightningModule):
     """A transformers model under its own names, for Lightning."""
 

@@ -2,13 +2,12 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from process_pool import ProcessPool
+from process_pool import ProcessPool, refusal
 from sharded import (
     FORMS,
     IN_THE_TABLE,
@@ -20,7 +19,7 @@ from sharded import (
     batch,
     count_moved,
     facts,
-    forget_accelerate,
+    forgets_accelerate,
     make_model,
     make_optimizer,
     make_policies,
@@ -31,10 +30,7 @@ from sharded import (
     whole,
 )
 from small_bert import VOCABULARY
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import gradpolicy as gp
 from gradpolicy.freezing.row_gradients import RowParameter
@@ -51,6 +47,7 @@ def alone(model_kind: str, kind: str, frozen_state: str, steps: int = STEPS) -> 
         return facts(model, optimizer)
 
 
+@forgets_accelerate()
 def on_ranks(
     model_kind: str,
     kind: str,
@@ -62,19 +59,16 @@ def on_ranks(
 ) -> tuple[Facts, Facts, list[int]]:
     """The same run sharded, after loading and before saving a checkpoint if asked to."""
     accelerator = shard_with_accelerate(form)
-    try:
-        model, optimizer = prepared(model_kind, accelerator)
-        policies = make_policies(model_kind, kind, frozen_state)
-        with gp.training(model, optimizer, policies, seed=1) as optimizer:
-            if load is not None:
-                accelerator.load_state(load)
-            begun = facts(model, optimizer.optimizer)
-            moved = train(model, optimizer, model_kind, steps, accelerator)
-            if save is not None:
-                accelerator.save_state(save)
-            return begun, facts(model, optimizer.optimizer), moved
-    finally:
-        forget_accelerate()
+    model, optimizer = prepared(model_kind, accelerator)
+    policies = make_policies(model_kind, kind, frozen_state)
+    with gp.training(model, optimizer, policies, seed=1) as optimizer:
+        if load is not None:
+            accelerator.load_state(load)
+        begun = facts(model, optimizer.optimizer)
+        moved = train(model, optimizer, model_kind, steps, accelerator)
+        if save is not None:
+            accelerator.save_state(save)
+        return begun, facts(model, optimizer.optimizer), moved
 
 
 @pytest.mark.supports("{kind}", "frozen_state", "flow", "clipping", **FSDP2, names=IN_THE_TABLE)
@@ -96,21 +90,19 @@ def test_the_gradients_of_active_rows_alone_are_computed(pair: ProcessPool) -> N
         assert rows <= set(range(VOCABULARY - 9, VOCABULARY - 4))
 
 
+@forgets_accelerate()
 def gradients_of_rows() -> tuple[list[bool], set[int]]:
     """Whether the embedding had a gradient of rows in each forward pass, and its rows that moved."""
     accelerator = shard_with_accelerate()
-    try:
-        model, optimizer = prepared("llama", accelerator)
-        embedding, found = model.get_input_embeddings(), []
-        before = whole(embedding.weight)
-        with gp.training(model, optimizer, make_policies("llama", "rows", "drop")) as optimizer:
-            embedding.register_forward_pre_hook(
-                lambda module, _: found.append(type(module.weight) is RowParameter)
-            )
-            train(model, optimizer, "llama", range(STEPS), accelerator)
-        return found, set((whole(embedding.weight) != before).any(dim=1).nonzero().flatten().tolist())
-    finally:
-        forget_accelerate()
+    model, optimizer = prepared("llama", accelerator)
+    embedding, found = model.get_input_embeddings(), []
+    before = whole(embedding.weight)
+    with gp.training(model, optimizer, make_policies("llama", "rows", "drop")) as optimizer:
+        embedding.register_forward_pre_hook(
+            lambda module, _: found.append(type(module.weight) is RowParameter)
+        )
+        train(model, optimizer, "llama", range(STEPS), accelerator)
+    return found, set((whole(embedding.weight) != before).any(dim=1).nonzero().flatten().tolist())
 
 
 @pytest.mark.supports("accumulation", **FSDP2)
@@ -121,29 +113,24 @@ def test_gradients_of_accumulated_batches_count_once(pair: ProcessPool) -> None:
         assert updates == STEPS // 2
 
 
+@forgets_accelerate()
 def accumulated() -> tuple[int, int]:
     accelerator = shard_with_accelerate(gradient_accumulation_steps=2)
-    try:
-        model, optimizer = prepared("llama", accelerator)
-        policies = make_policies("llama", "entries", "zero")
-        with gp.training(model, optimizer, policies, seed=1) as optimizer:
-            moved = 0
-            for step in range(STEPS):
-                with accelerator.accumulate(model):
-                    before = facts(model, optimizer.optimizer)
-                    accelerator.backward(model(**batch("llama", step, dist.get_rank(), 2)).loss)
-                    optimizer.step()
-                    after = facts(model, optimizer.optimizer)
-                    moved += count_moved(before, after)
-                    changes = any(
-                        not torch.equal(value, after["weights"][name])
-                        for name, value in before["weights"].items()
-                    )
-                    assert changes == (step % 2 == 1)
-                    optimizer.zero_grad()
-            return moved, optimizer.optimizer.effective_steps
-    finally:
-        forget_accelerate()
+    model, optimizer = prepared("llama", accelerator)
+    policies = make_policies("llama", "entries", "zero")
+    with gp.training(model, optimizer, policies, seed=1) as optimizer:
+        moved = 0
+        for step in range(STEPS):
+            with accelerator.accumulate(model):
+                before = facts(model, optimizer.optimizer)
+                accelerator.backward(model(**batch("llama", step, dist.get_rank(), 2)).loss)
+                optimizer.step()
+                after = facts(model, optimizer.optimizer)
+                moved += count_moved(before, after)
+                stays = all(map(torch.equal, before["weights"].values(), after["weights"].values()))
+                assert stays == (step % 2 == 0)
+                optimizer.zero_grad()
+        return moved, optimizer.optimizer.effective_steps
 
 
 # ---- saved and resumed by accelerate's own calls
@@ -198,17 +185,15 @@ def test_a_run_that_was_killed_resumes_with_the_same_bits(pair: ProcessPool, tmp
         assert_same(after, whole[1], exactly=True)
 
 
+@forgets_accelerate()
 def without_policies(folder: str, form: str) -> None:
     accelerator = shard_with_accelerate(form)
-    try:
-        model, optimizer = prepared("llama", accelerator)
-        for step in FIRST:
-            accelerator.backward(model(**batch("llama", step, dist.get_rank(), 2)).loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        accelerator.save_state(folder)
-    finally:
-        forget_accelerate()
+    model, optimizer = prepared("llama", accelerator)
+    for step in FIRST:
+        accelerator.backward(model(**batch("llama", step, dist.get_rank(), 2)).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.save_state(folder)
 
 
 def test_steps_that_were_saved_without_policies_count(pair: ProcessPool, tmp_path: Path) -> None:
@@ -222,28 +207,20 @@ def test_steps_that_were_saved_without_policies_count(pair: ProcessPool, tmp_pat
 # ---- what cannot be right
 
 
+@forgets_accelerate()
 def refusals() -> list[str]:
     """What is said to sharding within the block, and to a flattened state."""
     accelerator = shard_with_accelerate()
-    try:
-        model = make_model("llama")
-        with gp.training(model, make_optimizer(model), make_policies("llama", "layers", "keep")) as optimizer:
-            model, optimizer = accelerator.prepare(model, optimizer)
-            said = [refusal(lambda: model(**batch("llama", 0)))]
-        accelerator = shard_with_accelerate()
-        model, optimizer = prepared("llama", accelerator)
-        with gp.training(model, optimizer, make_policies("llama", "layers", "keep")) as optimizer:
-            flattened = StateDictOptions(flatten_optimizer_state_dict=True)
-            said.append(refusal(lambda: get_optimizer_state_dict(model, optimizer, options=flattened)))
-        return said
-    finally:
-        forget_accelerate()
-
-
-def refusal(call: Callable[[], object]) -> str:
-    with pytest.raises(gp.PolicyError) as error:
-        call()
-    return str(error.value)
+    model = make_model("llama")
+    with gp.training(model, make_optimizer(model), make_policies("llama", "layers", "keep")) as optimizer:
+        model, optimizer = accelerator.prepare(model, optimizer)
+        said = [refusal(model, **batch("llama", 0))]
+    accelerator = shard_with_accelerate()
+    model, optimizer = prepared("llama", accelerator)
+    with gp.training(model, optimizer, make_policies("llama", "layers", "keep")) as optimizer:
+        flattened = StateDictOptions(flatten_optimizer_state_dict=True)
+        said.append(refusal(get_optimizer_state_dict, model, optimizer, options=flattened))
+    return said
 
 
 def test_what_would_lose_masks_is_refused_with_the_reason(pair: ProcessPool) -> None:

@@ -11,7 +11,7 @@ import test_transformers_fsdp2 as with_fsdp2
 import torch
 from deepspeed_ranks import NEEDS_DEEPSPEED, ON_GPU
 from process_pool import ProcessPool
-from sharded import FORMS, RUNS, SAVED_AT, assert_same, forget_accelerate
+from sharded import FORMS, RUNS, SAVED_AT, assert_same, forgets_accelerate
 
 pytestmark = [
     *ON_GPU,
@@ -41,15 +41,13 @@ def train_with_deepspeed(stage: int, precision: str, folder: str, resume: int | 
     return reproducibly(with_deepspeed.train, stage, True, folder, resume, **settings)
 
 
+@forgets_accelerate()
 def overflow(folder: str, steps: int) -> tuple[int, int, int]:
     """Train in fp16; return the updates that were counted and skipped, and the frozen entries that moved."""
-    try:
-        trainer, watch = with_deepspeed.make_trainer(2, True, folder, max_steps=steps, fp16=True)
-        trainer.train()
-        (optimizer,) = watch.policies.masked_optimizers
-        return optimizer.effective_steps, trainer.model_wrapped.skipped_steps, watch.moved
-    finally:
-        forget_accelerate()
+    trainer, watch = with_deepspeed.make_trainer(2, True, folder, max_steps=steps, fp16=True)
+    trainer.train()
+    (optimizer,) = watch.policies.masked_optimizers
+    return optimizer.effective_steps, trainer.model_wrapped.skipped_steps, watch.moved
 
 
 # --- tests

