@@ -134,7 +134,7 @@ def check_search_path(directories: Sequence[Path], name: str) -> None:
     """
     for directory in directories:
         try:
-            content = yaml.safe_load((directory / name).with_suffix(".yaml").read_text())
+            content = yaml.safe_load((directory / f"{name.removesuffix('.yaml')}.yaml").read_text())
         except (OSError, UnicodeDecodeError, yaml.YAMLError):
             # Hydra reads it next, and reports the error.
             continue

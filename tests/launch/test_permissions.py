@@ -157,11 +157,13 @@ def test_a_config_does_not_send_hydra_elsewhere(tmp_path: Path, path: str) -> No
         check_search_path([tmp_path], "train")
 
 
-def test_a_package_of_a_search_path_is_not_imported(train, tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("name", ["theirs", "theirs.v2", "theirs.yaml"])
+def test_a_package_of_a_search_path_is_not_imported(train, tmp_path: Path, monkeypatch, name: str) -> None:
     (tmp_path / "their_package.py").write_text("raise SystemExit('this must not run')\n")
-    (tmp_path / "theirs.yaml").write_text("hydra: {searchpath: ['pkg://their_package']}\ndefaults: [train]\n")
+    file = tmp_path / (name if name.endswith(".yaml") else f"{name}.yaml")
+    file.write_text("hydra: {searchpath: ['pkg://their_package']}\ndefaults: [train]\n")
     monkeypatch.syspath_prepend(tmp_path)
-    ended = train("--config-name=theirs", f"--config-dir={tmp_path}", "plan_only=true")
+    ended = train(f"--config-name={name}", f"--config-dir={tmp_path}", "plan_only=true")
     assert ended.code == 2
     assert "hydra.searchpath" in ended.message
     assert "their_package" not in sys.modules
