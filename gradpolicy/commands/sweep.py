@@ -259,7 +259,8 @@ def show(search: Search) -> None:
     mode = "min" if search.space.metric.goal == "minimize" else "max"
     summary, console = SweepSummary(results, search.metric, mode), wide_console()
     summary.show(console)
-    summary.write(search.directory.with_suffix(".csv"), console)
+    # Not with_suffix, which would replace the end of a name such as v1.2.
+    summary.write(search.directory.with_name(f"{search.directory.name}.csv"), console)
     if summary.runs:
         write_report(summary.runs, search.directory / REPORT, console, names_it=True)
 

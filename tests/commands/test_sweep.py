@@ -13,6 +13,8 @@ import optuna
 import pytest
 import yaml
 
+from gradpolicy.commands.search_space import Metric, SearchSpace
+from gradpolicy.commands.sweep import Search, show
 from gradpolicy.insight.run_files import RESULT, Result
 from gradpolicy.insight.sweep_summary import SUMMARY, collect
 from gradpolicy.lightning.runs import RunRecord
@@ -242,3 +244,10 @@ def test_a_job_of_a_sweep_is_recorded_as_one(train) -> None:
     record = RunRecord.load(sweep_of(ended) / "0")
     assert record is not None
     assert record.kind == "sweep"
+
+
+def test_the_table_has_the_whole_name_of_its_study(tmp_path: Path) -> None:
+    study = optuna.create_study(study_name="rates.v2")
+    space = SearchSpace(metric=Metric(name="val/loss"), parameters={})
+    show(Search(study, "", space, [], tmp_path / study.study_name, "val/loss", tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["rates.v2.csv"]
