@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf, open_dict, read_write
 
 from gradpolicy.launch.messages import TERMINATED
@@ -149,9 +150,7 @@ def quoted(value: str) -> str:
         >>> quoted("a=b, c")
         "'a=b, c'"
     """
-    # A backslash is only special before a quote.
-    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
-    return f"'{escaped}'"
+    return QuotedString(value, Quote.single).with_quotes()
 
 
 @contextmanager
