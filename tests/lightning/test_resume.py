@@ -179,12 +179,8 @@ def fit(
     if resume_from is not None:
         append_rows(logger)
     trainer = Trainer(callbacks=callbacks, **{"logger": logger, **defaults, **settings})
-    trainer.fit(
-        NoisyRegression(schedule),
-        data or Numbers(batch_size=4, seed=5),
-        ckpt_path=resume_from,
-        weights_only=True if resume_from else None,
-    )
+    given = data or Numbers(batch_size=4, seed=5)
+    trainer.fit(NoisyRegression(schedule), given, ckpt_path=resume_from, weights_only=True)
     return [*seen.events, {name: float(value) for name, value in trainer.callback_metrics.items()}]
 
 
@@ -271,66 +267,43 @@ def test_resuming_from_any_moment_gives_the_same_bits_and_the_same_log(tmp_path:
         assert departures(tmp_path, "1_*") == ([], 5 + 2)
 
 
-@pytest.mark.slow
-def test_resuming_inside_an_epoch_keeps_windows_validation_and_schedulers(tmp_path: Path) -> None:
-    settings = {"accumulate_grad_batches": 2, "val_check_interval": 2, "schedule": "plateau"}
-    assert departures(tmp_path, "1_*", **settings) == ([], 5 + 2 + 1)
+def slow(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_resuming_on_a_gpu_gives_the_same_bits(tmp_path: Path) -> None:
-    assert departures(tmp_path, "1_*", accelerator="gpu") == ([], 5 + 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("settings", "checkpoints"),
-    [
-        ({"schedule": "epoch"}, 7),
-        ({"schedule": "plateau"}, 7),
-        ({"check_val_every_n_epoch": 2}, 5 + 1 + 1),
-        ({"check_val_every_n_epoch": None, "val_check_interval": 3}, 5 + 1 + 2),
-        ({"limit_val_batches": 0}, 5 + 1),
-        ({"limit_train_batches": 3}, 3 + 2),
-        ({"max_epochs": -1, "max_steps": 12}, 7),
-        ({"reload_dataloaders_every_n_epochs": 1}, 7),
-    ],
-)
-def test_whatever_the_loops_are_told(tmp_path: Path, settings: dict[str, Any], checkpoints: int) -> None:
-    assert departures(tmp_path, "1_*", **settings) == ([], checkpoints)
-
-
-@pytest.mark.slow
-def test_resuming_in_the_first_epoch_or_the_last(tmp_path: Path) -> None:
-    assert departures(tmp_path, "[02]_*") == ([], 14)
-
-
-@pytest.mark.slow
-def test_resuming_with_loader_workers_gives_the_same_bits(tmp_path: Path) -> None:
-    data = Numbers(batch_size=4, seed=5, workers=2)
-    assert departures(tmp_path, "1_[14]_*", data=data) == ([], 4)
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize(
     ("checkpoints", "settings", "tried"),
     [
+        # A limit of steps is kept.
         ("1_*", {"max_epochs": -1, "max_steps": 7, "log_every_n_steps": 2}, 3),
         ("1_[34]_*", {"max_epochs": -1, "max_steps": 10}, 4),
+        # A scheduler that watches the validation steps once an epoch.
+        ("0_4_*", {"schedule": "plateau", "max_epochs": 2}, 3),
+        # A run that early stopping ended stays ended.
+        ("1_4_*", {"patience": 1}, 3),
+        slow("[02]_*", {}, 14),
+        slow(
+            "1_*", {"accumulate_grad_batches": 2, "val_check_interval": 2, "schedule": "plateau"}, 5 + 2 + 1
+        ),
+        slow("1_*", {"schedule": "epoch"}, 7),
+        slow("1_*", {"schedule": "plateau"}, 7),
+        slow("1_*", {"check_val_every_n_epoch": 2}, 5 + 1 + 1),
+        slow("1_*", {"check_val_every_n_epoch": None, "val_check_interval": 3}, 5 + 1 + 2),
+        slow("1_*", {"limit_val_batches": 0}, 5 + 1),
+        slow("1_*", {"limit_train_batches": 3}, 3 + 2),
+        slow("1_*", {"max_epochs": -1, "max_steps": 12}, 7),
+        slow("1_*", {"reload_dataloaders_every_n_epochs": 1}, 7),
+        slow("1_[14]_*", {"data": Numbers(batch_size=4, seed=5, workers=2)}, 4),
+        pytest.param("1_*", {"accelerator": "gpu"}, 5 + 2, marks=ON_GPU),
     ],
 )
-def test_a_limit_of_steps_is_kept(
+def test_whatever_the_loops_are_told(
     tmp_path: Path, checkpoints: str, settings: dict[str, Any], tried: int
 ) -> None:
     assert departures(tmp_path, checkpoints, **settings) == ([], tried)
-
-
-def test_a_scheduler_that_watches_the_validation_steps_once_an_epoch(tmp_path: Path) -> None:
-    assert departures(tmp_path, "0_4_*", schedule="plateau", max_epochs=2) == ([], 3)
-
-
-def test_a_run_that_early_stopping_ended_stays_ended(tmp_path: Path) -> None:
-    assert departures(tmp_path, "1_4_*", patience=1) == ([], 3)
 
 
 def test_a_checkpoint_that_was_only_validated_does_not_begin_the_next_run(
@@ -398,12 +371,8 @@ def test_a_run_from_a_checkpoint_elsewhere_is_a_new_one(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in before} == before
     assert [row["step"] for row in log(tmp_path / "new")][:2] == ["7", "8"]
     # It has seen two epochs, and not the best of the first.
-    assert (
-        stopper.best_score
-        != torch.load(tmp_path / "former/0_4_2_epoch.ckpt", weights_only=True)["callbacks"][
-            stopper.state_key
-        ]["best_score"]
-    )
+    saved = torch.load(tmp_path / "former/0_4_2_epoch.ckpt", weights_only=True)
+    assert stopper.best_score != saved["callbacks"][stopper.state_key]["best_score"]
 
 
 def test_resuming_on_two_processes_gives_the_same_bits(tmp_path: Path) -> None:
@@ -445,36 +414,32 @@ class WithSchedulers(TwoLayers):
         return [optimizer], [torch.optim.lr_scheduler.ConstantLR(optimizer) for _ in range(self.schedulers)]
 
 
+STEPS = {"max_epochs": 9, "max_steps": 2}
+
+
 @pytest.fixture
-def checkpoint(make_trainer: Callable[..., Trainer], loader, tmp_path: Path) -> Path:
-    trainer = make_trainer(max_epochs=9, max_steps=1)
-    trainer.fit(WithSchedulers(), loader)
-    trainer.save_checkpoint(tmp_path / "one.ckpt")
+def checkpoint(train, tmp_path: Path) -> Path:
+    train(module=WithSchedulers(), max_epochs=9, max_steps=1).save_checkpoint(tmp_path / "one.ckpt")
     return tmp_path / "one.ckpt"
 
 
 def test_another_number_of_schedulers_is_refused_before_anything_is_trained(
-    make_trainer, loader, checkpoint: Path
+    make_trainer, loader, train, checkpoint: Path
 ) -> None:
     model = WithSchedulers()
-    make_trainer(max_epochs=9, max_steps=2, callbacks=[ExactResume()]).fit(
-        model, loader, ckpt_path=checkpoint, weights_only=True
-    )
+    train(ExactResume(), module=model, resume=checkpoint, **STEPS)
     model.schedulers = 2
-    trainer = make_trainer(max_epochs=9, max_steps=2, callbacks=[ExactResume()])
+    trainer = make_trainer(callbacks=[ExactResume()], **STEPS)
     with pytest.raises(PolicyError, match=r"one\.ckpt holds 1 lr_schedulers, and this run needs 2:"):
         trainer.fit(model, loader, ckpt_path=checkpoint, weights_only=True)
     assert trainer.global_step == 1
 
 
-def test_the_state_of_another_optimizer_is_refused_by_what_it_lacks(
-    make_trainer, loader, checkpoint: Path
-) -> None:
+def test_the_state_of_another_optimizer_is_refused_by_what_it_lacks(train, checkpoint: Path) -> None:
     model = WithSchedulers()
     model.make = torch.optim.Adagrad
-    trainer = make_trainer(max_epochs=9, max_steps=2, callbacks=[ExactResume()])
     with pytest.raises(PolicyError, match=r"is of another optimizer than this run's, which needs .*lr_decay"):
-        trainer.fit(model, loader, ckpt_path=checkpoint, weights_only=True)
+        train(ExactResume(), module=model, resume=checkpoint, **STEPS)
 
 
 def test_a_file_that_is_no_checkpoint_is_refused_before_it_is_restored(tmp_path: Path) -> None:
@@ -489,16 +454,13 @@ def test_an_error_that_restoring_did_not_cause_stays_as_it_is(checkpoint: Path, 
         raise error
 
 
-def test_a_state_that_cannot_be_restored_is_named(make_trainer, loader, checkpoint: Path) -> None:
+def test_a_state_that_cannot_be_restored_is_named(train, checkpoint: Path) -> None:
     saved = torch.load(checkpoint, weights_only=True)
     saved["optimizer_states"][0]["param_groups"] = []
     torch.save(saved, checkpoint)
-    trainer = make_trainer(max_epochs=9, max_steps=2, callbacks=[ExactResume()])
-    with (
-        pytest.raises(PolicyError, match=r"one\.ckpt holds a state of another kind \(.*parameter groups"),
-        checked_restore(checkpoint),
-    ):
-        trainer.fit(WithSchedulers(), loader, ckpt_path=checkpoint, weights_only=True)
+    message = r"one\.ckpt holds a state of another kind \(.*parameter groups"
+    with pytest.raises(PolicyError, match=message), checked_restore(checkpoint):
+        train(ExactResume(), module=WithSchedulers(), resume=checkpoint, **STEPS)
 
 
 # ---- the best checkpoint
@@ -550,13 +512,7 @@ def fit_scored(
     data = DataLoader(torch.ones(2, 1))
     torch.manual_seed(0)
     with suppress(KeyError):
-        trainer.fit(
-            Scored(scores, kill),
-            data,
-            data,
-            ckpt_path=resume_from,
-            weights_only=True if resume_from else None,
-        )
+        trainer.fit(Scored(scores, kill), data, data, ckpt_path=resume_from, weights_only=True)
     return trainer
 
 
