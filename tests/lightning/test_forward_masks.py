@@ -36,10 +36,9 @@ def fit(two_layers, loader, make_trainer):
         source = gp.masks.TopK(0.5, by="magnitude", within="tensor", every=3)
         policies = {"seen": gp.ForwardMask(source, params="*.weight", decay=0.01), **PASSED, **(more or {})}
         model.validation_step = lambda batch, batch_idx: None
-        trainer = make_trainer(
-            max_epochs=4, callbacks=[gp.GradientPolicies(policies, log=log), watch, *callbacks], **settings
-        )
-        trainer.fit(model, loader, loader, ckpt_path=resumed, weights_only=True if resumed else None)
+        given = [gp.GradientPolicies(policies, log=log), watch, *callbacks]
+        trainer = make_trainer(max_epochs=4, callbacks=given, **settings)
+        trainer.fit(model, loader, loader, ckpt_path=resumed, weights_only=True)
         return model, watch.seen
 
     return run

@@ -35,7 +35,7 @@ class Signal(Callback):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_saves_after_the_step_and_exits_with_its_number(
-    tmp_path: Path, train: Callable[..., Trainer], number: signal.Signals
+    train, tmp_path: Path, number: signal.Signals
 ) -> None:
     before = signal.getsignal(number)
     saving = ModelCheckpoint(dirpath=tmp_path)
@@ -46,7 +46,7 @@ def test_a_signal_saves_after_the_step_and_exits_with_its_number(
     assert signal.getsignal(number) == before
 
 
-def test_a_signal_of_a_former_fit_does_not_end_the_next(train: Callable[..., Trainer]) -> None:
+def test_a_signal_of_a_former_fit_does_not_end_the_next(train) -> None:
     saving = SaveOnPreemption()
     with pytest.raises(SystemExit):
         train(saving, Signal(signal.SIGTERM), enable_checkpointing=True, max_steps=9)
@@ -93,9 +93,7 @@ def test_a_rank_that_lightning_launched_exits_without_an_error(
     assert (tmp_path / "last.ckpt").exists()
 
 
-def test_a_run_that_ends_leaves_signals_as_it_found_them(
-    two_layers: LightningModule, make_trainer: Callable[..., Trainer], train: Callable[..., Trainer]
-) -> None:
+def test_a_run_that_ends_leaves_signals_as_it_found_them(two_layers, make_trainer, train) -> None:
     saving, before = SaveOnPreemption(["SIGUSR1"]), signal.getsignal(signal.SIGUSR1)
     train(saving, enable_checkpointing=True)
     assert signal.getsignal(signal.SIGUSR1) == before
@@ -115,10 +113,10 @@ def test_a_run_that_ends_leaves_signals_as_it_found_them(
     ("rank", "requeue", "told"), [(0, True, "requeue 4711\n"), (0, False, ""), (1, True, "")]
 )
 def test_one_rank_puts_the_job_back_unless_that_is_not_wanted(
-    slurm: Path, tmp_path: Path, capsys: pytest.CaptureFixture, rank: int, requeue: bool, told: str
+    slurm, tmp_path: Path, capsys: pytest.CaptureFixture, rank: int, requeue: bool, told: str
 ) -> None:
     interrupted(rank_of(rank, None, tmp_path), SaveOnPreemption(requeue=requeue))
-    assert (slurm.read_text() if slurm.exists() else "") == told
+    assert slurm() == told
     line = f"SIGTERM: saved {tmp_path / 'last.ckpt'}\n"
     assert capsys.readouterr().err == (line if rank == 0 else "")
 
@@ -167,16 +165,17 @@ def test_it_is_saved_where_the_run_keeps_its_last_checkpoint(
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Slurm job whose scontrol writes down what it is told."""
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+    """What the scontrol of a Slurm job was told."""
     told = tmp_path / "told"
+    told.touch()
     program = tmp_path / "scontrol"
     refusal = '[ -z "$REFUSES" ] || { echo "$REFUSES" >&2; exit 1; }'
     program.write_text(f'#!/bin/sh\necho "$@" >> {told}\n{refusal}\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    return told
+    return told.read_text
 
 
 def test_an_unknown_signal_is_refused() -> None:
@@ -186,7 +185,7 @@ def test_an_unknown_signal_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", ["1", "2"])
-def test_a_job_told_to_go_resumes_where_it_was(tmp_path: Path, slurm: Path, ranks: str) -> None:
+def test_a_job_told_to_go_resumes_where_it_was(tmp_path: Path, slurm: Callable[[], str], ranks: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(PROGRAM.parents[2]), "OMP_NUM_THREADS": "1"}
     # Only the requeueing is Slurm's here; without these Lightning would take its own launcher for srun.
     environment |= {"SLURM_JOB_NAME": "bash", "SLURM_NTASKS": "1"}
@@ -200,7 +199,7 @@ def test_a_job_told_to_go_resumes_where_it_was(tmp_path: Path, slurm: Path, rank
         assert running.wait(timeout=60) == 128 + signal.SIGTERM
     saved = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)["global_step"]
     assert saved >= 3
-    assert slurm.read_text() == "requeue 4711\n"
+    assert slurm() == "requeue 4711\n"
     del environment["SLURM_JOB_ID"]
     resumed = subprocess.run(
         [*command, str(saved + 2)], capture_output=True, text=True, env=environment, timeout=60
@@ -225,7 +224,7 @@ NOT_BACK = "job 4711 is not put back into the queue"
 )
 @pytest.mark.filterwarnings("always")
 def test_what_became_of_a_job_is_told(
-    slurm: Path,
+    slurm: Callable[[], str],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     recwarn: pytest.WarningsRecorder,
@@ -237,7 +236,7 @@ def test_what_became_of_a_job_is_told(
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
     with caplog.at_level(logging.INFO):
         requeue_slurm_job()
-    assert (slurm.read_text() if slurm.exists() else "") == asked
+    assert slurm() == asked
     lines = [*(str(warning.message) for warning in recwarn), caplog.text]
     assert any(told in line for line in lines)
     assert any("Slurm job" in line for line in lines) == bool(told)
