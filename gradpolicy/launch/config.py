@@ -10,7 +10,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Literal
 
-import yaml
 from hydra import compose, version
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
@@ -30,6 +29,7 @@ from gradpolicy.launch.permissions import (
     check_hydra,
     check_not_from_config,
     check_search_path,
+    content_of,
     parsed,
 )
 
@@ -355,7 +355,7 @@ def _check_choices(config: DictConfig, source: Source, overrides: list[str]) -> 
     for group, chosen in {**config.hydra.runtime.choices, **several}.items():
         for name in [chosen] if isinstance(chosen, str) else chosen or ():
             for file in (directory / group / f"{name}.yaml" for directory in source.directories):
-                content = yaml.safe_load(file.read_text("utf-8")) if file.is_file() else None
+                content = content_of(file) if file.is_file() else None
                 # The list of choices last, since Hydra reads the config's defaults anew for each group.
                 if not (content is None or isinstance(content, dict)) and name in _choices(group, source):
                     raise PolicyError(

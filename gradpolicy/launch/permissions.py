@@ -17,6 +17,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
+from omegaconf._utils import get_yaml_loader
 
 from gradpolicy.errors import PolicyError, nearest, shown
 from gradpolicy.imports import allowed_packages, lies_in
@@ -134,7 +135,7 @@ def check_search_path(directories: Sequence[Path], name: str) -> None:
     """
     for directory in directories:
         try:
-            content = yaml.safe_load((directory / f"{name.removesuffix('.yaml')}.yaml").read_text())
+            content = content_of(directory / f"{name.removesuffix('.yaml')}.yaml")
         except (OSError, UnicodeDecodeError, yaml.YAMLError):
             # Hydra reads it next, and reports the error.
             continue
@@ -142,6 +143,14 @@ def check_search_path(directories: Sequence[Path], name: str) -> None:
         paths = hydra.get("searchpath") if isinstance(hydra, Mapping) else None
         for path in [paths] if isinstance(paths, str) else paths or []:
             _check_listed(SEARCH_PATH, path, SEARCH_PATHS, "give it by --config-dir, or on the command line")
+
+
+def content_of(file: Path) -> Any:
+    """Return the content of a config file, read by the loader that Hydra uses.
+
+    PyYAML's own refuses a tag that this one reads, and makes dates of texts.
+    """
+    return yaml.load(file.read_text("utf-8"), Loader=get_yaml_loader())
 
 
 def check_given_search_path(overrides: Sequence[str]) -> None:

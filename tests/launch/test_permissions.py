@@ -161,12 +161,22 @@ def test_a_config_does_not_send_hydra_elsewhere(tmp_path: Path, path: str) -> No
 def test_a_package_of_a_search_path_is_not_imported(train, tmp_path: Path, monkeypatch, name: str) -> None:
     (tmp_path / "their_package.py").write_text("raise SystemExit('this must not run')\n")
     file = tmp_path / (name if name.endswith(".yaml") else f"{name}.yaml")
-    file.write_text("hydra: {searchpath: ['pkg://their_package']}\ndefaults: [train]\n")
+    content = "hydra: {searchpath: ['pkg://their_package']}\ndefaults: [train]\n"
+    # Hydra reads this tag, which PyYAML's own loader refuses.
+    file.write_text(content + "user: {path: !!python/object/apply:pathlib.Path [a]}\n")
     monkeypatch.syspath_prepend(tmp_path)
     ended = train(f"--config-name={name}", f"--config-dir={tmp_path}", "plan_only=true")
     assert ended.code == 2
     assert "hydra.searchpath" in ended.message
     assert "their_package" not in sys.modules
+
+
+def test_a_text_that_looks_like_a_date_is_text(train, tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "theirs.yaml").write_text("# @package _global_\nuser: {day: 2024-13-45}\n")
+    (tmp_path / "theirs.yaml").write_text("defaults: [train]\nuser: {day: 2024-13-45}\n")
+    for chosen in ("experiment=theirs", "--config-name=theirs"):
+        assert train(chosen, f"--config-dir={tmp_path}", "plan_only=true").code == 0
 
 
 @pytest.mark.mostly_slow
