@@ -101,4 +101,4 @@ def fetch(directory: Path, files: Sequence[RemoteFile], download: bool) -> None:
             pooch.retrieve(url, f"sha256:{sha256}", name, directory, downloader=downloader)
         # A ValueError if the checksum is wrong; the file is deleted then.
         except (OSError, ValueError) as error:
-            raise PolicyError(f"{KEY}: {path} is absent and {url} could not be had: {error}") from error
+            raise PolicyError(f"{KEY}: {path} is missing, and {url} cannot be downloaded: {error}") from error

@@ -119,8 +119,8 @@ class ResumableLoader(DataLoader[Any]):
         for key, here in self.state_dict().items():
             if key in state and state[key] != here:
                 raise PolicyError(
-                    f"data: the checkpoint stands inside an epoch with {key}={state[key]}, here it is {here}"
-                    " (batch_size counts all ranks); resume with the same, or from the end of an epoch"
+                    f"data: the checkpoint was saved within an epoch with {key}={state[key]}, here it is"
+                    f" {here} (batch_size counts all ranks); keep it, or resume from the end of an epoch"
                 )
 
 

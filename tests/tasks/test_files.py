@@ -67,5 +67,7 @@ def test_a_download_of_other_contents_leaves_nothing(tmp_path: Path, remote: Rem
 
 def test_a_download_that_fails_says_what_and_why(tmp_path: Path, remote: RemoteFile) -> None:
     (tmp_path / "source").unlink()
-    with pytest.raises(PolicyError, match=r"data\.data_dir: .*data\.bin is absent and .* be had: 404"):
+    with pytest.raises(
+        PolicyError, match=r"data\.data_dir: .*data\.bin is missing.* cannot be downloaded: 404"
+    ):
         fetch(tmp_path / "new", [remote], download=True)
