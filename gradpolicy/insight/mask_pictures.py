@@ -18,7 +18,6 @@ from gradpolicy.errors import under
 from gradpolicy.insight.pictures import log_image
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.lightning.trainer_parts import callbacks_of
-from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.tensors.sharding import is_sharded
 from gradpolicy.where import as_patterns, pick
 
@@ -244,19 +243,13 @@ class MaskPictures(Callback):
         self._changes = dict(state_dict["changes"])
         self._intervals = dict(state_dict["intervals"])
 
-    def _mask_and_ages(self, trainer: Trainer, name: str) -> tuple[Tensor, Tensor]:
-        parameter = self._weights[name]
-        optimizer = next(
-            each
-            for each in trainer.optimizers
-            if isinstance(each, MaskedOptimizer)
-            and any(own is parameter for group in each.param_groups for own in group["params"])
-        )
-        mask = optimizer.get_mask(parameter).expand(parameter.shape)
-        return mask, optimizer.age(parameter).expand(parameter.shape)
-
     def _draw(self, trainer: Trainer, name: str) -> None:
-        mask, ages = self._mask_and_ages(trainer, name)
+        assert self._policies is not None
+        parameter = self._weights[name]
+        optimizers = self._policies.masked_optimizers
+        optimizer = next(each for each in optimizers if parameter in each.masked_parameters())
+        mask = optimizer.get_mask(parameter).expand(parameter.shape)
+        ages = optimizer.age(parameter).expand(parameter.shape)
         for kind, picture in ((MASK, mask_image(mask)), (AGE, age_image(ages, mask))):
             path = self._folder / name / f"{kind}_{trainer.global_step:09d}.png"
             self._save(trainer, picture, path, label=kind)
