@@ -21,11 +21,7 @@ from torch.nn.functional import cross_entropy
 import gradpolicy as gp
 from tests.docs.markdown import DOCS, blocks
 
-pytestmark = [
-    pytest.mark.slow,
-    NEEDS_DEEPSPEED,
-    pytest.mark.xdist_group("deepspeed"),
-]
+pytestmark = [pytest.mark.slow, NEEDS_DEEPSPEED, pytest.mark.xdist_group("deepspeed")]
 STEPS, BATCH = 8, 16
 
 

@@ -158,29 +158,29 @@ def test_a_recipe_runs_on_the_pretrained_minilm(train, tmp_path, name):
     assert tokenizer.add_tokens(words) == 2
     texts = [f"{word} this is a sentence about {number}" for number in range(6) for word in words]
     encoded = tokenizer(texts, padding=True, return_tensors="pt")
-    pairs = zip(encoded["input_ids"], encoded["attention_mask"], strict=True)
     data = [
-        {"input_ids": tokens, "attention_mask": mask, "labels": torch.tensor(index % 2)}
-        for index, (tokens, mask) in enumerate(pairs)
+        {**{key: rows[index] for key, rows in encoded.items()}, "labels": torch.tensor(index % 2)}
+        for index in range(len(texts))
     ]
-    models = []
-    for _ in range(2):
+
+    def make():
         torch.manual_seed(0)
-        model = AutoModelForSequenceClassification.from_pretrained(
-            get_model_path(), num_labels=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
-        )
+        settings = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+        settings |= {"num_labels": 2}
+        model = AutoModelForSequenceClassification.from_pretrained(get_model_path(), **settings)
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-        models.append(model)
-    before = bits(models[0])
-    train(models[0], recipe(name), data=data, learning_rate=1e-2)
-    train_with_lightning(models[1], recipe(name), tmp_path, data)
-    assert same(bits(models[0]), bits(models[1]))
-    moved = sum(int((value != before[key]).sum()) for key, value in models[0].named_parameters())
-    total = sum(parameter.numel() for parameter in models[0].parameters())
+        return model
+
+    ours, theirs = make(), make()
+    before = bits(ours)
+    train(ours, recipe(name), data=data)
+    train_with_lightning(theirs, recipe(name), tmp_path, data)
+    assert same(bits(ours), bits(theirs))
+    moved = sum(int((value != before[key]).sum()) for key, value in ours.named_parameters())
     if name == "new_tokens":
-        assert moved == 2 * models[0].config.hidden_size
+        assert moved == 2 * ours.config.hidden_size
     else:
-        assert 0 < moved < total
+        assert 0 < moved < ours.num_parameters()
 
 
 # ---- gradients

@@ -31,11 +31,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import gradpolicy as gp
 from gradpolicy.integrations.transformers import GradientPoliciesCallback
 
-pytestmark = [
-    pytest.mark.slow,
-    NEEDS_DEEPSPEED,
-    pytest.mark.xdist_group("deepspeed"),
-]
+pytestmark = [pytest.mark.slow, NEEDS_DEEPSPEED, pytest.mark.xdist_group("deepspeed")]
 BATCH, PARTS = 8, 2
 Trained = tuple[dict[str, Tensor], int, dict[str, float]]
 # An optimizer that the config names, instead of the Trainer's own.

@@ -30,10 +30,9 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def test_what_is_saved_comes_back(tmp_path: Path) -> None:
-    WholeCheckpointIO().save_checkpoint(
-        {"step": 3, "state_dict": {"weight": torch.arange(4)}}, tmp_path / "new" / "run" / "a.ckpt"
-    )
-    loaded = WholeCheckpointIO().load_checkpoint(tmp_path / "new" / "run" / "a.ckpt", weights_only=True)
+    writer, path = WholeCheckpointIO(), tmp_path / "new" / "run" / "a.ckpt"
+    writer.save_checkpoint({"step": 3, "state_dict": {"weight": torch.arange(4)}}, path)
+    loaded = writer.load_checkpoint(path, weights_only=True)
     assert loaded["step"] == 3
     assert torch.equal(loaded["state_dict"]["weight"], torch.arange(4))
 
@@ -44,9 +43,8 @@ def test_a_full_disk_keeps_the_former_checkpoint_and_says_so(
     path = tmp_path / "last.ckpt"
     write_checkpoint({"step": 1}, path)
     small_files(MEGABYTE)
-    with pytest.raises(
-        OSError, match=r"could not save .*last\.ckpt: .*; the former last\.ckpt is whole"
-    ) as caught:
+    message = r"could not save .*last\.ckpt: .*; the former last\.ckpt is whole"
+    with pytest.raises(OSError, match=message) as caught:
         write_checkpoint({"step": 2, "weight": torch.zeros(MEGABYTE)}, path)
     assert caught.value.errno in (errno.EFBIG, errno.ENOSPC)
     assert torch.load(path) == {"step": 1}

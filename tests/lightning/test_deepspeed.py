@@ -19,10 +19,7 @@ import gradpolicy as gp
 from gradpolicy.insight.audit import Audit
 from gradpolicy.lightning.resume import ExactResume
 
-pytestmark = [
-    NEEDS_DEEPSPEED,
-    pytest.mark.xdist_group("deepspeed"),
-]
+pytestmark = [NEEDS_DEEPSPEED, pytest.mark.xdist_group("deepspeed")]
 EPOCHS, SAVED_AT, UPDATES = 4, 2, 8
 # The policies of each stage, with the frozen state.
 KINDS = {1: ("rows", "drop"), 2: ("all kinds", "zero"), 3: ("layers", "keep")}
@@ -58,9 +55,8 @@ def strategy_for(stage: int) -> Any:
 
 class WithATest(Network):
     def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.log(
-            "test/loss", nn.functional.mse_loss(self.head(self.layers(batch[0])), batch[1]), sync_dist=True
-        )
+        loss = nn.functional.mse_loss(self.head(self.layers(batch[0])), batch[1])
+        self.log("test/loss", loss, sync_dist=True)
 
 
 class Watch(Callback):
@@ -125,29 +121,28 @@ def fit(
     return {"weights": watch.after, "updates": watch.updates, "moved": watch.moved, "logged": logged}
 
 
+def loss_of(trainer: Trainer, module: WithATest, stage: int, checkpoint: str | None = None) -> float:
+    (metrics,) = trainer.test(module, batches(stage), ckpt_path=checkpoint, verbose=False)
+    return metrics["test/loss"]
+
+
 def evaluate(stage: int, folder: str) -> list[float]:
     """Train for two epochs; return the losses of the first's checkpoint, here and in another Trainer."""
-    found = []
     declared = policies(*KINDS[2])
     first, _ = make_trainer(stage, declared, folder, max_epochs=2)
     first.fit(WithATest(), batches(stage))
-    for trainer in (first, make_trainer(stage, declared, folder)[0]):
-        path = str(Path(folder) / "epoch=0.ckpt")
-        (metrics,) = trainer.test(WithATest(), batches(stage), ckpt_path=path, verbose=False)
-        found.append(metrics["test/loss"])
-    return found
+    trainers = first, make_trainer(stage, declared, folder)[0]
+    return [loss_of(trainer, WithATest(), stage, f"{folder}/epoch=0.ckpt") for trainer in trainers]
 
 
 def evaluate_stage_3(folder: str) -> tuple[list[float], str]:
     """Train, then evaluate what that ended with, and its checkpoint; and return DeepSpeed's error for it."""
-    found = []
     trainer, _ = make_trainer(3, policies(*KINDS[2]), folder, max_epochs=1)
-    module, path = WithATest(), str(Path(folder) / "epoch=0.ckpt")
+    module, path = WithATest(), f"{folder}/epoch=0.ckpt"
     trainer.fit(module, batches(3))
-    (metrics,) = trainer.test(module, batches(3), verbose=False)
-    found.append(metrics["test/loss"])
+    found = loss_of(trainer, module, 3)
     with pytest.raises(AttributeError) as error:
-        trainer.test(module, batches(3), ckpt_path=path, verbose=False)
+        loss_of(trainer, module, 3, path)
     from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 
     # Every rank writes a file of its own.
@@ -155,8 +150,7 @@ def evaluate_stage_3(folder: str) -> tuple[list[float], str]:
     module = WithATest()
     module.load_state_dict(convert_zero_checkpoint_to_fp32_state_dict(path, file)["state_dict"])
     trainer, _ = make_trainer(0, {}, folder)
-    (metrics,) = trainer.test(module, batches(0), verbose=False)
-    return [*found, metrics["test/loss"]], str(error.value)
+    return [found, loss_of(trainer, module, 0)], str(error.value)
 
 
 def audit(stage: int, folder: str) -> tuple[int, int]:

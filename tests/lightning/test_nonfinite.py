@@ -101,9 +101,8 @@ def test_ranks_that_share_a_gradient_name_the_module_of_the_rank_that_spoilt_it(
 
 def test_a_loss_that_is_not_finite_stops_training_too(two_layers, train) -> None:
     two_layers.head.weight.data[0, 0] = torch.inf
-    with pytest.raises(
-        gp.PolicyError, match=r"^epoch 0, update 1: the loss is .*'head'.*no policy acts there"
-    ):
+    message = r"^epoch 0, update 1: the loss is .*'head'.*no policy acts there"
+    with pytest.raises(gp.PolicyError, match=message):
         train({}, StopOnNonFinite())
 
 
