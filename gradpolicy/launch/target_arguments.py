@@ -15,7 +15,7 @@ from pydantic.errors import PydanticSchemaGenerationError
 
 from gradpolicy.errors import NAMED, PolicyError, brief, constructors, nearest, shown
 from gradpolicy.launch.messages import type_error
-from gradpolicy.launch.targets import TARGET, check_has_target, locate_target
+from gradpolicy.launch.targets import TARGET, check_has_target, locate_target, parameters_of
 from gradpolicy.masks import MaskSource
 from gradpolicy.policies import Policy
 
@@ -124,12 +124,8 @@ def _check_call(target: Callable[..., Any], config: Mapping[str, Any], key: str)
 
 
 def _check_complete(target: Callable[..., Any], config: Mapping[str, Any], key: str) -> None:
-    try:
-        parameters = inspect.signature(target).parameters
-    except (TypeError, ValueError):
-        return
     path = config[TARGET]
-    for name, parameter in parameters.items():
+    for name, parameter in parameters_of(target).items():
         if parameter.kind not in NAMED or parameter.default is not parameter.empty or name in config:
             continue
         if isinstance(target, type) and issubclass(target, torch.optim.Optimizer):

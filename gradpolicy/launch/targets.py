@@ -207,7 +207,8 @@ def _check_arguments(key: str, path: str, found: Callable[..., Any], node: Mappi
     unnamed = unnamed if isinstance(unnamed, list | tuple) else ()
     if len(unnamed) > 1 and lies_in(str(home_of(found)), kinds.HANDING_ON):
         raise PolicyError(f"{key}._args_: give {path} its arguments by name, but for the first")
-    for name, value in zip(_argument_order(found), unnamed, strict=False):
+    positional = [name for name, each in parameters_of(found).items() if each.kind in POSITIONAL]
+    for name, value in zip(positional, unnamed, strict=False):
         _refuse_loading(f"{key}.{name}", name, value, path)
     for name, value in node.items():
         if name not in HYDRA_KEYS or name == "_args_":
@@ -228,12 +229,12 @@ def _refuse_loading(key: str, name: str, value: Any, path: str) -> None:
             _refuse_loading(f"{key}[{index}]", "", below, path)
 
 
-def _argument_order(found: Callable[..., Any]) -> list[str]:
+def parameters_of(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a target by name; none if Python does not know them."""
     try:
-        parameters = inspect.signature(found).parameters.values()
+        return inspect.signature(target).parameters
     except (TypeError, ValueError):
-        return []
-    return [parameter.name for parameter in parameters if parameter.kind in POSITIONAL]
+        return {}
 
 
 def _is_hugging_face_method(found: object) -> bool:
