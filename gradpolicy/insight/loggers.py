@@ -121,8 +121,8 @@ class LogRun(Callback):
         client, run = logger.experiment, logger.run_id
         # MLflow does not allow changing parameters; the changes of a resumed run are in its config.yaml.
         known = client.get_run(run).data.params
-        flat = {NOT_IN_KEYS.sub("_", key): value for key, value in hyperparameters(self.config).items()}
-        logger.log_hyperparams({key: value for key, value in flat.items() if key not in known})
+        values = {NOT_IN_KEYS.sub("_", key): value for key, value in hyperparameters(self.config).items()}
+        logger.log_hyperparams({key: value for key, value in values.items() if key not in known})
         client.log_dict(run, dict(self.config), "config.yaml")
         if self.plan is not None:
             client.log_dict(run, self.plan.to_dict(), PLAN)

@@ -193,9 +193,9 @@ class GradientPolicies(TrainingPolicies, Callback):
             "DeepSpeed": isinstance(trainer.strategy, DeepSpeedStrategy),
             "manual optimization": not pl_module.automatic_optimization,
         }
-        if any(obstacles.values()):
+        where = next((name for name, holds in obstacles.items() if holds), None)
+        if where is not None:
             if self.plan:
-                where = next(name for name, holds in obstacles.items() if holds)
                 self._warn(f"GradientPolicies: plan=True makes no plan under {where}; call gradpolicy.plan")
             return
 

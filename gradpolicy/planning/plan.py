@@ -223,8 +223,12 @@ def _vain_warnings(
         named = without if len(without) == count else [key for key in without if key in gradients]
         if not named:
             continue
-        some = "none" if len(named) == count else f"{len(named)}"
-        verb = "gets a gradient" if some == "none" else f"{'gets' if len(named) == 1 else 'get'} no gradient"
+        if len(named) == count:
+            what = f"none of its {count} parameters gets a gradient"
+        else:
+            what = (
+                f"{len(named)} of its {count} parameters {'gets' if len(named) == 1 else 'get'} no gradient"
+            )
         zeros = any(gradients.get(key) is not None for key in named)
         why = (
             "a rounding or another step before the loss passes only zeros, unless a policy such as "
@@ -232,4 +236,4 @@ def _vain_warnings(
             if zeros
             else "the loss does not depend on them, or a stop or detach lies in between"
         )
-        yield f"{name}: {some} of its {count} parameters {verb} ({shortened(list(named))}): {why}"
+        yield f"{name}: {what} ({shortened(list(named))}): {why}"
