@@ -11,7 +11,7 @@ from gradpolicy.delta import save
 from gradpolicy.delta.file import check_replaceable
 from gradpolicy.delta.state import check_same_tensors, tensors_of, whole
 from gradpolicy.delta.weights import read_weights, write_weights
-from gradpolicy.errors import PolicyError, nearest, shown
+from gradpolicy.errors import PolicyError, unknown
 
 KEY = "callbacks.delta"
 BASE, DELTA = "base.safetensors", "delta.safetensors"
@@ -90,9 +90,7 @@ class SaveDelta(Callback):
             return pl_module
         modules = dict(pl_module.named_modules())
         if self.module not in modules:
-            raise PolicyError(
-                f"{KEY}.module: there is no module {shown(self.module)}; {nearest(self.module, modules)}"
-            )
+            raise unknown("module", self.module, modules, key=f"{KEY}.module")
         return modules[self.module]
 
     @staticmethod
