@@ -101,7 +101,7 @@ def by_hand(steps, frozen_state="keep", parts=1, clip=None, mask=mask_at):
     model = NetByHand()
     optimizer = AdamWByHand(model, frozen_state)
     for step in range(steps):
-        masks = {name: mask(name, p, step) for name, p in model.named_parameters()}
+        masks = {n: torch.as_tensor(mask(n, p, step)).expand(p.shape) for n, p in model.named_parameters()}
         model.zero_grad()
         for part in range(parts):
             x, y = batch(parts * step + part)
@@ -127,6 +127,14 @@ def train(model, optimizer, steps, first=0):
         backward(step, model)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def trained(policies, steps, **settings):
+    """A model after some steps of AdamW."""
+    model = Net()
+    with gp.training(model, adamw(model), policies, **settings) as optimizer:
+        train(model, optimizer, steps)
+    return model
 
 
 def assert_close(one, other):
@@ -176,6 +184,7 @@ def test_gradients_of_several_batches_add_up_under_one_mask_and_frozen_ones_coun
 def test_gradients_are_scaled_before_they_are_clipped():
     """Random(rescale=True) divides by the density; torch's SGD then takes what is left of it."""
     model, plain = Net(), NetByHand()
+    reference = torch.optim.SGD(plain.parameters(), 0.1)
     source = gp.masks.Random(0.5, rescale=True)
     with gp.training(model, torch.optim.SGD(model.parameters(), 0.1), both(source)) as optimizer:
         for step in range(4):
@@ -186,24 +195,20 @@ def test_gradients_are_scaled_before_they_are_clipped():
                 p.grad *= 2.0 * mask
             for each in (model, plain):
                 nn.utils.clip_grad_norm_(each.parameters(), 0.1)
-            optimizer.step()
-            with torch.no_grad():
-                for p in plain.parameters():
-                    p -= 0.1 * p.grad
-            for each in (model, plain):
+            for each in (optimizer, reference):
+                each.step()
                 each.zero_grad()
     assert_close(model, plain)
 
 
-@pytest.mark.parametrize("kind", ["one call", "several calls"])
-def test_a_step_may_take_a_closure_and_call_it_often_under_one_mask(kind):
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [(torch.optim.SGD, {"lr": 0.1}), (torch.optim.LBFGS, {"lr": 0.5, "max_iter": 4})],
+    ids=["one call", "several calls"],
+)
+def test_a_step_may_take_a_closure_and_call_it_often_under_one_mask(kind, settings):
     model, plain = Net(), NetByHand()
     masks = {name: mask_at(name, p, 0) for name, p in plain.named_parameters()}
-
-    def made(each):
-        if kind == "one call":
-            return torch.optim.SGD(each.parameters(), lr=0.1)
-        return torch.optim.LBFGS(each.parameters(), lr=0.5, max_iter=4)
 
     def closure_of(each, step):
         def closure():
@@ -217,8 +222,8 @@ def test_a_step_may_take_a_closure_and_call_it_often_under_one_mask(kind):
 
         return closure
 
-    reference = made(plain)
-    with gp.training(model, made(model), both(masks)) as optimizer:
+    reference = kind(plain.parameters(), **settings)
+    with gp.training(model, kind(model.parameters(), **settings), both(masks)) as optimizer:
         for step in range(3):
             assert optimizer.step(closure_of(model, step)).item() > 0
             reference.step(closure_of(plain, step))
@@ -233,9 +238,10 @@ def several(model):
 
 
 @torch.no_grad()
-def sgd(layer, prefix, rate, step):
-    for name, p in layer.named_parameters():
-        p -= rate * p.grad * mask_at(f"{prefix}.{name}", p, step)
+def sgd(model, rate, step, layer=""):
+    for name, p in model.named_parameters():
+        if name.startswith(layer):
+            p -= rate * p.grad * mask_at(name, p, step)
 
 
 @pytest.mark.supports("several optimizers", loop="plain")
@@ -256,8 +262,7 @@ def test_several_optimizers_get_new_masks_once_each_has_stepped_or_one_steps_aga
             backward(update, model, plain)
             for place in steps_at(update):
                 optimizers[place].step()
-                layer = ("trunk", "head")[place]
-                sgd(getattr(plain, layer), layer, (0.1, 0.2)[place], mask_step(update))
+                sgd(plain, (0.1, 0.2)[place], mask_step(update), ("trunk", "head")[place])
             model.zero_grad()
             plain.zero_grad()
     assert_close(model, plain)
@@ -300,12 +305,9 @@ def test_a_loop_that_is_saved_and_resumed_ends_with_the_same_bits(
         params = "*.weight" if source == "sparse" else "*"
         return both(SOURCES[source](), params=params, frozen_state=frozen_state)
 
-    whole = Net()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # gradients that are missing in so few steps
-        with gp.training(whole, adamw(whole), policies(), seed=3) as optimizer:
-            train(whole, optimizer, 8)
-
+        whole = trained(policies(), 8, seed=3)
         part = Net()
         with gp.training(part, adamw(part), policies(), seed=3) as optimizer:
             train(part, optimizer, saved_at)
@@ -479,25 +481,17 @@ def test_statistics_that_move_in_a_frozen_layer_are_a_warning_and_those_that_are
 
 
 def test_epochs_are_counted_by_steps():
-    def mask(name, parameter, step):
-        return mask_at(name, parameter, step // 3)
-
     class EachEpoch(gp.masks.MaskSource):
         def masks(self, step, epoch):
             return {name: mask_at(name, p, epoch) for name, p in self.parameters.items()}
 
-    model = Net()
     policies = both(EachEpoch(unit="epoch"))
-    with gp.training(model, adamw(model), policies, steps_per_epoch=3) as optimizer:
-        train(model, optimizer, 9)
-    assert_close(model, by_hand(9, mask=mask))
+    expected = by_hand(9, mask=lambda name, p, step: mask_at(name, p, step // 3))
+    assert_close(trained(policies, 9, steps_per_epoch=3), expected)
     late = {"late": gp.Stop(modules="head", when=gp.When(start=1, unit="epoch"))}
     for counting in (policies, {**flow(), **late}):
-        with (
-            pytest.raises(gp.PolicyError, match=r"counts epochs; .* steps_per_epoch=len\(loader\)"),
-            gp.training(model, adamw(model), counting),
-        ):
-            pass
+        with pytest.raises(gp.PolicyError, match=r"counts epochs; .* steps_per_epoch=len\(loader\)"):
+            trained(counting, 0)
 
 
 def test_steps_that_pass_the_policies_by_are_refused_and_allowed_after_the_block():
@@ -548,14 +542,8 @@ def test_what_is_frozen_as_a_whole_is_left_out_of_the_backward_pass_and_comes_ba
     def whole(name, parameter, step):
         return name.startswith(("head", "trunk")[step // 2 % 2])
 
-    def entries(name, parameter, step):
-        return torch.full(parameter.shape, whole(name, parameter, step))
-
     model = Net()
-    with (
-        warnings.catch_warnings(action="error"),
-        gp.training(model, adamw(model), both(whole)) as optimizer,
-    ):
+    with warnings.catch_warnings(action="error"), gp.training(model, adamw(model), both(whole)) as optimizer:
         for step in range(8):
             backward(step, model)
             assert [p.grad is not None for p in model.parameters()] == [
@@ -563,7 +551,7 @@ def test_what_is_frozen_as_a_whole_is_left_out_of_the_backward_pass_and_comes_ba
             ]
             optimizer.step()
             optimizer.zero_grad()
-    assert_close(model, by_hand(8, mask=entries))
+    assert_close(model, by_hand(8, mask=whole))
 
 
 @pytest.mark.parametrize(
@@ -583,19 +571,15 @@ def test_however_the_model_is_entered(way, clips):
     def whole(name, parameter, step):
         return True if name.startswith(("trunk", "head")[step // 2 % 2]) else mask_at(name, parameter, step)
 
-    def entries(name, parameter, step):
-        return torch.as_tensor(whole(name, parameter, step)).expand(parameter.shape)
-
     model = Net()
     if way == "in place":
         model.compile(backend="eager")
-    given = torch.compile(model, backend="eager") if way == "before" else model
+    given = call = torch.compile(model, backend="eager") if way == "before" else model
     with gp.training(given, adamw(model), both(whole)) as optimizer:
-        forward = {
-            "torch.compile": lambda: torch.compile(model, backend="eager"),
-            "another method": lambda: model.encode,
-        }
-        call = forward.get(way, lambda: given)()
+        if way == "torch.compile":
+            call = torch.compile(model, backend="eager")
+        elif way == "another method":
+            call = model.encode
         for step in range(6):
             x, y = batch(step)
             cross_entropy(call(x), y).backward()
@@ -607,7 +591,7 @@ def test_however_the_model_is_entered(way, clips):
             optimizer.zero_grad()
             with torch.no_grad():
                 model(x)
-    assert_close(model, by_hand(6, mask=entries, clip=0.05 if clips else None))
+    assert_close(model, by_hand(6, mask=whole, clip=0.05 if clips else None))
 
 
 @pytest.mark.supports("entries", loop="plain", compiled=True)
@@ -668,38 +652,28 @@ def test_parameters_that_join_are_masked_too():
 
 
 def test_blocks_follow_one_another_and_time_goes_on():
-    model, together = Net(), Net()
+    model = Net()
     plain = adamw(model)
     optimizer = gp.MaskedOptimizer(plain)
     for step in range(4):
         given = plain if step % 2 else optimizer
         with gp.training(model, given, both()) as optimizer:
             train(model, optimizer, 1, first=step)
-    with gp.training(together, adamw(together), both()) as optimizer:
-        train(together, optimizer, 4)
-    assert_same(model, together)
+    assert_same(model, trained(both(), 4))
 
 
 def test_learning_rate_schedules_follow_the_steps():
     model, plain = Net(), NetByHand()
-    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
-    schedules = [torch.optim.lr_scheduler.StepLR(reference, 1, 0.5)]
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedules.append(torch.optim.lr_scheduler.StepLR(inner, 2, 0.5))
-    with gp.training(model, inner, both()) as optimizer:
+    schedules = [torch.optim.lr_scheduler.StepLR(inner, 2, 0.5)]
+    with gp.training(model, inner, both()) as optimizer, warnings.catch_warnings(action="error"):
         schedules.append(torch.optim.lr_scheduler.StepLR(optimizer, 2, 1.0))
         for step in range(4):
             backward(step, model, plain)
             optimizer.step()
-            for name, p in plain.named_parameters():
-                p.grad *= mask_at(name, p, step)
-            reference.step()
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                for schedule in schedules[1:]:
-                    schedule.step()
-            if step % 2:
-                schedules[0].step()
+            sgd(plain, 0.1 * 0.5 ** (step // 2), step)
+            for schedule in schedules:
+                schedule.step()
             model.zero_grad()
             plain.zero_grad()
     assert_close(model, plain)
@@ -713,11 +687,8 @@ def test_learning_rate_schedules_follow_the_steps():
 def test_what_cannot_act_as_written_is_an_error_in_the_first_step(policies, message):
     model = Net()
     model.head.requires_grad_("cut" not in policies)
-    with (
-        pytest.raises(gp.PolicyError, match=message),
-        gp.training(model, adamw(model), policies) as optimizer,
-    ):
-        train(model, optimizer, 1)
+    with pytest.raises(gp.PolicyError, match=message), gp.training(model, adamw(model), policies) as it:
+        train(model, it, 1)
 
 
 @pytest.mark.parametrize(
