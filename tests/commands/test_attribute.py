@@ -78,7 +78,7 @@ def test_pictures_of_a_directory_are_brought_to_the_size_of_the_model(run: Path,
 
 
 def test_pictures_that_are_not_normalised_as_the_test_images_give_a_warning(
-    run: Path, photographs: Path, monkeypatch: pytest.MonkeyPatch
+    run, photographs, monkeypatch
 ) -> None:
     plain = DigitsDataModule.test_dataloader
 
@@ -129,13 +129,7 @@ class Tokens(LightningDataModule):
 )
 @pytest.mark.parametrize("images", ["test", "photographs"])
 def test_data_that_are_no_images_are_refused_in_one_line(
-    run: Path,
-    photographs: Path,
-    images: str,
-    batch: Any,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run, photographs, images, batch, message, monkeypatch, capsys
 ) -> None:
     monkeypatch.setattr(Tokens, "batch", batch)
     monkeypatch.setattr(DigitsDataModule, "test_dataloader", lambda self: Tokens().test_dataloader())
@@ -146,9 +140,7 @@ def test_data_that_are_no_images_are_refused_in_one_line(
     assert re.search(message.replace("(", r"\(").replace(")", r"\)"), error)
 
 
-def test_a_model_that_gives_no_class_scores_is_refused_in_one_line(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_gives_no_class_scores_is_refused_in_one_line(run, monkeypatch, capsys) -> None:
     monkeypatch.setattr(Classifier, "forward", lambda self, images: images)
     assert main([f"ckpt_path={run}", "method=gradient"]) == 2
     assert "error: model: gives logits of the shape (8, 1, 8, 8) for 8 images" in capsys.readouterr().err
@@ -222,9 +214,7 @@ MORE_CASES = ("no images", "broken image", "target", "device", "output")
 
 
 @pytest.mark.parametrize("case", CASES + MORE_CASES)
-def test_wrong_input_gives_one_line_and_exit_code_2(
-    case: str, run: Path, photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_input_gives_one_line_and_exit_code_2(case, run, photographs, tmp_path, capsys) -> None:
     arguments, message = wrong_inputs(run, photographs, tmp_path)[case]
     assert main([f"output={tmp_path}/out", *arguments]) == 2
     error = capsys.readouterr().err.strip()

@@ -82,9 +82,7 @@ def test_each_subcommand_explains_itself(command: str, capsys: pytest.CaptureFix
     ("words", "missing", "extra"),
     [([], "hydra", "train"), (["report"], "pandas", "train"), (["sweep"], "optuna", "sweeps")],
 )
-def test_a_package_that_is_not_installed_is_named_with_its_extra(
-    words: list[str], missing: str, extra: str
-) -> None:
+def test_a_package_that_is_not_installed_is_named_with_its_extra(words, missing, extra) -> None:
     program = (
         f"import sys; sys.modules[{missing!r}] = None; from gradpolicy.commands.cli import main; "
         f"sys.exit(main({words}))"
@@ -120,9 +118,7 @@ def test_a_project_is_named_after_its_directory(project: Path) -> None:
         ("torch", "is the name of another package"),
     ],
 )
-def test_a_directory_that_init_refuses(
-    name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_directory_that_init_refuses(name, message, tmp_path, capsys) -> None:
     (tmp_path / "full" / "work").mkdir(parents=True)
     (tmp_path / "file").write_text("mine")
     assert main(["init", str(tmp_path / name)]) == 2
@@ -136,9 +132,7 @@ def test_a_directory_that_init_refuses(
 ASK = ("--cfg", "job", "--package", "policy")
 
 
-def test_a_project_chooses_from_its_own_configs_and_from_the_packages(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_project_chooses_from_its_own_configs_and_from_the_packages(project, capsys) -> None:
     assert main(["policy=[half_trunk,layerwise]", *ASK], project / "conf") == 0
     printed = capsys.readouterr().out
     assert "gradpolicy.masks.Random" in printed
@@ -148,9 +142,7 @@ def test_a_project_chooses_from_its_own_configs_and_from_the_packages(
         assert f"did you mean '{nearest}'" in capsys.readouterr().err
 
 
-def test_only_the_projects_own_program_reads_its_list_of_packages(
-    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_the_projects_own_program_reads_its_list_of_packages(project, monkeypatch, capsys) -> None:
     """A directory of configs from a stranger could hold such a list too."""
     monkeypatch.chdir(project)
     monkeypatch.syspath_prepend(str(project))
@@ -159,9 +151,7 @@ def test_only_the_projects_own_program_reads_its_list_of_packages(
     assert "spirals_demo" not in sys.modules
 
 
-def test_the_help_of_a_project_lists_the_packages_groups_beside_its_own(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_help_of_a_project_lists_the_packages_groups_beside_its_own(project, capsys) -> None:
     assert main(["--help"], project / "conf") == 0
     listed = dict(line.split(": ") for line in capsys.readouterr().out.splitlines() if ": " in line)
     assert {"spirals", "digits"} <= set(listed["data"].split(", "))
@@ -169,9 +159,7 @@ def test_the_help_of_a_project_lists_the_packages_groups_beside_its_own(
     assert {"adamw", "sgd"} <= set(listed["optimizer"].split(", "))
 
 
-def test_a_group_that_the_defaults_list_lacks_is_named(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_group_that_the_defaults_list_lacks_is_named(project, capsys) -> None:
     config = project / "conf" / "train.yaml"
     config.write_text(config.read_text().replace("  - sweep: null\n", ""))
     assert main(["-m", "sweep=grid"], project / "conf") == 2
@@ -180,9 +168,7 @@ def test_a_group_that_the_defaults_list_lacks_is_named(
     assert "+sweep=grid" in said
 
 
-def test_a_project_searches_its_own_spaces_and_the_packages(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_project_searches_its_own_spaces_and_the_packages(project, tmp_path, monkeypatch) -> None:
     from gradpolicy.commands.search_space import read_space
 
     places = [project / "conf" / "sweep", CONF / "sweep"]

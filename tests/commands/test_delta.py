@@ -81,9 +81,7 @@ def test_to_peft_and_from_peft(files: Path, capsys: pytest.CaptureFixture[str]) 
         (["merge", "one.delta", "one.delta", "--weights", "1", "--out", "x"], "2 files need as many weights"),
     ],
 )
-def test_wrong_input_is_one_line(
-    files: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_input_is_one_line(files, words, message, capsys) -> None:
     run("save", "one.ckpt", "base.safetensors", "--out", "one.delta")
     Path("broken.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
     capsys.readouterr()
@@ -105,9 +103,7 @@ def test_wrong_input_is_one_line(
         ["revert", "one.ckpt", "one.delta"],
     ],
 )
-def test_no_file_that_is_no_delta_is_ever_overwritten(
-    files: Path, words: list[str], kept: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_file_that_is_no_delta_is_ever_overwritten(files, words, kept, capsys) -> None:
     run("save", "one.ckpt", "base.safetensors", "--out", "one.delta")
     Path("notes.txt").write_text("mine")
     Path("empty").touch()

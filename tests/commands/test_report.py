@@ -43,9 +43,7 @@ def test_one_run_gets_its_report_in_its_directory(runs: list[Path]) -> None:
     assert "seed 0" in (runs[0] / "report.html").read_text()
 
 
-def test_a_folder_stands_for_the_runs_in_it(
-    runs: list[Path], written: list[tuple[list[str], Path]], tmp_path: Path
-) -> None:
+def test_a_folder_stands_for_the_runs_in_it(runs, written, tmp_path) -> None:
     assert main([str(tmp_path / "multiruns")]) == 0
     assert main([*map(str, runs), str(runs[0])]) == 0
     assert main([str(runs[1]), "--output", str(tmp_path / "other.html")]) == 0
@@ -64,14 +62,7 @@ def test_a_folder_stands_for_the_runs_in_it(
         (["multiruns/0", "--output", "multiruns/0/config.yaml/x.html"], "--output: .* cannot be written"),
     ],
 )
-def test_wrong_input_gives_one_line(
-    runs: list[Path],
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_wrong_input_gives_one_line(runs, arguments, message, tmp_path, monkeypatch, capsys) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "thesis.html").write_text("mine")
     monkeypatch.chdir(tmp_path)

@@ -28,9 +28,7 @@ def test_a_run_goes_on_by_the_command_line_that_began_it(train, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("words", [["a", "b"], ["nowhere"], []])
-def test_what_is_no_run_is_refused(
-    tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str], words: list[str]
-) -> None:
+def test_what_is_no_run_is_refused(tmp_path, monkeypatch, capsys, words) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["resume", *words], CONF) == 2
     assert capsys.readouterr().err.startswith("error: ")

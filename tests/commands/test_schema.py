@@ -173,18 +173,14 @@ def test_schemas_are_written_again_over_the_ones_that_this_command_wrote(tmp_pat
         assert json.loads((tmp_path / f"{name}.schema.json").read_text()).items() >= schemas()[name].items()
 
 
-def test_a_place_that_cannot_be_written_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path, capsys) -> None:
     (tmp_path / "file").touch()
     assert main(["schema", str(tmp_path / "file" / "below")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize("text", ["mine", ""])
-def test_a_file_that_is_no_schema_of_ours_is_kept(
-    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_no_schema_of_ours_is_kept(tmp_path, text, capsys, monkeypatch) -> None:
     monkeypatch.setattr(command, "schemas", schemas)
     path = tmp_path / "trainer.schema.json"
     path.write_text(text)
@@ -194,9 +190,7 @@ def test_a_file_that_is_no_schema_of_ours_is_kept(
     assert path.read_text() == text
 
 
-def test_tab_completes_groups_options_and_keys(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tab_completes_groups_options_and_keys(monkeypatch, capsys) -> None:
     for line, expected in (
         ("gradpolicy policy=guid", "policy=guided"),
         ("gradpolicy trainer.max_ep", "trainer.max_epochs="),

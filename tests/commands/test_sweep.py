@@ -190,9 +190,7 @@ def program(folder: Path, script: str, *arguments: str, **environment: str) -> s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_search_that_is_stopped_goes_on_with_the_values_of_its_trial(
-    tmp_path: Path, number: signal.Signals, code: int
-) -> None:
+def test_a_search_that_is_stopped_goes_on_with_the_values_of_its_trial(tmp_path, number, code) -> None:
     place = ("sweep=learning_rate", "--directory", str(tmp_path), "--trials", "2")
     process = program(tmp_path, "scripts/sweep.py", *place, *QUICK, *LONG)
     _, err = stop_when(process, lambda: any(tmp_path.rglob("last.ckpt")), number)
@@ -207,9 +205,7 @@ def test_a_search_that_is_stopped_goes_on_with_the_values_of_its_trial(
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [(), ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_sweep_that_is_told_to_stop_stops_and_says_what_was_done(
-    tmp_path: Path, launcher: tuple[str, ...], number: signal.Signals, code: int
-) -> None:
+def test_a_sweep_that_is_told_to_stop_stops_and_says_what_was_done(tmp_path, launcher, number, code) -> None:
     jobs = ("-m", "trainer.max_epochs=1,1000,1000,1000", "trainer.limit_train_batches=5", *launcher)
     process = program(tmp_path, "train.py", f"paths.log_dir={tmp_path}", *QUICK, *jobs)
     done = "train/sweeps/*/results/0.json"

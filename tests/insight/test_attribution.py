@@ -82,7 +82,7 @@ def captum_says(method: str, model: nn.Module, images: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("method", ["guided", "deconv", "guided_gradcam"])
 def test_relu_modules_and_functions_give_what_captum_gives_for_modules(
-    method: str, modules: Modules, functions: Functions, images: Tensor
+    method, modules, functions, images
 ) -> None:
     expected = captum_says(method, modules, images)
     for model in (modules, functions):

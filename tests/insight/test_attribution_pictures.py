@@ -1,7 +1,6 @@
 """The callback draws what the run's policies give, and changes nothing of the model."""
 
 import re
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,9 +60,7 @@ class GivenGradients(Callback):
             parameter.grad = torch.ones_like(parameter)
 
 
-def test_a_test_run_leaves_a_grid_and_the_model_as_it_was(
-    module: Classifier, make_trainer: Callable[..., Trainer], tmp_path: Path
-) -> None:
+def test_a_test_run_leaves_a_grid_and_the_model_as_it_was(module, make_trainer, tmp_path) -> None:
     before = {name: value.clone() for name, value in module.state_dict().items()}
     trainer = make_trainer(
         callbacks=[gp.GradientPolicies(POLICIES), GivenGradients(), AttributionPictures(count=6)]
@@ -75,9 +72,7 @@ def test_a_test_run_leaves_a_grid_and_the_model_as_it_was(
     assert all(torch.equal(p.grad, torch.ones_like(p)) for p in module.parameters())
 
 
-def test_the_attribution_is_that_of_the_policies_of_the_run(
-    module: Classifier, make_trainer: Callable[..., Trainer], drawn: list[Sample]
-) -> None:
+def test_the_attribution_is_that_of_the_policies_of_the_run(module, make_trainer, drawn) -> None:
     data = DigitsDataModule(batch_size=4)
     trainer = make_trainer(callbacks=[gp.GradientPolicies(POLICIES), AttributionPictures(count=6)])
     trainer.test(module, data, verbose=False)
@@ -135,9 +130,7 @@ def test_a_sharded_model_is_attributed_as_a_whole_one(pair: ProcessPool, tmp_pat
         ("probe", "'probe': it does not hold in the phase 'test'"),
     ],
 )
-def test_a_policy_that_is_absent_or_does_not_hold_is_refused(
-    policy: str, message: str, module: Classifier, make_trainer: Callable[..., Trainer]
-) -> None:
+def test_a_policy_that_is_absent_or_does_not_hold_is_refused(policy, message, module, make_trainer) -> None:
     trainer = make_trainer(callbacks=[gp.GradientPolicies(POLICIES), AttributionPictures(policy)])
     with pytest.raises(PolicyError, match=message):
         trainer.test(module, DigitsDataModule(), verbose=False)
@@ -157,9 +150,7 @@ class OfNamed(Classifier):
         self.model(batch["image"])
 
 
-def test_data_without_images_are_refused_where_pictures_are_required(
-    make_trainer: Callable[..., Trainer], tmp_path: Path
-) -> None:
+def test_data_without_images_are_refused_where_pictures_are_required(make_trainer, tmp_path) -> None:
     module = OfNamed(QuantizedConvNet(width=4), partial(torch.optim.SGD, lr=0.1))
     policies = gp.GradientPolicies({"guided": gp.Guided(when=gp.When(phases=("test",)))})
     with pytest.raises(PolicyError, match="AttributionPictures: the data holds no images"):

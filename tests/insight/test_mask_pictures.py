@@ -1,16 +1,14 @@
 """Masks and ages as images; the callback that draws them during a run."""
 
-from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from PIL import Image
-from torch.utils.data import DataLoader
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
@@ -113,11 +111,7 @@ def drawn_steps(folder: Path) -> list[int]:
 
 
 def test_a_run_leaves_the_masks_that_were_in_force(
-    two_layers: LightningModule,
-    loader: DataLoader,
-    make_trainer: Callable[..., Trainer],
-    policies: gp.GradientPolicies,
-    tmp_path: Path,
+    two_layers, loader, make_trainer, policies, tmp_path
 ) -> None:
     trainer = make_trainer(callbacks=[MaskPictures(every=3), policies], max_epochs=2)
     trainer.fit(two_layers, loader)
@@ -132,13 +126,7 @@ def test_a_run_leaves_the_masks_that_were_in_force(
     assert (colours(Image.open(folder / "mask_000000007.png")) == colours(mask_image(mask))).all()
 
 
-def test_a_long_run_keeps_few_pictures(
-    two_layers: LightningModule,
-    loader: DataLoader,
-    make_trainer: Callable[..., Trainer],
-    policies: gp.GradientPolicies,
-    tmp_path: Path,
-) -> None:
+def test_a_long_run_keeps_few_pictures(two_layers, loader, make_trainer, policies, tmp_path) -> None:
     trainer = make_trainer(callbacks=[MaskPictures(every=1, frames=4, count=1), policies], max_epochs=8)
     trainer.fit(two_layers, loader)
     steps = drawn_steps(tmp_path / "masks" / "trunk.0.weight")
@@ -149,11 +137,7 @@ def test_a_long_run_keeps_few_pictures(
 
 
 def test_a_resumed_run_has_the_pictures_of_one_that_was_left_alone(
-    two_layers: LightningModule,
-    loader: DataLoader,
-    make_trainer: Callable[..., Trainer],
-    policies: gp.GradientPolicies,
-    tmp_path: Path,
+    two_layers, loader, make_trainer, policies, tmp_path
 ) -> None:
     def fit(folder: Path, epochs: int, checkpoint: Path | None = None) -> Trainer:
         drawing = MaskPictures(every=2, count=1, directory=folder)
@@ -171,7 +155,7 @@ def test_a_resumed_run_has_the_pictures_of_one_that_was_left_alone(
 
 
 def test_weights_that_train_and_freeze_as_a_whole_have_no_pictures(
-    two_layers: LightningModule, loader: DataLoader, make_trainer: Callable[..., Trainer], tmp_path: Path
+    two_layers, loader, make_trainer, tmp_path
 ) -> None:
     policies = {
         "layers": gp.Freeze(gp.masks.Layerwise(active=1, every=1), params="trunk.0.*"),
@@ -183,12 +167,7 @@ def test_weights_that_train_and_freeze_as_a_whole_have_no_pictures(
     assert drawn_steps(tmp_path / "masks" / "trunk.2.weight") == [3]  # until then every entry trained
 
 
-def test_wrong_input_names_the_key(
-    two_layers: LightningModule,
-    loader: DataLoader,
-    make_trainer: Callable[..., Trainer],
-    policies: gp.GradientPolicies,
-) -> None:
+def test_wrong_input_names_the_key(two_layers, loader, make_trainer, policies) -> None:
     with pytest.raises(PolicyError, match=r"MaskPictures.every"):
         MaskPictures(every=0)
     trainer = make_trainer(callbacks=[MaskPictures(params="trunk.0.wieght"), policies])

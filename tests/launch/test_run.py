@@ -133,9 +133,7 @@ def test_a_job_of_a_sweep_over_a_metric_that_it_does_not_log_ends_after_its_firs
 
 
 @pytest.mark.parametrize(("reason", "code"), [(None, 0), (ValueError(), 1), (KeyboardInterrupt(), 1)])
-def test_wandb_is_told_whether_the_run_came_to_its_end(
-    monkeypatch: pytest.MonkeyPatch, reason: BaseException | None, code: int
-) -> None:
+def test_wandb_is_told_whether_the_run_came_to_its_end(monkeypatch, reason, code) -> None:
     told: list[int] = []
     wandb = SimpleNamespace(finish=lambda exit_code: told.append(exit_code))
     monkeypatch.setitem(sys.modules, "wandb", wandb)

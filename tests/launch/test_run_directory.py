@@ -80,9 +80,7 @@ def test_directories_that_were_made_for_a_run_go_where_they_end_up_empty(tmp_pat
     ],
     ids=["it began", "no wrong input", "a run was there", "a log was there", "another rank"],
 )
-def test_what_was_written_stays_where(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch, before: dict, rank: int, error: Exception, begun: bool
-) -> None:
+def test_what_was_written_stays_where(fresh, monkeypatch, before, rank, error, begun) -> None:
     for name, text in before.items():
         (fresh / name).write_text(text)
     monkeypatch.setattr(rank_zero_only, "rank", rank)
@@ -115,9 +113,7 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen]:
     process.communicate()
 
 
-def test_a_directory_in_which_another_process_runs_is_refused_and_the_process_named(
-    tmp_path: Path, holder: subprocess.Popen
-) -> None:
+def test_a_directory_in_which_another_process_runs_is_refused_and_the_process_named(tmp_path, holder) -> None:
     taken = tmp_path / "taken"
     refusal = rf"^hydra\.run\.dir: process {holder.pid} on \S+ runs in {taken}; wait until it ends"
     with pytest.raises(PolicyError, match=refusal), claimed_directory(place(str(taken)), "hydra.run.dir"):
@@ -127,9 +123,7 @@ def test_a_directory_in_which_another_process_runs_is_refused_and_the_process_na
     assert [path.name for path in taken.iterdir()] == [LOCK]
 
 
-def test_a_directory_is_free_as_soon_as_the_process_in_it_was_killed(
-    tmp_path: Path, holder: subprocess.Popen
-) -> None:
+def test_a_directory_is_free_as_soon_as_the_process_in_it_was_killed(tmp_path, holder) -> None:
     holder.kill()
     holder.wait()
     with claimed_directory(place(str(tmp_path / "taken")), "hydra.run.dir") as directory:
@@ -138,7 +132,7 @@ def test_a_directory_is_free_as_soon_as_the_process_in_it_was_killed(
 
 
 def test_one_process_may_run_in_its_directory_again_and_its_other_ranks_beside_it(
-    tmp_path: Path, holder: subprocess.Popen, monkeypatch: pytest.MonkeyPatch
+    tmp_path, holder, monkeypatch
 ) -> None:
     with claimed_directory(place(str(tmp_path / "own")), "hydra.run.dir") as own, run_directory(own):
         assert (own / LOCK).is_file()
@@ -148,9 +142,7 @@ def test_one_process_may_run_in_its_directory_again_and_its_other_ranks_beside_i
         assert directory.path == tmp_path / "taken"
 
 
-def test_under_srun_all_processes_say_the_same_and_so_does_the_requeued_job(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_under_srun_all_processes_say_the_same_and_so_does_the_requeued_job(monkeypatch) -> None:
     for name, value in {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0"}.items():
         monkeypatch.setenv(name, value)
     assert started() == "slurm-17-0"
@@ -195,9 +187,7 @@ def test_a_directory_that_a_person_names_may_hold_a_run_already(tmp_path: Path) 
     assert (tmp_path / "mine/config.yaml").exists()
 
 
-def test_a_requeued_slurm_job_finds_its_directory_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_requeued_slurm_job_finds_its_directory_again(tmp_path, monkeypatch) -> None:
     for name, value in {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0"}.items():
         monkeypatch.setenv(name, value)
     for _ in range(2):
@@ -228,9 +218,7 @@ def test_the_places_to_which_a_run_writes_are_named_by_their_keys() -> None:
     }
 
 
-def test_only_the_first_rank_looks_whether_a_place_can_be_written_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_first_rank_looks_whether_a_place_can_be_written_to(tmp_path, monkeypatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     check_writable(tmp_path / "file" / "below", "paths.output_dir")

@@ -31,9 +31,7 @@ from gradpolicy.launch.target_arguments import argument_names, check_arguments, 
         (object(), Any, True),
     ],
 )
-def test_text_never_stands_for_a_number_but_a_list_may_for_a_tuple(
-    value: object, annotation: object, suits: bool
-) -> None:
+def test_text_never_stands_for_a_number_but_a_list_may_for_a_tuple(value, annotation, suits) -> None:
     assert (misfits(value, annotation) == []) is suits
 
 
