@@ -59,7 +59,7 @@ def test_a_base_and_a_module_can_be_named(two_layers, train, tmp_path: Path) -> 
     [
         ({"base": "nothing.safetensors"}, r"callbacks\.delta\.base: nothing\.safetensors is not a file"),
         ({"base": "other.safetensors"}, "the model has no tensor other"),
-        ({"module": "nothing"}, r"callbacks\.delta\.module: there is no module 'nothing'"),
+        ({"module": "nothing"}, r"callbacks\.delta\.module: unknown module 'nothing'"),
     ],
 )
 def test_what_is_absent_or_of_another_model_is_named_before_training(
