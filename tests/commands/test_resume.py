@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gradpolicy.commands import resume
 from gradpolicy.commands.cli import main
 from gradpolicy.lightning.runs import RunRecord
 from tests.launch.conftest import CONF
@@ -25,6 +26,17 @@ def test_a_run_goes_on_by_the_command_line_that_began_it(train, tmp_path: Path, 
     assert record is not None
     assert {"seed=5", "trainer.max_epochs=2"} <= set(record.command)
     assert not any("stranger" in word for word in record.command)
+
+
+def test_a_directory_has_no_command_run_by_a_shell(tmp_path: Path, monkeypatch) -> None:
+    given = ["hydra/launcher=submitit_slurm", "+hydra.launcher.setup=[touch canary]", "seed=5"]
+    RunRecord.begin(tmp_path, "train", "run", given).save()
+    (tmp_path / "last.ckpt").touch()
+    monkeypatch.setattr(resume, "find_checkpoint", lambda *_: tmp_path / "last.ckpt")
+    called: list[list[str]] = []
+    monkeypatch.setattr(resume, "train", lambda config_dir, words: called.append(words) or 0)
+    assert main(["resume", str(tmp_path)], CONF) == 0
+    assert called == [["seed=5", f"ckpt_path='{tmp_path}'"]]
 
 
 @pytest.mark.parametrize("words", [["a", "b"], ["nowhere"], []])
