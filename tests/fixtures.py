@@ -1,5 +1,6 @@
 """Small models, and the fixtures that all tests share."""
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,14 @@ import gradpolicy as gp
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+def through_a_file(value: Any, *, weights_only: bool = True) -> Any:
+    """Return what comes back when this is saved and loaded."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 class TwoLayers(LightningModule):

@@ -1,7 +1,6 @@
 """Masks in the forward pass: gradients are dense, whole weights are updated, the rest sees masked ones."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from torch.sparse._semi_structured_conversions import (
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
+from tests.fixtures import through_a_file
 
 WIDTH = 32
 
@@ -86,17 +86,15 @@ def test_two_of_four_holds_after_every_step_and_a_resumed_run_has_the_same_bits(
                 again = sparse_semi_structured_from_dense_cutlass(half)
                 assert torch.equal(sparse_semi_structured_to_dense_cutlass(*again), half)
                 assert 0 < half.count_nonzero() <= half.numel() // 2
-    file = io.BytesIO()
     with gp.training(first, adamw(first), [copy.deepcopy(policy)]) as optimizer:
         train(first, optimizer, range(4))
-        torch.save((first.state_dict(), optimizer.state_dict()), file)
+        saved = through_a_file((first.state_dict(), optimizer.state_dict()))
     for order in (1, -1):
-        file.seek(0)
-        weights, state = torch.load(file)
+        weights, state = copy.deepcopy(saved)
         with gp.training(resumed, adamw(resumed), [copy.deepcopy(policy)]) as optimizer:
             loads = (resumed.load_state_dict, weights), (optimizer.load_state_dict, state)
-            for load, saved in loads[::order]:
-                load(saved)
+            for load, part in loads[::order]:
+                load(part)
             train(resumed, optimizer, range(4, 10))
         assert all(map(torch.equal, resumed.parameters(), model.parameters()))
 

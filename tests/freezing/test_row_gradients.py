@@ -1,7 +1,6 @@
 """Gradients of active rows alone: what is computed equals the rows of the whole gradient."""
 
 import copy
-import io
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -13,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from gradpolicy.freezing import row_gradients
 from gradpolicy.freezing.row_gradients import set_rows, set_whole
 from gradpolicy.tensors.row_gradient import ActiveRows, RowGradient
+from tests.fixtures import through_a_file
 
 Build = Callable[[], nn.Module]
 
@@ -230,10 +230,7 @@ def test_a_parameter_of_another_dtype_computes_the_whole_gradient() -> None:
 
 def test_copies_and_pickles_are_plain_parameters() -> None:
     module = with_rows(nn.Linear(4, 6))
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    for other in (copy.deepcopy(module), torch.load(file, weights_only=False)):
+    for other in (copy.deepcopy(module), through_a_file(module, weights_only=False)):
         assert type(other.weight) is nn.Parameter
         assert torch.equal(other.weight, module.weight)
     assert type(module.state_dict()["weight"]) is Tensor

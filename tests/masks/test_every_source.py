@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import io
 from collections.abc import Mapping
 
 import pytest
@@ -14,6 +13,7 @@ from gradpolicy.masks import SOURCES, MaskSource
 from gradpolicy.masks.base import StaticSource
 from gradpolicy.masks.phases import Phases
 from gradpolicy.tensors.mask import Mask, as_tensor, check_mask
+from tests.fixtures import through_a_file
 
 # Values for arguments without a default.
 REQUIRED = {
@@ -55,14 +55,13 @@ def test_a_resumed_run_and_another_rank_have_the_same_masks(kind: type[MaskSourc
     source.setup(dict(whole.named_parameters()), seed=3)
     expected = course(source, whole, range(9))
     for cut in range(1, 8):
-        model, file = copy.deepcopy(stack), io.BytesIO()
+        model = copy.deepcopy(stack)
         first, second = example(kind), example(kind)
         first.setup(dict(model.named_parameters()), seed=3)
         course(first, model, range(cut))
-        torch.save(first.state_dict(), file)
-        file.seek(0)
+        saved = through_a_file(first.state_dict())
         second.setup(dict(model.named_parameters()), seed=3)
-        second.load_state_dict(torch.load(file, weights_only=True))
+        second.load_state_dict(saved)
         for ours, theirs in zip(course(second, model, range(cut, 9)), expected[cut:], strict=True):
             assert ours.keys() == theirs.keys()
             for name, parameter in model.named_parameters():

@@ -1,13 +1,13 @@
 """Zeros: what is 0 at the start stays 0."""
 
 import copy
-import io
 
 import pytest
 import torch
 from torch import nn
 
 import gradpolicy as gp
+from tests.fixtures import through_a_file
 
 
 @pytest.fixture
@@ -51,15 +51,12 @@ def test_no_zero_is_revived_and_all_others_train(pruned: nn.Module, frozen_state
 
 def test_a_resumed_run_keeps_the_zeros_of_its_start(pruned: nn.Module) -> None:
     policies = {"sparse": gp.Freeze(gp.masks.Zeros())}
-    other, file = copy.deepcopy(pruned), io.BytesIO()
-    before = zeros(pruned)
+    other, before = copy.deepcopy(pruned), zeros(pruned)
     with gp.training(pruned, adamw(pruned), copy.deepcopy(policies)) as optimizer:
         train(pruned, optimizer, range(10))
     with gp.training(other, adamw(other), copy.deepcopy(policies)) as optimizer:
         train(other, optimizer, range(5))
-        torch.save((other.state_dict(), optimizer.state_dict()), file)
-    file.seek(0)
-    weights, state = torch.load(file)
+        weights, state = through_a_file((other.state_dict(), optimizer.state_dict()))
     resumed = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4))
     with gp.training(resumed, adamw(resumed), copy.deepcopy(policies)) as optimizer:
         resumed.load_state_dict(weights)

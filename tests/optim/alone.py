@@ -2,12 +2,12 @@
 
 import copy
 import importlib
-import io
 
 import torch
 
 from gradpolicy import MaskedOptimizer
 from gradpolicy.optim.update_rules import RULES, rule_for
+from tests.fixtures import through_a_file
 
 WITH_RULE = {
     name: getattr(importlib.import_module(package), name)
@@ -170,11 +170,8 @@ def set_rate(optimizer, lr):
 
 def saved_and_loaded(optimizer, make, weight, dense):
     """Another optimizer with the state, through a file."""
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(dense=dense), file)
-    file.seek(0)
     loaded = MaskedOptimizer(make([weight]), frozen_state="zero")
-    loaded.load_state_dict(torch.load(file, weights_only=True))
+    loaded.load_state_dict(through_a_file(optimizer.state_dict(dense=dense)))
     return loaded
 
 

@@ -1,7 +1,6 @@
 """Whatever a user does with the optimizer, in any order: after each action all is as a reference has it."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -14,19 +13,13 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from gradpolicy import MaskedOptimizer
 from gradpolicy.optim.kernels import native
+from tests.fixtures import through_a_file
 from tests.optim.alone import WITH_RULE, Alone, PutBack, without_rule
 from tests.optim.conftest import KERNELS
 
 SHAPES = [(4, 3), (3,), ()]
 FROZEN_STATES = st.sampled_from(["keep", "zero", "drop"])
 SEEDS = st.integers(0, 2**16)
-
-
-def through_a_file(value, weights_only=True):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=weights_only)
 
 
 COPIES = {

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 from gradpolicy import MaskedOptimizer
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim.checkpoint import dense
+from tests.fixtures import through_a_file
 
 KINDS = {
     "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1, amsgrad=True),
@@ -40,13 +41,6 @@ def run(model, optimizer, steps, change=True):
                 optimizer.set_mask(weight, torch.rand(shape, generator=generator) < 0.5)
             weight.grad = torch.randn(weight.shape, generator=generator).to(weight.dtype)
         optimizer.step()
-
-
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def assert_same(model, other):
