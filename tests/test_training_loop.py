@@ -741,3 +741,39 @@ def test_it_trains_what_lightnings_callback_does(make_trainer, loader, two_layer
                 nn.utils.clip_grad_norm_(own.parameters(), 0.1)
                 optimizer.step()
     assert_close(own, two_layers)
+
+
+class Unlearned(torch.autograd.Function):
+    """A product whose second factor gets no gradient."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        gp.Freeze(gp.masks.Random(0.5)),
+        gp.Freeze(gp.masks.TopK(0.5)),
+        gp.Scale(0.5, params="*"),
+        gp.ForwardMask(gp.masks.Random(0.5), params="trunk.*", decay=0.1),
+    ],
+    ids=repr,
+)
+def test_a_function_may_return_no_gradient_for_a_parameter(policy):
+    model = Net()
+    factor = nn.Parameter(torch.ones(()))
+    model.register_parameter("factor", factor)
+    with gp.training(model, torch.optim.SGD(model.parameters(), lr=0.1), [policy]) as optimizer:
+        for step in range(3):
+            x, y = batch(step)
+            cross_entropy(Unlearned.apply(model(x), factor), y).backward()
+            assert factor.grad is None
+            optimizer.step()
+            optimizer.zero_grad()
+    assert factor == 1

@@ -129,8 +129,11 @@ class ParameterRules:
         parameter.requires_grad_(trains)
         self._handles.append((parameter, table, handle))
 
-    def _hook(self, parameter: Tensor, grad: Tensor) -> Tensor:
+    def _hook(self, parameter: Tensor, grad: Tensor | None) -> Tensor | None:
         self._has_run = True
+        if grad is None:
+            # A function that uses the parameter has returned no gradient for it.
+            return None
         for bound_rule in self.bound_rules:
             if not bound_rule.state.active:
                 bound_rule.state.note("off", bound_rule.location)

@@ -308,13 +308,19 @@ class Freezer:
             if name in own and (gradient := own[name].grad) is not None:
                 gradient.mul_(scale)
 
-    def take_gradient(self, name: str, gradient: Tensor) -> Tensor | None:
+    def take_gradient(self, name: str, gradient: Tensor | None) -> Tensor | None:
         """Process a gradient as it is computed, for callers that mask it before :meth:`observe`.
+
+        Args:
+            name: The parameter's name.
+            gradient: The gradient; None if a function that uses the parameter has returned none for it.
 
         Returns:
             The gradient, scaled for sources with a gradient scale unless :meth:`observe` does that; None if
             it does not change.
         """
+        if gradient is None:
+            return None
         self._missing.note(name, gradient)
         scale = self._hook_scales.get(name)
         return None if scale is None else gradient * scale

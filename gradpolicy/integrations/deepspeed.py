@@ -209,8 +209,10 @@ class PartitionedOptimizer(MaskedOptimizer):
         whole = torch.empty((), device=parameter.device).expand(_shape(parameter))
         return fitting_mask(self._masks.get(parameter, True), whole, self._wrapped.name_of(parameter))
 
-    def _masked_gradient(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
+    def _masked_gradient(self, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
         """Return a gradient of which frozen entries are 0."""
+        if gradient is None:
+            return None
         self._with_gradient.add(parameter)
         if self._masks.get(parameter) is False:
             return torch.zeros_like(gradient)
