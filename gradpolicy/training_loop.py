@@ -248,7 +248,7 @@ class _Loop(TrainingPolicies):
     def _hook_forward(self) -> None:
         # A copy of the model has this attribute too, but must not copy the loop.
         def before_forward(module: nn.Module, *_: Any) -> None:
-            if module is self._outer and not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            if module is self._outer and torch.is_grad_enabled():
                 self._before_forward()
 
         # Before FSDP2 gathers the root's parameters, whose values forward masks change.
@@ -268,7 +268,10 @@ class _Loop(TrainingPolicies):
 
     # ---- an update
 
-    @torch.compiler.disable
+    @torch.compiler.disable(
+        reason="policies set the masks of an update before the model's forward pass; leave "
+        "fullgraph out, or give gradpolicy.training the compiled module"
+    )
     def _before_forward(self) -> None:
         if self.installed is not None and self.scaler is not None:
             self.installed.set_loss_scale(float(self.scaler.get_scale()))
@@ -291,7 +294,7 @@ class _Loop(TrainingPolicies):
         ):
             raise PolicyError(
                 "gradpolicy.training: modules can be kept still (Freeze.buffers) only if the model itself is "
-                "called before the backward pass, and not compiled as a whole: compile its parts"
+                "called before the backward pass"
             )
         if late and self.freezer is not None:
             # It is too late to set masks for this forward pass: a tensor that thaws may get no gradient.
@@ -323,7 +326,7 @@ class _Loop(TrainingPolicies):
         return 0 if self.steps_per_epoch is None else self._time // self.steps_per_epoch
 
     @torch.compiler.disable
-    def _take_gradient(self, name: str, gradient: Tensor) -> Tensor | None:
+    def _take_gradient(self, name: str, gradient: Tensor | None) -> Tensor | None:
         """Process the gradient that a backward pass has accumulated."""
         assert self.freezer is not None
         self._begin_if_over(late=True)

@@ -184,17 +184,24 @@ def test_a_copy_made_meanwhile_is_evaluated_and_saved_as_any_other(model):
 
 
 def test_compiled_code_follows(model):
-    compiled = copy.deepcopy(model)
+    by_parts, whole = copy.deepcopy(model), copy.deepcopy(model)
     policies = {"turns": gp.Freeze(blocks_in_turn, params=["0.*", "1.*"], buffers="eval")}
-    train(model, policies, range(8))
-    whole, before = copy.deepcopy(compiled), copy.deepcopy(policies)
-    for block in compiled[:2]:
-        block.compile(backend="eager")
-    train(compiled, before, range(8))
-    torch.testing.assert_close(compiled.state_dict(), model.state_dict())
-    whole.compile(backend="eager")
-    with pytest.raises(PolicyError, match="compile its parts"):
-        train(whole, before, range(1))
+    train(model, copy.deepcopy(policies), range(8))
+    for compiled in (*by_parts[:2], whole):
+        compiled.compile(backend="eager")
+    for each in (by_parts, whole):
+        train(each, copy.deepcopy(policies), range(8))
+        torch.testing.assert_close(each.state_dict(), model.state_dict())
+
+
+def test_a_model_of_which_only_parts_are_called_is_refused(model):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    policies = {"first": gp.Freeze(gp.masks.Fixed(["1.*"]), params=["0.*", "1.*"], buffers="eval")}
+    with (
+        gp.training(model, optimizer, policies),
+        pytest.raises(PolicyError, match=r"Freeze\.buffers.* only if the model itself is called before"),
+    ):
+        model[1](model[0](X)).sum().backward()
 
 
 def test_an_instance_norm_cannot_be_held():
