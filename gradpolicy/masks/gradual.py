@@ -45,7 +45,7 @@ class Gradual(LayerSource):
 
     def prepare(self) -> None:
         """Find the groups."""
-        self.layer_groups = self.find_groups(every=True)
+        self.layer_groups = self.find_groups(complete=True)
 
     def frozen_names(self, step: int, epoch: int) -> set[str]:
         """Return the names of parameters in groups that do not train yet."""

@@ -52,11 +52,11 @@ class LayerSource(MaskSource):
         frozen = self.frozen_names(step, epoch).difference(self._always)
         return {name: name not in frozen for name in self.parameters}
 
-    def find_groups(self, *, every: bool = False) -> list[Layer]:
+    def find_groups(self, *, complete: bool = False) -> list[Layer]:
         """Return the layers of the argument ``groups``, or else those of the model; see :func:`layers_of`."""
         if self.groups is None:
             return find_layers(self.parameters)
-        return layers_of(f"{type(self).__name__}.groups", self.groups, self.parameters, every=every)
+        return layers_of(f"{type(self).__name__}.groups", self.groups, self.parameters, complete=complete)
 
     def describe(self) -> dict[str, Any]:
         """Return the source's own arguments, including ``groups`` if it is not None."""
@@ -152,7 +152,7 @@ def read_groups(key: str, groups: Groups) -> dict[str, tuple[str, ...]] | None:
 
 
 def layers_of(
-    key: str, groups: Mapping[str, tuple[str, ...]], names: Iterable[str], *, every: bool = False
+    key: str, groups: Mapping[str, tuple[str, ...]], names: Iterable[str], *, complete: bool = False
 ) -> list[Layer]:
     """Return a layer for each group, with the parameters that match its globs.
 
@@ -160,10 +160,10 @@ def layers_of(
         key: The name of the argument, for errors.
         groups: The globs of each group.
         names: The names of all parameters.
-        every: True if each parameter must be in a group.
+        complete: True if each parameter must be in a group.
 
     Raises:
-        PolicyError: If a glob matches nothing, a parameter is in two groups, or, with ``every``, in none.
+        PolicyError: If a glob matches nothing, a parameter is in two groups, or, with ``complete``, in none.
     """
     names = list(names)
     found = [
@@ -171,7 +171,7 @@ def layers_of(
     ]
     members = Counter(name for layer in found for name in layer.parameters)
     for name in names:
-        if members[name] > 1 or (every and not members[name]):
+        if members[name] > 1 or (complete and not members[name]):
             raise PolicyError(f"{key}: {shown(name)} must be in one group, not {members[name]}")
     return found
 

@@ -292,7 +292,7 @@ class TopK(GradientSource):
         """Return the names of the parameters that are compared with each other."""
         if self.groups is None:
             return [list(self.parameters)] if self.within == "model" else [[name] for name in self.parameters]
-        groups = layers_of("TopK.within", self.groups, self.parameters, every=True)
+        groups = layers_of("TopK.within", self.groups, self.parameters, complete=True)
         return [list(group.parameters) for group in groups]
 
     def _shape(self, name: str) -> tuple[int, ...]:
