@@ -293,7 +293,9 @@ class TrainingPolicies:
         if self._partitioned is not None:
             self._partitioned.release()
             self._partitioned = None
-        self.ranks = None
+        if self.ranks is not None:
+            self.ranks.release()
+            self.ranks = None
         self._updates_seen = -1
 
     def _remove_hooks(self) -> None:

@@ -64,7 +64,6 @@ class Ranks:
         self.reducer: ReducerUpdater | None = None
         if isinstance(model, DistributedDataParallel):
             self.reducer = ReducerUpdater(model, communication)
-            self._searches_always = model.find_unused_parameters
         if communication is not None:
             communication.register(model)  # type: ignore[arg-type]
 
@@ -80,11 +79,18 @@ class Ranks:
             PolicyError: If the ranks disagree.
         """
         if self.reducer is not None:
-            self.reducer.refresh(find_unused_parameters=cut or self._searches_always)
+            self.reducer.refresh(find_unused_parameters=cut)
         if self.communication is not None:
             self.communication.use_masks(self._masks(set(wanted)))
         if self.agreement_every is not None and step % self.agreement_every == 0:
             self._check_agreement(f"before update {step + 1}")
+
+    def release(self) -> None:
+        """Leave the model to training without policies, which have been removed from it."""
+        if self.reducer is not None:
+            self.reducer.release()
+        if self.communication is not None:
+            self.communication.use_masks({})
 
     def _check_agreement(self, moment: str) -> None:
         if dist.is_initialized() and dist.get_world_size() > 1:

@@ -7,7 +7,9 @@ and frozen parameters are not sent.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
+import torch
 from torch import nn
 from torch._C._distributed_c10d import _register_comm_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.distributed.row_reducer import RowReducer
 from gradpolicy.freezing.row_gradients import has_row_gradient, rows_of, set_whole
+
+# The attribute of a model for the updater that was released and has not rebuilt the reducer yet.
+_RELEASED = "_released_reducer_updater"
 
 
 def trained_parameters(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
@@ -26,7 +31,8 @@ class ReducerUpdater:
     """Rebuilds the reducer of a DistributedDataParallel module when other parameters require a gradient.
 
     Args:
-        model: The DistributedDataParallel module. No parameter may have been frozen or thawed since then.
+        model: The DistributedDataParallel module. Since it was created, only another updater may have frozen
+            or thawed parameters.
         communication: The model's communication hook; gradients of rows are sent in its dtype.
 
     Attributes:
@@ -45,17 +51,22 @@ class ReducerUpdater:
         self.model = model
         self.rows = RowReducer(model, communication)
         self.rebuilds = 0
-        self._ignored = model.parameters_to_ignore
-        self._known = trained_parameters(model.module.parameters())
+        before: ReducerUpdater | None = vars(model).pop(_RELEASED, None)
+        if before is None:
+            self._ignored, self._searches = model.parameters_to_ignore, model.find_unused_parameters
+            self._known = trained_parameters(model.module.parameters())
+        else:
+            before._pending.remove()
+            self._ignored, self._searches, self._known = before._ignored, before._searches, before._known
 
-    def refresh(self, *, find_unused_parameters: bool | None = None) -> bool:
+    def refresh(self, *, find_unused_parameters: bool = False) -> bool:
         """Rebuild the reducer if that is needed. Call it between accumulation windows.
 
         Every rank must call this at the same point with the same parameters frozen.
 
         Args:
             find_unused_parameters: True if each backward pass has to search for parameters without a
-                gradient; None keeps the setting.
+                gradient, whatever the setting of the model.
 
         Returns:
             True if the reducer was rebuilt.
@@ -66,9 +77,7 @@ class ReducerUpdater:
             set_whole(rows.pop())  # the reducer needs one
         wanted = trained_parameters(parameters)
         self.rows.follow({parameter: rows_of(parameter) for parameter in rows})
-        search = (
-            self.model.find_unused_parameters if find_unused_parameters is None else find_unused_parameters
-        )
+        search = find_unused_parameters or self._searches
         if wanted == self._known and search == self.model.find_unused_parameters:
             return False
         self.model.find_unused_parameters = search
@@ -82,6 +91,24 @@ class ReducerUpdater:
         self._known = wanted
         self.rebuilds += 1
         return True
+
+    def release(self) -> None:
+        """Stop updating, and let the reducer cover all that trains from the next forward pass on.
+
+        Not at once, since the ranks communicate for it, and one of them may have failed.
+        """
+        self.rows.remove()
+        covers_all = trained_parameters(self.model.module.parameters()) == self._known
+        if not covers_all or self.model.find_unused_parameters != self._searches:
+            vars(self.model)[_RELEASED] = self
+            self._pending = self.model.register_forward_pre_hook(self._refresh_once)
+
+    def _refresh_once(self, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self._pending.remove()
+            del vars(self.model)[_RELEASED]
+            if trained_parameters(self.model.module.parameters()):
+                self.refresh()
 
 
 def rebuild_reducer(model: DistributedDataParallel) -> None:

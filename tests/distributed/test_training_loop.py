@@ -1,5 +1,6 @@
 """gp.training on two ranks: they agree, and train what one process trains."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from loops import all_ranks, load, on_ranks, save, share, weights_of
-from process_pool import ProcessPool, refusal
+from networks import perceptron
+from process_pool import ProcessPool, here, refusal
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 import gradpolicy as gp
 from tests.docs.markdown import DOCS, blocks
@@ -162,3 +165,40 @@ def test_version_one_of_fsdp_is_refused() -> None:
     refused = pytest.raises(gp.PolicyError, match="refused under version 1")
     with refused, gp.training(model, optimizer, [gp.Freeze(gp.masks.Random(0.5))]):
         pass
+
+
+def train_in_turns(turns: list[str | None], rank: int, ranks: int) -> dict[str, Tensor]:
+    """Train in blocks with these masks one after the other; None is without a block."""
+    plain = perceptron(6, 8, 8, 2)
+    model: nn.Module = DistributedDataParallel(plain) if ranks > 1 else plain
+    optimizer: Any = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for turn in turns:
+        policies = {"part": gp.Freeze(TURNS[turn](), params="0.weight")} if turn else {}
+        with gp.training(model, optimizer, policies) if policies else nullcontext(optimizer) as stepping:
+            for step in range(3):
+                inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).to(here())
+                stepping.zero_grad()
+                model(inputs[rank::ranks]).square().mean().backward()
+                stepping.step()
+    return {name: value.detach().clone() for name, value in plain.state_dict().items()}
+
+
+TURNS = {
+    "tensor": lambda: gp.masks.Fixed(False),
+    "rows": lambda: gp.masks.Rows("2:4"),
+    "all": lambda: gp.masks.Fixed(True),
+}
+
+
+def train_in_turns_on_this_rank(turns: list[str | None]) -> dict[str, Tensor]:
+    return train_in_turns(turns, dist.get_rank(), dist.get_world_size())
+
+
+@pytest.mark.parametrize("first", ["tensor", "rows"])
+@pytest.mark.parametrize("then", [None, "all", "tensor", "rows"])
+def test_ranks_go_on_together_after_the_block(pair: ProcessPool, first: str, then: str | None) -> None:
+    turns = [first, then, None]
+    one, other = pair(train_in_turns_on_this_rank, turns)
+    for name, weight in train_in_turns(turns, 0, 1).items():
+        assert torch.equal(one[name], other[name]), name
+        torch.testing.assert_close(one[name], weight)
