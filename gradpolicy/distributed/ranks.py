@@ -5,7 +5,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
@@ -15,7 +14,7 @@ from gradpolicy.distributed.reducer import ReducerUpdater
 from gradpolicy.freezing import Freezer
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_parameter import MaskedParameter
-from gradpolicy.tensors.sharding import local_shard
+from gradpolicy.tensors.sharding import is_sharded, local_shard
 
 
 class Ranks:
@@ -140,7 +139,7 @@ class Ranks:
             "the learning rates": rates,
         }
         # If parameters are sharded, so is this state; the resulting masks are checked instead.
-        sharded = any(isinstance(parameter, DTensor) for parameter in self.named.values())
+        sharded = any(map(is_sharded, self.named.values()))
         if self.freezer is None or sharded:
             return schedules
         for name, remembered in self.freezer.state_dict()["sources"].items():
@@ -161,11 +160,11 @@ class Ranks:
 
 def _replica_groups(parameter: Tensor) -> list[Any]:
     """Return the process groups of ranks with the same shard of a parameter; None means all ranks."""
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return [None]
-    mesh = parameter.device_mesh
+    sharded: Any = parameter
     return [
-        mesh.get_group(dimension)
-        for dimension, placement in enumerate(parameter.placements)
+        sharded.device_mesh.get_group(dimension)
+        for dimension, placement in enumerate(sharded.placements)
         if placement.is_replicate()
     ]

@@ -4,10 +4,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from gradpolicy.errors import shortened
 from gradpolicy.freezing.still import drops
+from gradpolicy.tensors.sharding import is_sharded
 from gradpolicy.where import plain_name
 
 MOST_UPDATES = 100
@@ -122,7 +122,7 @@ class MissingGradients:
 
 def _trains_by(gradient: Tensor) -> bool:
     """Return True for a gradient with an entry other than 0, and for all shards and sparse gradients."""
-    if isinstance(gradient, DTensor) or gradient.layout != torch.strided or gradient.is_meta:
+    if is_sharded(gradient) or gradient.layout != torch.strided or gradient.is_meta:
         return True
     return bool(gradient.any())
 
