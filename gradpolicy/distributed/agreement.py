@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradpolicy.errors import PromiseError
+from gradpolicy.optim.layout import order_in_memory
 from gradpolicy.tensors.seeded import derive
 
 # The number of columns; a prime, so that swapped rows of a matrix are in different columns.
@@ -113,18 +114,13 @@ def _as_number(value: Any) -> Tensor | int:
 
 def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return the tensor's memory as int64 words, and the remaining bytes."""
-    flat = _flat(tensor)
+    # Without a copy if the tensor is dense.
+    flat = tensor.permute(order_in_memory(tensor)).contiguous().view(-1)
     per_word = _WORD_BYTES // flat.element_size() or 1
     whole = flat.numel() - flat.numel() % per_word
     aligned = flat.storage_offset() * flat.element_size() % _WORD_BYTES == 0
     bulk = flat[:whole] if aligned else flat[:whole].clone()
     return bulk.view(torch.int64), flat[whole:].clone().view(torch.uint8)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """Return all entries in the order of memory, without a copy if the tensor is dense."""
-    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(by_stride).contiguous().view(-1)
 
 
 def _column_weights(device: torch.device) -> Tensor:

@@ -12,6 +12,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.optim.layout import order_in_memory
 from gradpolicy.tensors.mask import Mask, as_tensor, same_mask
 
 WIRE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -131,7 +132,7 @@ class ActiveEntries:
         if mask is None:
             return torch.ones(parameter.numel(), dtype=torch.bool, device=parameter.device)
         whole = as_tensor(mask, parameter.shape, parameter.device).broadcast_to(parameter.shape)
-        return whole.permute(_order_in_memory(parameter)).reshape(-1)
+        return whole.permute(order_in_memory(parameter)).reshape(-1)
 
 
 def send_active(state: ActiveEntries, bucket: GradBucket) -> Future[Tensor]:
@@ -167,8 +168,3 @@ def _finished(value: Tensor) -> Future[Tensor]:
     future: Future[Tensor] = Future(devices=devices)
     future.set_result(value)
     return future
-
-
-def _order_in_memory(parameter: Tensor) -> list[int]:
-    """Return the dimensions from the largest stride to the smallest."""
-    return sorted(range(parameter.dim()), key=parameter.stride, reverse=True)

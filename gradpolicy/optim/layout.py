@@ -87,7 +87,7 @@ class Layout:
     def of(cls, parameter: Tensor) -> Layout:
         """Return the layout of a parameter."""
         real = _real(local_shard(parameter.detach()))
-        order = sorted(range(real.dim()), key=lambda d: real.stride(d), reverse=True)
+        order = order_in_memory(real)
         plain = order == sorted(order) and not parameter.is_complex() and not is_sharded(parameter)
         return cls(parameter.shape, tuple(real.shape), tuple(order), plain)
 
@@ -198,6 +198,11 @@ class Layout:
             leading -= 1
             inside *= self.physical_shape[leading]
         return leading
+
+
+def order_in_memory(tensor: Tensor) -> list[int]:
+    """Return the dimensions from the outermost in memory, of the largest stride, to the innermost."""
+    return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
 
 
 def _real(tensor: Tensor) -> Tensor:
