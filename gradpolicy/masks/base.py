@@ -226,6 +226,13 @@ class MaskSource:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`."""
 
+    def on_devices(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return values by parameter name, with tensors moved to the device of their parameter."""
+        return {
+            name: value.to(self.parameters[name].device) if isinstance(value, Tensor) else value
+            for name, value in values.items()
+        }
+
     def __repr__(self) -> str:
         settings = {**dataclasses.asdict(self.timetable), "seed": self.own_seed}
         given = {key: settings[key] for key, default in _DEFAULTS.items() if settings[key] != default}

@@ -219,9 +219,7 @@ class PruneAndGrow(GradientSource):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`."""
         super().load_state_dict(state)
-        self._active = {
-            name: active.to(self.parameters[name].device) for name, active in state["active"].items()
-        }
+        self._active = self.on_devices(state["active"])
         self._deviations |= state["deviations"]
 
     def _exchange(self, period: int) -> None:

@@ -246,14 +246,9 @@ class TopK(GradientSource):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`."""
         super().load_state_dict(state)
-        self._masks = {
-            name: mask.to(self.parameters[name].device) if isinstance(mask, Tensor) else mask
-            for name, mask in state["masks"].items()
-        }
-        self._next = {name: marks.to(self.parameters[name].device) for name, marks in state["next"].items()}
+        self._masks, self._next = self.on_devices(state["masks"]), self.on_devices(state["next"])
         if self._norms is not None:
-            squares = state["squares"].items()
-            self._norms.squares = {name: each.to(self.parameters[name].device) for name, each in squares}
+            self._norms.squares = self.on_devices(state["squares"])
         self._initial = {
             name: shard_like(weight, self.parameters[name]) for name, weight in state["initial"].items()
         }

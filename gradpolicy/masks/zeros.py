@@ -59,8 +59,4 @@ class Zeros(StaticSource):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`."""
-        devices = {name: parameter.device for name, parameter in self.parameters.items()}
-        self._masks = {
-            name: mask.to(devices[name]) if isinstance(mask, Tensor) else mask
-            for name, mask in state["masks"].items()
-        }
+        self._masks = self.on_devices(state["masks"])
