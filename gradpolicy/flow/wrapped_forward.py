@@ -59,10 +59,6 @@ class InstallSession:
         # The modules that ran, in eager mode, with rules on operations inside.
         self.entered: set[str] = set()
 
-    def matched_operations(self) -> set[str]:
-        """Return the names of all operations to which rules of the installation were applied."""
-        return {name for state in self.states for name in state.seen.matched}
-
     def start_forward(self) -> None:
         """Start the forward pass of the outermost module, with gradients.
 
@@ -334,7 +330,7 @@ class WrappedForward:
             with InstallMode(session, table) as mode:
                 result = self._run_in_mode(mode, args, kwargs)
             if not in_transform():
-                note_taken(session.matched_operations())
+                note_taken({name for state in session.states for name in state.seen.matched})
             return result
         outer_table, mode.table = mode.table, table
         try:
@@ -356,9 +352,9 @@ class WrappedForward:
             mode.module = outer_module
 
     def _run_in_scope(self, args: tuple, kwargs: dict) -> Any:
-        return (
-            self._forward(args, kwargs) if self.scope is None else self.scope.run(self._forward, args, kwargs)
-        )
+        if self.scope is None:
+            return self._forward(args, kwargs)
+        return self.scope.run(self._forward, args, kwargs)
 
     def _call_relu(self, mode: DispatchMode, args: tuple, kwargs: dict) -> Any:
         """Call the mode directly: the dispatch of ``F.relu`` in Python takes longer than a small ReLU."""

@@ -148,11 +148,12 @@ class Phases(LayerSource):
         if isinstance(phases, str | Mapping) or not isinstance(phases, Iterable) or not list(phases):
             raise PolicyError(f"Phases.phases: must be a list of phases, got {shown(phases)}")
         self.phases = [dict(each) if isinstance(each, Mapping) else each for each in phases]
-        self._read = []
+        self._read: list[Phase] = []
         for place, written in enumerate(self.phases):
             with under(f"Phases.phases[{place}]"):
-                self._read.append(Phase.read(written))
-                if not self._ends(-1) and place + 1 < len(self.phases):
+                phase = Phase.read(written)
+                self._read.append(phase)
+                if not (phase.limits or phase.metric) and place + 1 < len(self.phases):
                     raise PolicyError(
                         "until: is missing, so that the phases after it are never reached; name steps, "
                         "epochs or a metric"
@@ -185,9 +186,6 @@ class Phases(LayerSource):
                 self._settings.append(_by_name(phase.settings, names))
             self.layer_groups.append(Layer(shortened(list(phase.params), most=2), names, True))
         self._reset()
-
-    def _ends(self, place: int) -> bool:
-        return bool(self._read[place].limits or self._read[place].metric)
 
     @torch.no_grad()
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:

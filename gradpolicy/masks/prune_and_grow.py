@@ -245,12 +245,9 @@ class PruneAndGrow(GradientSource):
                 key = derive(self.seed, period, name, "prune_and_grow", "init")
                 self._first_values[name] = (indices, normal_values(key, indices, self._deviations[name]))
 
-    def _key(self, name: str, period: int) -> int:
-        return derive(self.seed, period, name, "prune_and_grow")
-
     def _grown(self, name: str, kept: Tensor, period: int, target: int, gradient: Tensor | None) -> Tensor:
         """Return the mask of entries (or blocks) to grow, by the gradient or at random."""
-        key, pattern = self._key(name, period), self._pattern
+        key, pattern = derive(self.seed, period, name, "prune_and_grow"), self._pattern
         if pattern is not None and pattern.kept is not None:
             scores = (
                 words_at(key, torch.arange(kept.numel(), device=kept.device)).reshape(kept.shape)

@@ -7,6 +7,7 @@ A mask is ``True`` or ``False`` for the whole tensor, a bool tensor that broadca
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ def same_mask(first: Mask | None, second: Mask | None) -> bool:
 def mask_to_state(mask: Mask) -> bool | Tensor | dict[str, Any]:
     """Return a mask in a form that loads under ``weights_only=True``: a seeded one as its numbers."""
     if isinstance(mask, RandomMask):
-        return mask.state()
+        return asdict(mask)
     return full_tensor(mask) if isinstance(mask, Tensor) else mask
 
 

@@ -12,7 +12,7 @@ import functools
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -144,13 +144,9 @@ class RandomMask:
             end - begin, *shape[1:]
         )
 
-    def state(self) -> dict[str, Any]:
-        """Return the numbers as a plain dict, which loads under ``weights_only=True``."""
-        return asdict(self)
-
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RandomMask:
-        """Return the mask from the result of :meth:`state`.
+        """Return the mask from its attributes as a dict.
 
         Raises:
             PolicyError: If an entry is missing or unknown.

@@ -62,13 +62,11 @@ def finite_everywhere(tensors: Iterable[Tensor]) -> bool:
 
 def mean_of_ranks(value: float) -> float:
     """Return the mean of a value over all processes; with one process, the value."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if not _has_processes():
         return value
-    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
-    total = torch.tensor(value, dtype=torch.float64, device=device)
-    distributed.all_reduce(total)
-    return float(total) / distributed.get_world_size()
+    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+    total = sum_over_processes(torch.tensor(value, dtype=torch.float64, device=device))
+    return float(total) / torch.distributed.get_world_size()
 
 
 def write_entries(tensor: Tensor, indices: Tensor, values: Tensor) -> None:
@@ -100,9 +98,12 @@ def zero_outside(tensor: Tensor, mask: Tensor) -> None:
 
 def sum_over_processes(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor over all processes; with one process, the tensor itself."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if not _has_processes():
         return tensor
     total = tensor.clone()
-    distributed.all_reduce(total)
+    torch.distributed.all_reduce(total)
     return total
+
+
+def _has_processes() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
