@@ -48,6 +48,7 @@ class Origin:
     is_counted: bool = False
 
 
+@dataclass(eq=False)
 class GradientPath:
     """The gradient path of a discrete tensor.
 
@@ -58,22 +59,15 @@ class GradientPath:
         origins: The calls whose results the tensor depends on.
         is_index: True if the discrete tensor is an index into categories or entries.
         lost_in: The function that lost the gradient.
+        version: The version of the discrete tensor, which an in-place change would increase.
     """
 
-    def __init__(
-        self,
-        tensor: Tensor | None,
-        origins: tuple[Origin, ...],
-        *,
-        is_index: bool = False,
-        lost_in: str = "",
-    ) -> None:
-        # Any, since `carry` checks that the tensors are not None before it calls a carrier.
-        self.tensor: Any = tensor
-        self.origins = origins
-        self.is_index = is_index
-        self.lost_in = lost_in
-        self.version = 0
+    # Any, since `carry` checks that the tensors are not None before it calls a carrier.
+    tensor: Any
+    origins: tuple[Origin, ...]
+    is_index: bool = False
+    lost_in: str = ""
+    version: int = 0
 
     def __reduce__(self) -> tuple:
         # Paths are neither copied nor saved with their tensor.

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
@@ -145,6 +146,7 @@ class InstallMode(DispatchMode):
             raise refusal(rule.name)
 
 
+@dataclass(eq=False, repr=False)
 class WrappedForward:
     """Runs a module's forward with the rules on its operations, boundary and parameters.
 
@@ -166,42 +168,29 @@ class WrappedForward:
         is_counted: True if a policy with ``calls=`` counts the module's calls.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        method: str,
-        session: InstallSession,
-        *,
-        name: str = "",
-        table: DispatchTable | None = None,
-        entering: Boundary | None = None,
-        leaving: Boundary | None = None,
-        through: Through | None = None,
-        scope: CallScope | None = None,
-        parameter_rules: Sequence[ParameterRules] = (),
-        signature: Signature | None = None,
-        is_counted: bool = False,
-    ) -> None:
-        self.module = module
-        self.method = method
-        self.session = session
-        self.name = name
-        self.table = table
-        self.entering = entering
-        self.leaving = leaving
-        self.through = through
-        self.scope = scope
-        self.parameter_rules = tuple(parameter_rules)
-        self.signature = signature
-        self.is_counted = is_counted
+    module: nn.Module
+    method: str
+    session: InstallSession
+    name: str
+    table: DispatchTable | None
+    entering: Boundary | None
+    leaving: Boundary | None
+    through: Through | None
+    scope: CallScope | None
+    parameter_rules: Sequence[ParameterRules]
+    signature: Signature | None
+    is_counted: bool
+
+    def __post_init__(self) -> None:
+        module, method = self.module, self.method
         # The previous entry of the module's __dict__, such as the wrapper of another library.
         self.inner: Callable | None = module.__dict__.get(method)
         # The class of a traced module has no forward of its own.
         self.is_script = isinstance(module, torch.jit.ScriptModule)
         forward = getattr(type(module), method, None)
-        self.is_relu = forward is _RELU and self.inner is None and scope is None
-        acts_at_module = parameter_rules or entering or leaving or through or scope
-        self.adds_nothing = table is not None and not acts_at_module
+        self.is_relu = forward is _RELU and self.inner is None and self.scope is None
+        acts_at_module = self.parameter_rules or self.entering or self.leaving or self.through or self.scope
+        self.adds_nothing = self.table is not None and not acts_at_module
 
     @property
     def __wrapped__(self) -> Callable:
