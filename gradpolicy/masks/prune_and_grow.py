@@ -14,15 +14,15 @@ from gradpolicy.masks.selection import (
     DISTRIBUTIONS,
     ROUNDING,
     Density,
-    as_density,
     densities,
     density_at,
+    density_of_level,
     highest,
 )
 from gradpolicy.schedules import Constant, Cosine, Linear, Ramp, Schedule
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.tensors.pattern import pattern_of
-from gradpolicy.tensors.seeded import bernoulli, check_level, density_of_level, derive, words_at
+from gradpolicy.tensors.seeded import bernoulli, check_level, derive, words_at
 from gradpolicy.tensors.sharding import full_tensor, write_entries, zero_outside
 from gradpolicy.where import match_any
 
@@ -129,7 +129,7 @@ class PruneAndGrow(GradientSource):
         anneal = anneal or ("constant" if self.timetable.stop is None else rule["anneal"])
         self.anneal = check_choice("PruneAndGrow.anneal", anneal, (*ANNEALS, "constant"))
         self.distribution = check_choice("PruneAndGrow.distribution", distribution, DISTRIBUTIONS)
-        self.density = as_density("PruneAndGrow.density", density_of_level("PruneAndGrow", density, level))
+        self.density = density_of_level("PruneAndGrow", density, level)
         if self._pattern is not None and self._pattern.kept is not None and distribution != "uniform":
             raise PolicyError(f"PruneAndGrow.distribution: level {level!r} is uniform")
         self.dense = dense

@@ -5,10 +5,10 @@ from typing import Any
 
 from gradpolicy.checks import check_flag
 from gradpolicy.masks.base import MaskSource
-from gradpolicy.masks.selection import Density, as_density, density_at
+from gradpolicy.masks.selection import Density, density_at, density_of_level
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.tensors.pattern import pattern_of
-from gradpolicy.tensors.seeded import RandomMask, check_level, density_of_level
+from gradpolicy.tensors.seeded import RandomMask, check_level
 
 
 class Random(MaskSource):
@@ -51,7 +51,7 @@ class Random(MaskSource):
     ) -> None:
         super().__init__(**timetable)
         self.level = check_level("Random.level", level)
-        self.density = as_density("Random.density", density_of_level("Random", density, level))
+        self.density = density_of_level("Random", density, level)
         self.rescale = check_flag("Random.rescale", rescale)
 
     def prepare(self) -> None:

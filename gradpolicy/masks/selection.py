@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from gradpolicy.checks import check_call, check_share
+from gradpolicy.errors import PolicyError, shown
 from gradpolicy.schedules import Constant, Ramp
+from gradpolicy.tensors.pattern import pattern_of
 
 Density = Callable[[int], float]
 """A schedule of the density by the count of effective steps (or epochs, by the source's ``unit``)."""
@@ -41,6 +43,19 @@ def as_density(key: str, value: float | Density) -> Density:
         for name in {"value", "start", "stop"} & vars(value).keys():
             check_share(f"{key}: {type(value).__name__}.{name}", vars(value)[name])
     return value
+
+
+def density_of_level(kind: str, density: float | Density | None, level: str) -> Density:
+    """Return the schedule of the density of a source, which N of M determines; the default is 0.1.
+
+    Raises:
+        PolicyError: As :func:`as_density`, or if density and level contradict each other.
+    """
+    pattern = pattern_of(level)
+    share = None if pattern is None else pattern.share
+    if share is not None and density not in (None, share):
+        raise PolicyError(f"{kind}.density: level {level!r} means {share:g}, got {shown(density)}")
+    return as_density(f"{kind}.density", (share or 0.1) if density is None else density)
 
 
 def density_at(density: Density, count: int) -> float:

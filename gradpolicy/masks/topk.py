@@ -19,8 +19,8 @@ from gradpolicy.masks.scores.score import GATHERED, as_score
 from gradpolicy.masks.selection import (
     CHUNK,
     Density,
-    as_density,
     density_at,
+    density_of_level,
     highest,
     kept_count,
     marks_of_highest,
@@ -29,7 +29,7 @@ from gradpolicy.schedules import Constant
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.tensors.packed_mask import pack, unpack
 from gradpolicy.tensors.pattern import pattern_of
-from gradpolicy.tensors.seeded import check_level, density_of_level
+from gradpolicy.tensors.seeded import check_level
 from gradpolicy.tensors.sharding import full_tensor, local_shard, shard_like
 
 SCOPES = ("model", "tensor", "row")
@@ -130,7 +130,7 @@ class TopK(GradientSource):
             raise PolicyError(
                 "TopK.start: by='change' needs steps in which the weights change; give start above 0"
             )
-        self.density = as_density("TopK.density", density_of_level("TopK", density, level))
+        self.density = density_of_level("TopK", density, level)
         self.statistics = [each for each in asks if each in STATISTICS]
         self.needs_gradients = self.score.batches is None and any(each in GATHERED for each in asks)
         self._masks: dict[str, Mask] = {}

@@ -45,19 +45,6 @@ def check_level(key: str, level: object) -> str:
     return check_choice(key, level, (*LEVELS, "2:4", "16x16"))
 
 
-def density_of_level(kind: str, density: Any, level: str) -> Any:
-    """Return the density, which N of M determines; the default is 0.1.
-
-    Raises:
-        PolicyError: If density and level contradict each other.
-    """
-    pattern = pattern_of(level)
-    share = None if pattern is None else pattern.share
-    if share is not None and density not in (None, share):
-        raise PolicyError(f"{kind}.density: level {level!r} means {share:g}, got {shown(density)}")
-    return (0.1 if share is None else share) if density is None else density
-
-
 @dataclass(frozen=True)
 class RandomMask:
     """A random mask that is drawn on demand, so that checkpoints need not store it.
