@@ -186,8 +186,8 @@ def gradcheck_rule(
         output = next(iter(outcomes(*exact)))[1]
         generator = torch.Generator("cpu").manual_seed(seed)
         losses = [loss] if loss else [_random_loss(output, generator) for _ in range(cotangents)]
-        comparison.compare(outcomes, losses, torch.finfo(dtype).eps)
-    return comparison.summary(TOLERANCES.get(dtype, COARSE) if tolerance is None else tolerance, dtype)
+        tolerance = TOLERANCES.get(dtype, COARSE) if tolerance is None else tolerance
+        return comparison.compare(outcomes, losses, tolerance, dtype)
 
 
 class _Comparison:
@@ -226,32 +226,28 @@ class _Comparison:
 
         return outcome
 
-    def compare(self, outcomes: Callable[..., Any], losses: list[Callable], eps: float) -> None:
-        """Compute the expectations of the rule's gradient and of the loss's gradient over all outcomes."""
+    def compare(
+        self, outcomes: Callable[..., Any], losses: list[Callable], tolerance: float, dtype: torch.dtype
+    ) -> RuleCheck:
+        """Return the differences of the expected gradients, over all inputs together and for each input."""
 
         def expected(*inputs: Tensor) -> Tensor:
             found = list(outcomes(*inputs))
             return torch.stack([sum(chance * of(output) for chance, output in found) for of in losses])
 
-        true, self.kinks = self._differences(expected, eps)
-        self.true = true.T
-        by_rule = [
+        true, kinks = self._differences(expected, torch.finfo(dtype).eps)
+        expectations = [
             sum(
                 chance * self._by_rule(_gradient(of, output), output)
                 for chance, output in outcomes(*self.inputs)
             )
             for of in losses
         ]
-        self.by_rule = torch.stack(by_rule)
-
-    def summary(self, tolerance: float, dtype: torch.dtype) -> RuleCheck:
-        """Return the differences over all inputs together and for each input."""
-        smooth, name = ~self.kinks, self.rule.name
+        by_rule, smooth, name = torch.stack(expectations), ~kinks, self.rule.name
         if not smooth.any():
             raise PolicyError(
                 f"rule {name!r}: every entry lies at a kink or jump of the forward; move the inputs"
             )
-        by_rule, true = self.by_rule, self.true
         index = [
             (number, *position)
             for number in self.numbers
@@ -267,7 +263,7 @@ class _Comparison:
             tolerance=tolerance,
             dtype=dtype,
             exact=overall.deviation <= bound,
-            left_out=int(self.kinks.sum()),
+            left_out=int(kinks.sum()),
             by_input=tuple(_departure(by_rule, true, own, index, bound) for own in chosen if own.any()),
         )
 
@@ -280,14 +276,14 @@ class _Comparison:
         return torch.cat([gradient.double().flatten() for gradient in flat])
 
     def _differences(self, forward: Callable[..., Tensor], eps: float) -> tuple[Tensor, Tensor]:
-        """Return the transposed Jacobian by central differences, and the mask of entries at kinks or jumps.
+        """Return the Jacobian by central differences, and the mask of entries at kinks or jumps.
 
         The step is the cube root of eps, the relative rounding error, which balances rounding and truncation
         errors. Where the forward is smooth, the difference between forward and backward differences is
         proportional to the step; at a kink or jump it is not.
         """
         centre, unit = forward(*self.inputs), eps ** (1 / 3)
-        rows, kinks = [], []
+        columns, kinks = [], []
         for number in self.numbers:
             for entry, value in enumerate(self.inputs[number].flatten().tolist()):
                 step = unit * max(1.0, abs(value))
@@ -296,11 +292,11 @@ class _Comparison:
                     above, below = (forward(*self._moved(number, entry, by)) for by in (length, -length))
                     central = (above - below) / (2 * length)
                     gaps.append((above - 2 * centre + below).abs() / length)
-                rows.append(central)
+                columns.append(central)
                 large = gaps[1] > 16 * unit * central.abs().clamp(min=1.0)
                 shrinks = (4 * gaps[0] - gaps[1]).abs() < gaps[1] / 2
                 kinks.append(bool((large & ~shrinks).any()))
-        return torch.stack(rows), rows[0].new_tensor(kinks, dtype=torch.bool)
+        return torch.stack(columns, 1), columns[0].new_tensor(kinks, dtype=torch.bool)
 
     def _moved(self, number: int, entry: int, length: float) -> tuple[Tensor, ...]:
         moved = self.inputs[number].clone(memory_format=torch.contiguous_format)
