@@ -95,6 +95,11 @@ def is_discrete(value: Any) -> bool:
     return isinstance(value, Tensor) and not is_differentiable(value)
 
 
+def floating_dtype(inputs: Sequence[Tensor]) -> torch.dtype:
+    """Return the dtype of the first floating-point tensor, or torch's default."""
+    return next((tensor.dtype for tensor in inputs if tensor.is_floating_point()), torch.get_default_dtype())
+
+
 def start_path(
     bound_rule: BoundRule,
     operation: str,
@@ -116,7 +121,7 @@ def start_path(
     Returns:
         The result.
     """
-    dtype = next((tensor.dtype for tensor in inputs if tensor.is_floating_point()), torch.get_default_dtype())
+    dtype = floating_dtype(inputs)
     if "output" not in bound_rule.reads and not in_transform():
         shape = result.shape if classes is None else (*result.shape, classes)
         values = torch.zeros((), dtype=dtype, device=result.device).expand(shape)

@@ -23,7 +23,7 @@ from gradpolicy.flow.autograd_functions import (
     replace_gradient,
 )
 from gradpolicy.flow.bound_rule import BoundRule
-from gradpolicy.flow.carrying import GradientPath, Origin, is_discrete, set_path, start_path
+from gradpolicy.flow.carrying import GradientPath, Origin, floating_dtype, is_discrete, set_path, start_path
 from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
 from gradpolicy.flow.operation_tables import OPAQUE_CALLS, Function
 from gradpolicy.flow.operations import Operation
@@ -336,10 +336,7 @@ def as_floating_point(values: Any, inputs: Sequence[Tensor]) -> Any:
 
     Otherwise it could not have a gradient. Other values are returned unchanged.
     """
-    if not is_discrete(values):
-        return values
-    dtype = next((tensor.dtype for tensor in inputs if tensor.is_floating_point()), torch.get_default_dtype())
-    return values.to(dtype)
+    return values.to(floating_dtype(inputs)) if is_discrete(values) else values
 
 
 def _filter_before(bound_rule: BoundRule) -> Callable:
