@@ -78,8 +78,18 @@ class Alone:
 class PutBack(Alone):
     """Torch's own optimizer, after each of whose steps frozen entries and their state are put back by hand.
 
-    For optimizers that count for whole tensors, and whose state of an entry begins at 0.
+    For optimizers that count for whole tensors.
+
+    Args:
+        make: makes the optimizer of some parameters.
+        starts: what to begin with.
+        begins: the state of an entry at its beginning.
+        restarts: True if a tensor of which every entry begins anew counts anew.
     """
+
+    def __init__(self, make, starts, begins=0.0, restarts=True):
+        super().__init__(make, starts)
+        self.begins, self.restarts = begins, restarts
 
     def _parts(self, start):
         return [torch.nn.Parameter(start.clone())]
@@ -93,10 +103,10 @@ class PutBack(Alone):
 
     def forget(self, place, flags):
         (parameter,) = self.entries[place]
-        if flags.all():
+        if flags.all() and self.restarts:
             self.optimizer.state.pop(parameter, None)
         for value in self._of_entries(parameter).values():
-            value.masked_fill_(flags, 0)
+            value.masked_fill_(flags, self.begins)
 
     def step(self, gradients, masks):
         before = []
@@ -109,7 +119,7 @@ class PutBack(Alone):
         for parameter, mask, value, state in before:
             parameter.data = torch.where(mask, parameter.detach(), value)
             for key, after in self._of_entries(parameter).items():
-                after.copy_(torch.where(mask, after, state.get(key, torch.zeros_like(after))))
+                after.copy_(torch.where(mask, after, state.get(key, torch.full_like(after, self.begins))))
 
 
 def without_rule(kinds):

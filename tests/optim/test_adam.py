@@ -7,28 +7,6 @@ from gradpolicy import MaskedOptimizer
 from tests.optim.alone import run_alone
 
 
-def test_tensor_correction_is_torch_with_moments_zeroed_by_hand(kernels, parameter):
-    mask = torch.rand(6, 5) < 0.5
-    by_hand = torch.nn.Parameter(parameter.detach().clone())
-    plain = torch.optim.Adam([by_hand], lr=0.1)
-    optimizer = MaskedOptimizer(
-        torch.optim.Adam([parameter], lr=0.1), frozen_state="zero", bias_correction="tensor"
-    )
-    for step in range(9):
-        if step % 3 == 0:
-            optimizer.set_mask(parameter, mask if step != 3 else ~mask)
-        active = optimizer.get_mask(parameter)
-        parameter.grad = torch.randn(6, 5, dtype=torch.float64)
-        by_hand.grad = torch.where(active, parameter.grad, 0)
-        before = by_hand.detach().clone()
-        plain.step()
-        by_hand.data = torch.where(active, by_hand, before)
-        for key in ("exp_avg", "exp_avg_sq"):
-            plain.state[by_hand][key][~active] = 0
-        optimizer.step()
-    torch.testing.assert_close(parameter.detach(), by_hand.detach(), atol=1e-12, rtol=0)
-
-
 def test_the_tensors_count_begins_anew_where_its_state_is_removed_while_it_rests(parameter):
     optimizer = MaskedOptimizer(
         torch.optim.Adam([parameter], lr=0.1), frozen_state="drop", bias_correction="tensor"
@@ -42,33 +20,6 @@ def test_the_tensors_count_begins_anew_where_its_state_is_removed_while_it_rests
     optimizer.set_mask(parameter, None)
     optimizer.step()
     torch.testing.assert_close(before - parameter.detach(), torch.full_like(before, 0.1), rtol=1e-7, atol=0)
-
-
-WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_frozen_entries_keep_every_bit(kernels, dtype, frozen_state):
-    """Zeros with a sign, infinities, and NaNs with a payload, under gradients that are no numbers."""
-    whole = WHOLE[dtype.itemsize]
-    parameter = torch.nn.Parameter(torch.randn(1000).to(dtype))
-    odd = torch.tensor([-0.0, torch.inf, -torch.inf, torch.nan], dtype=dtype).repeat(100)
-    odd.view(whole)[3::4] += torch.arange(100).to(whole) % 60
-    frozen = torch.randperm(1000)[:400]
-    with torch.no_grad():
-        parameter[frozen] = odd
-    mask = torch.ones(1000, dtype=torch.bool).index_fill_(0, frozen, False)
-    optimizer = MaskedOptimizer(torch.optim.AdamW([parameter], lr=0.1), frozen_state=frozen_state)
-    optimizer.set_mask(parameter, mask)
-    before = parameter.detach().clone()
-    for garbage in (torch.nan, torch.inf, 1.0):
-        parameter.grad = torch.full_like(parameter, 0.5)
-        parameter.grad[frozen] = garbage
-        optimizer.step()
-    assert torch.equal(parameter.detach().view(whole)[frozen], odd.view(whole))
-    assert parameter.detach()[mask].isfinite().all()
-    assert (parameter.detach() != before)[mask].all()
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

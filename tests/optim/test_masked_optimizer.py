@@ -104,25 +104,32 @@ STEPPING = {
 }
 
 
+WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 @pytest.mark.parametrize("name", STEPPING)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
-def test_frozen_entries_keep_their_bits(name, dtype, frozen_state):
-    weight = torch.nn.Parameter(torch.randn(6, 4).to(dtype))
-    optimizer = MaskedOptimizer(STEPPING[name]([weight]), frozen_state=frozen_state)
-    bad = torch.tensor([float("nan"), float("inf"), -float("inf")])
-    for step in range(9):
-        shape = [(6, 4), (6, 1), (1, 1)][step % 3]
-        mask = torch.rand(shape) < 0.5
-        optimizer.set_mask(weight, mask)
-        frozen = ~mask.expand(6, 4)
-        gradient = torch.randn(6, 4)
-        gradient[frozen] = bad[torch.randint(3, (int(frozen.sum()),))]
-        weight.grad = gradient.to(dtype)
-        before = weight.detach().clone()
+def test_frozen_entries_keep_every_bit(kernels, name, dtype, frozen_state):
+    """Zeros with a sign, infinities, and NaNs with a payload, under gradients that are no numbers."""
+    whole = WHOLE[dtype.itemsize]
+    parameter = torch.nn.Parameter(torch.randn(1000).to(dtype))
+    odd = torch.tensor([-0.0, torch.inf, -torch.inf, torch.nan], dtype=dtype).repeat(100)
+    odd.view(whole)[3::4] += torch.arange(100).to(whole) % 60
+    frozen = torch.randperm(1000)[:400]
+    with torch.no_grad():
+        parameter[frozen] = odd
+    mask = torch.ones(1000, dtype=torch.bool).index_fill_(0, frozen, False)
+    optimizer = MaskedOptimizer(STEPPING[name]([parameter]), frozen_state=frozen_state)
+    optimizer.set_mask(parameter, mask)
+    before = parameter.detach().clone()
+    for garbage in (torch.nan, torch.inf, 1.0):
+        parameter.grad = torch.full_like(parameter, 0.5)
+        parameter.grad[frozen] = garbage
         optimizer.step()
-        assert torch.equal(weight.detach()[frozen], before[frozen])
-        assert weight.isfinite().all()
+    assert torch.equal(parameter.detach().view(whole)[frozen], odd.view(whole))
+    assert parameter.detach()[mask].isfinite().all()
+    assert (parameter.detach() != before)[mask].all()
 
 
 def test_zero_empties_moments_at_once_and_drop_holds_none():
