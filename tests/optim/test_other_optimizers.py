@@ -78,20 +78,11 @@ def test_one_with_a_rule_needs_no_word(state):
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (
-            lambda weights: pytorch_optimizer.SOAP(weights, lr=0.1),
-            "SOAP keeps its moments in a rotated basis",
-        ),
-        (
-            lambda weights: pytorch_optimizer.Shampoo(weights, lr=0.1),
-            "Shampoo keeps statistics that mix all rows and all columns",
-        ),
-        (
-            lambda weights: pytorch_optimizer.ScalableShampoo(weights, lr=0.1),
-            "ScalableShampoo keeps statistics",
-        ),
-        (lambda weights: Blockwise8bit(weights, lr=0.1), "Blockwise8bit keeps one scale for a block"),
-        (lambda weights: pytorch_optimizer.FlashAdamW(weights, lr=0.1), "FlashAdamW keeps one scale"),
+        (pytorch_optimizer.SOAP, "SOAP keeps its moments in a rotated basis"),
+        (pytorch_optimizer.Shampoo, "Shampoo keeps statistics that mix all rows and all columns"),
+        (pytorch_optimizer.ScalableShampoo, "ScalableShampoo keeps statistics"),
+        (Blockwise8bit, "Blockwise8bit keeps one scale for a block"),
+        (pytorch_optimizer.FlashAdamW, "FlashAdamW keeps one scale"),
         (Packs, "Packs keeps one scale for a block of entries"),
     ],
 )
@@ -135,8 +126,7 @@ def test_the_plan_refuses_what_the_run_would_refuse():
 
 
 def test_what_decay_leaves_in_the_first_state_of_a_frozen_entry_is_emptied():
-    weight = nn.Parameter(torch.ones(2, 2))
-    optimizer = gp.MaskedOptimizer(torch.optim.Adadelta([weight], weight_decay=0.5))
+    weight, optimizer = masked(lambda weights: torch.optim.Adadelta(weights, weight_decay=0.5))
     optimizer.set_mask(weight, HALF)
     weight.grad = torch.ones(2, 2)
     optimizer.step()
@@ -204,9 +194,7 @@ def test_what_counts_for_a_whole_tensor_is_not_emptied_as_the_state_of_a_scalars
     ends = []
     for shape in ((), (1,)):
         weight = torch.nn.Parameter(torch.ones(shape))
-        optimizer = MaskedOptimizer(
-            kind([weight], lr=0.1), frozen_state="zero", bias_correction=bias_correction
-        )
+        optimizer = MaskedOptimizer(kind([weight], lr=0.1), "zero", bias_correction)
         for mask in (True, True, False, True, True):
             optimizer.set_mask(weight, torch.tensor(mask))
             weight.grad = torch.ones(shape)

@@ -55,10 +55,8 @@ def test_values_are_repacked_from_one_index_to_another(blocks, dtype):
         values = (torch.randn(blocks, block) * 100).to(dtype)
         expected = torch.where(source.unsqueeze(1), values, 7)[target]
         for kernels, form in itertools.product((NATIVE, REFERENCE), (pack_bits, positions)):
-            indices = [
-                None if share is None else form(flags)
-                for share, flags in zip(shares, (source, target), strict=True)
-            ]
+            pairs = zip(shares, (source, target), strict=True)
+            indices = [None if share is None else form(flags) for share, flags in pairs]
             repacked = kernels.repack(values[source], *indices, block, blocks, 7)
             assert torch.equal(repacked, expected.view(-1)), (block, shares)
 
@@ -107,9 +105,8 @@ def adam_update(blocks, block, dtype, packed, shared, ages_dtype=torch.int16):
     index = None
     if packed:
         index = pack_bits(active)
-        state = {
-            name: REFERENCE.repack(value, None, index, block, blocks, 0.0) for name, value in state.items()
-        }
+        packing = None, index, block, blocks, 0.0
+        state = {name: REFERENCE.repack(value, *packing) for name, value in state.items()}
         ages = ages[active].clone()
     return EntryUpdate(parameter, gradient, state, ages, block, index, 2, 5 if shared else None)
 
@@ -119,21 +116,24 @@ def copied(update):
     return dataclasses.replace(update, parameter=update.parameter.clone(), state=state)
 
 
+def adam_numbers(dtype, length=100, **settings):
+    """Adam's rule, its settings, and its numbers by age."""
+    rule = Adam(torch.optim.Adam([torch.zeros(1, requires_grad=True)], **settings))
+    ages = torch.arange(1, length + 1, dtype=torch.float64)
+    exact = torch.float64 if dtype is torch.float64 else torch.float32
+    numbers = torch.stack(rule.numbers(ages, 0.9, 0.999), 1).to(exact).contiguous()
+    return rule, rule.settings(rule.optimizer.param_groups[0]), numbers
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("blocks", "block"), [(70001, 1), (300, 257), (40, 3), (65, 1)])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("ages_dtype", [torch.int16, torch.int32])
 def test_updates_agree(dtype, blocks, block, packed, shared, ages_dtype):
-    updates = [
-        adam_update(blocks, block, dtype, packed, shared, ages_dtype),
-        adam_update(9, 1, dtype, False, shared),
-    ]
-    rule = Adam(torch.optim.Adam([torch.zeros(1, requires_grad=True)]))
-    settings = rule.settings(rule.optimizer.param_groups[0])
-    exact = torch.float64 if dtype is torch.float64 else torch.float32
-    ages = torch.arange(1, 101, dtype=torch.float64)
-    numbers = torch.stack(rule.numbers(ages, 0.9, 0.999), 1).to(exact).contiguous()
+    updates = [adam_update(blocks, block, dtype, packed, shared, ages_dtype)]
+    updates += [adam_update(9, 1, dtype, False, shared)]
+    rule, settings, numbers = adam_numbers(dtype)
     ends = []
     for kernels, form in itertools.product(
         (NATIVE, REFERENCE), (pack_bits, positions) if packed else (None,)
@@ -191,11 +191,7 @@ def test_values_are_repacked_alike_on_every_processor(every_processor, dtype, sh
 @needs_vectors
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_updates_give_the_same_bits_on_every_processor(every_processor, dtype):
-    rule = Adam(torch.optim.Adam([torch.zeros(1, requires_grad=True)], weight_decay=0.1))
-    settings = rule.settings(rule.optimizer.param_groups[0])
-    exact = torch.float64 if dtype is torch.float64 else torch.float32
-    ages = torch.arange(1, 101, dtype=torch.float64)
-    numbers = torch.stack(rule.numbers(ages, 0.9, 0.999), 1).to(exact).contiguous()
+    rule, settings, numbers = adam_numbers(dtype, weight_decay=0.1)
     update = adam_update(5001, 1, dtype, False, False)
     ends, libraries = [], set()
     for _ in every_processor:
@@ -229,18 +225,11 @@ def test_an_accelerators_code_is_compiled_once_whatever_ages_masks_and_shapes(
     compilations, monkeypatch, block, packed
 ):
     monkeypatch.setattr(reference, "JOINED", 2000)
-    rule = Adam(torch.optim.Adam([torch.zeros(1, requires_grad=True)]))
-    settings = rule.settings(rule.optimizer.param_groups[0])
-    ages = torch.arange(1, 4097, dtype=torch.float64)
     for length, sizes in ((1024, [50, 300]), (1024, [7, 9, 64, 11]), (2048, [3000]), (4096, [3000, 77])):
-        numbers = torch.stack(rule.numbers(ages[:length], 0.9, 0.999), 1).float().contiguous()
+        rule, settings, numbers = adam_numbers(torch.float32, length)
         for uncounted in range(3):
-            updates = [
-                dataclasses.replace(
-                    adam_update(size, block, torch.float32, packed, False), uncounted=uncounted
-                )
-                for size in sizes
-            ]
+            made = [adam_update(size, block, torch.float32, packed, False) for size in sizes]
+            updates = [dataclasses.replace(each, uncounted=uncounted) for each in made]
             expected = [copied(update) for update in updates]
             REFERENCE.update(rule, settings, numbers, updates)
             with monkeypatch.context() as patch:
