@@ -2,13 +2,12 @@
 
 import dataclasses
 import inspect
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from gradpolicy.errors import NAMED, PolicyError, refuse_unknown_arguments, shown
+from gradpolicy.errors import NAMED, PolicyError, refuse_unknown_arguments, shown, warn_user
 from gradpolicy.schedules import Constant
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.when import Timetable
@@ -275,11 +274,10 @@ class StaticSource(MaskSource):
         times = dataclasses.asdict(self.timetable)
         given = sorted(key for key, value in times.items() if value != _DEFAULTS[key])
         if given:
-            warnings.warn(
+            warn_user(
                 f"{type(self).__name__}: {' and '.join(given)} make no difference, since its masks never "
                 "change; for a policy that holds only at some times, give the policy "
-                "when=gradpolicy.When(...)",
-                stacklevel=3,
+                "when=gradpolicy.When(...)"
             )
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:

@@ -1,7 +1,6 @@
 """The base class of sources that choose masks by gradients summed over steps."""
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.checks import check_whole
+from gradpolicy.errors import warn_user
 from gradpolicy.masks.base import MaskSource
 from gradpolicy.tensors.sharding import full_tensor, shard_like
 
@@ -50,10 +50,9 @@ class GradientSource(MaskSource):
         self.decided, self.decided_at = -1, 0
         times = self.timetable
         if self.needs_gradients and (self.window or 0) > (times.every or math.inf):
-            warnings.warn(
+            warn_user(
                 f"{type(self).__name__}: window={self.window} is longer than every={times.every}; each "
-                f"change waits for {self.window} {times.unit}s of gradients of its own",
-                stacklevel=3,
+                f"change waits for {self.window} {times.unit}s of gradients of its own"
             )
 
     def wants_gradients(self, step: int, epoch: int) -> bool:

@@ -1,12 +1,12 @@
 """Masks of the zeros of a checkpoint."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradpolicy.errors import warn_user
 from gradpolicy.masks.base import StaticSource
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.tensors.sharding import full_tensor, zero_outside
@@ -43,7 +43,7 @@ class Zeros(StaticSource):
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
         """Return the masks."""
         if all(mask is True for mask in self._masks.values()):
-            warnings.warn("Zeros: no entry of a matrix is 0, so that all trains", stacklevel=2)
+            warn_user("Zeros: no entry of a matrix is 0, so that all trains")
         return super().masks(step, epoch)
 
     @torch.no_grad()
