@@ -585,7 +585,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
             self._only_probed = False
         saved = [(masked, masked.save_frozen()) for masked in frozen]
         if isinstance(self.inner, torch.optim.SGD):
-            begin_momenta(self.inner, self._scale)
+            begin_momenta(self.inner, self._wrapped.group_of, self._scale)
         with applied(self.inner, self._wrapped.settings):
             result = self.inner.step(closure) if closure is not None else self.inner.step()
         for masked, names in saved:

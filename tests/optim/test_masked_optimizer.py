@@ -297,6 +297,25 @@ def test_state_that_a_third_party_keeps_for_the_whole_optimizer_is_counted_too()
         assert optimizer.state_bytes() == optimizer_bytes(plain) == expected
 
 
+def test_fused_sgd_takes_a_tensor_with_weight_decay_of_its_own_that_joins_later():
+    """As in a param group made by hand."""
+    moved = []
+    for by_hand in (False, True):
+        torch.manual_seed(0)
+        first, later = (torch.nn.Parameter(torch.randn(4)) for _ in range(2))
+        settings = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1, "fused": True}
+        groups = (
+            [{"params": [first]}, {"params": [later], "weight_decay": 0.4}] if by_hand else [first, later]
+        )
+        optimizer = MaskedOptimizer(torch.optim.SGD(groups, **settings))
+        optimizer.set_settings({} if by_hand else {later: {"weight_decay": 0.4}})
+        for step in range(3):
+            first.grad, later.grad = torch.ones(4), torch.ones(4) if step else None
+            optimizer.step()
+        moved.append((first, later))
+    assert all(map(torch.equal, *moved))
+
+
 @pytest.mark.parametrize("dampening", [0.0, 0.3])
 @pytest.mark.parametrize("frozen_state", ["keep", "zero"])
 def test_fused_sgd_takes_tensors_that_join_later(frozen_state, dampening):

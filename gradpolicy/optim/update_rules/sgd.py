@@ -6,6 +6,7 @@ d = b, with Nesterov  g + mu b, without momentum  g
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class SGD(UpdateRule):
         return parameter - lr * direction, {"momentum_buffer": buffer}
 
 
-def begin_momenta(optimizer: torch.optim.SGD, scale: float) -> None:
+def begin_momenta(optimizer: torch.optim.SGD, group_of: Callable[[Tensor], Group], scale: float) -> None:
     """Create momentum buffers of parameters whose first gradient comes later than that of others.
 
     Torch's fused step needs the momentum buffers of a group to exist all or not at all. The buffer created
@@ -67,6 +68,7 @@ def begin_momenta(optimizer: torch.optim.SGD, scale: float) -> None:
 
     Args:
         optimizer: The optimizer, before its step.
+        group_of: Returns the param group of a parameter, with its own settings in it.
         scale: The factor that the gradients are multiplied by.
     """
     for group in optimizer.param_groups:
@@ -78,6 +80,6 @@ def begin_momenta(optimizer: torch.optim.SGD, scale: float) -> None:
             buffer = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             if group["dampening"]:
                 buffer.add_(parameter.grad, alpha=sign_of(group) / scale)
-                buffer.add_(parameter, alpha=group["weight_decay"])
+                buffer.add_(parameter, alpha=group_of(parameter)["weight_decay"])
                 buffer.mul_(group["dampening"] / group["momentum"])
             optimizer.state[parameter]["momentum_buffer"] = buffer
