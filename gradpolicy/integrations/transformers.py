@@ -70,9 +70,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
 
     # ---- installing and removing
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, *_: Any, **kwargs: Any) -> None:
         """Check that the Trainer's settings are supported, before anything is prepared.
 
         Also make sure that policies are removed if training fails, for which there is no event.
@@ -118,9 +116,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
 
         trainer.accelerator.prepare = prepare_and_install
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
         """Install all policies: the model and the optimizer are prepared, and a checkpoint is loaded."""
         trainer = _calling_trainer()
         self._evaluated: dict[str, float] = {}
@@ -172,9 +168,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         if not _is_deepspeed(trainer):
             self._observe_before_clipping(trainer)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         """Remove everything from the model and the optimizer."""
         if self.freezer is not None:
             self.freezer.finish()
