@@ -76,45 +76,49 @@ def adapter_of(directory: Path) -> tuple[dict[str, Any], State]:
     return config, load_file(directory / "adapter_model.safetensors")
 
 
+def exported(model: Any, base: Any, path: Path, **options: Any) -> Path:
+    """Save what changed as `a`, and as an adapter, whose directory is returned."""
+    gp.delta.save(path / "a", model, base, **options)
+    gp.delta.to_peft(path / "a", path / "adapter")
+    return path / "adapter"
+
+
+def check_back(path: Path, *bases: Any) -> None:
+    """Check that the adapter becomes the same file, by itself and with each of these bases."""
+    for base in (None, *bases):
+        gp.delta.from_peft(path / "adapter", path / "b", base)
+        assert (path / "b").read_bytes() == (path / "a").read_bytes()
+
+
 # ---- there
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tied", [True, False])
-def test_rows_of_tokens_give_the_same_bits_in_peft_and_come_back(
-    tied: bool, dtype: torch.dtype, tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_rows_of_tokens_give_the_same_bits_in_peft_and_come_back(tied, dtype, tmp_path, recwarn):
     base = llama(tied=tied, dtype=dtype)
     model = copy.deepcopy(base)
     train_tokens(model)
-    gp.delta.save(tmp_path / "a", model, base)
-    gp.delta.to_peft(tmp_path / "a", tmp_path / "adapter")
-    config, tensors = adapter_of(tmp_path / "adapter")
+    adapter = exported(model, base, tmp_path)
+    config, tensors = adapter_of(adapter)
     assert (config["peft_type"], config["token_indices"]) == ("TRAINABLE_TOKENS", [5, 55])
     assert {tensor.shape for tensor in tensors.values()} == {(2, 32)}
-    check_in_peft(base, model, tmp_path / "adapter")
+    check_in_peft(base, model, adapter)
     assert not [warning for warning in recwarn if "adapter" in str(warning.message)]
-    for given in (None, base, base.state_dict()):
-        gp.delta.from_peft(tmp_path / "adapter", tmp_path / "b", given)
-        assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
+    check_back(tmp_path, base, base.state_dict())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_entries_of_linear_layers_give_the_same_bits_in_peft_and_come_back(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_entries_of_linear_layers_give_the_same_bits_in_peft_and_come_back(dtype, tmp_path):
     base = llama(tied=False, dtype=dtype)
     model = copy.deepcopy(base)
     train_entries(model)
-    gp.delta.save(tmp_path / "a", model, base)
-    gp.delta.to_peft(tmp_path / "a", tmp_path / "adapter")
-    config, tensors = adapter_of(tmp_path / "adapter")
+    adapter = exported(model, base, tmp_path)
+    config, tensors = adapter_of(adapter)
     assert config["peft_type"] == "SHIRA"
     assert {len(tensors[key]) for key in tensors if "q_proj.shira_weight" in key} == {config["r"] * 64}
-    check_in_peft(base, model, tmp_path / "adapter")
-    for given in (None, base):
-        gp.delta.from_peft(tmp_path / "adapter", tmp_path / "b", given)
-        assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
+    check_in_peft(base, model, adapter)
+    check_back(tmp_path, base)
 
 
 def test_layers_with_biases_and_a_new_head_go_into_one_adapter(tmp_path: Path) -> None:
@@ -124,17 +128,14 @@ def test_layers_with_biases_and_a_new_head_go_into_one_adapter(tmp_path: Path) -
     model.classifier.load_state_dict(bert(seed=1).classifier.state_dict())
     with torch.no_grad():
         model.classifier.bias += 1.0
-    gp.delta.save(tmp_path / "a", model, base, replaces="classifier.*")
-    gp.delta.to_peft(tmp_path / "a", tmp_path / "adapter")
-    assert adapter_of(tmp_path / "adapter")[0]["modules_to_save"] == ["classifier"]
-    check_in_peft(base, model, tmp_path / "adapter")
+    adapter = exported(model, base, tmp_path, replaces="classifier.*")
+    assert adapter_of(adapter)[0]["modules_to_save"] == ["classifier"]
+    check_in_peft(base, model, adapter)
     # Another new head in the base makes no difference.
     other = copy.deepcopy(base)
     other.classifier.load_state_dict(bert(seed=2).classifier.state_dict())
-    check_in_peft(other, model, tmp_path / "adapter")
-    for given in (None, other):
-        gp.delta.from_peft(tmp_path / "adapter", tmp_path / "b", given)
-        assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
+    check_in_peft(other, model, adapter)
+    check_back(tmp_path, other)
 
 
 # ---- back, from adapters that PEFT has written
@@ -163,16 +164,19 @@ def test_adapters_that_peft_trained_become_deltas(tmp_path: Path) -> None:
         assert all(torch.equal(expected[key], weight) for key, weight in model.state_dict().items())
 
 
-def test_an_adapter_that_was_trained_further_needs_its_base(tmp_path: Path) -> None:
-    base = {"a.weight": torch.zeros(20, 4)}
-    model = {"a.weight": base["a.weight"].index_fill(0, torch.tensor([3]), 1.0)}
-    gp.delta.save(tmp_path / "a", model, base)
-    gp.delta.to_peft(tmp_path / "a", tmp_path / "adapter")
-    file = tmp_path / "adapter" / "adapter_model.safetensors"
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    base, model = {"a.weight": torch.zeros(20, 4)}, {"a.weight": torch.zeros(20, 4)}
+    model["a.weight"][3] = 1.0
+    return exported(model, base, tmp_path)
+
+
+def test_an_adapter_that_was_trained_further_needs_its_base(adapter: Path, tmp_path: Path) -> None:
+    file, base = adapter / "adapter_model.safetensors", {"a.weight": torch.zeros(20, 4)}
     save_file({key: tensor + 1.0 for key, tensor in load_file(file).items()}, file)
     with pytest.raises(PolicyError, match="has changed since it was written, so its base is needed"):
-        gp.delta.from_peft(tmp_path / "adapter", tmp_path / "b")
-    gp.delta.from_peft(tmp_path / "adapter", tmp_path / "b", base)
+        gp.delta.from_peft(adapter, tmp_path / "b")
+    gp.delta.from_peft(adapter, tmp_path / "b", base)
     gp.delta.apply(base, tmp_path / "b")
     assert base["a.weight"][3].tolist() == [2.0] * 4
 
@@ -188,56 +192,51 @@ def changed(**places: object) -> Callable[[State], None]:
     return change
 
 
-REFUSED: dict[str, tuple[Callable[[State], None], tuple[str, ...], str]] = {
-    "nothing": (changed(), (), "no tensor differs from the base"),
-    "a bias": (changed(linear__bias=1), (), "'linear.bias' changed; PEFT has rows and entries"),
-    "a convolution": (changed(conv__weight=(0, 0, 0)), (), "'conv.weight' changed; PEFT"),
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "nothing": (changed(), "no tensor differs from the base"),
+    "a bias": (changed(linear__bias=1), "'linear.bias' changed; PEFT has rows and entries"),
+    "a convolution": (changed(conv__weight=(0, 0, 0)), "'conv.weight' changed; PEFT"),
     "entries of an embedding": (
         changed(embed__weight=(1, 1)),
-        (),
         "'embed.weight' is an embedding.* but 'embed.weight' changed in single entries",
     ),
     "both kinds": (
         changed(embed__weight=1, linear__weight=(1, 1)),
-        (),
         "'embed.weight' is an embedding.* but 'linear.weight' changed in single entries",
     ),
     "different rows": (
         changed(embed__weight=1, linear__weight=2),
-        (),
         "'embed.weight' is an embedding.* but 'linear.weight' changed in other rows than 'embed.weight'",
     ),
     "the head's bias": (
         changed(embed__weight=1, linear__weight=1),
-        (),
         r"but PEFT would drop 'linear.bias' \(peft issue 3649\)",
     ),
     "rows beside a new head": (
         changed(embed__weight=1),
-        ("linear.*",),
         "but 'linear.bias', which is replaced, has no place there",
+        "linear.*",
     ),
     "a part of a module": (
         changed(conv2d__weight=(1, 1)),
-        ("linear.weight",),
         "PEFT replaces whole modules, but 'linear.bias' is not replaced",
+        "linear.weight",
     ),
     "too many entries": (
         changed(linear__weight=slice(0, 7), thin__weight=(0, 0)),
-        (),
         "'linear.weight' needs r = 3, and 'thin.weight' allows at most 0",
     ),
     "infinite": (
         lambda state: state["linear.weight"].view(-1)[3:4].fill_(torch.inf),
-        (),
         "'linear.weight' has values that no sum with the base gives",
     ),
 }
+"""What changes, the refusal, and what is replaced."""
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_peft_cannot_hold_is_refused_with_its_name(kind: str, tmp_path: Path) -> None:
-    change, replaces, message = REFUSED[kind]
+    change, message, *replaces = REFUSED[kind]
     base = {
         "embed.weight": torch.zeros(20, 6),
         "linear.weight": torch.zeros(10, 6),
@@ -248,38 +247,22 @@ def test_what_peft_cannot_hold_is_refused_with_its_name(kind: str, tmp_path: Pat
     }
     model = {name: tensor.clone() for name, tensor in base.items()}
     change(model)
-    gp.delta.save(tmp_path / "a", model, base, replaces=replaces)
     with pytest.raises(PolicyError, match=message) as caught:
-        gp.delta.to_peft(tmp_path / "a", tmp_path / "adapter")
+        exported(model, base, tmp_path, replaces=replaces)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "adapter").exists()
 
 
 def test_tied_names_need_one_that_is_the_input_embedding(tmp_path: Path) -> None:
-    for names, message in (
-        (("shared.weight", "head.weight"), "unclear which is the input embedding"),
-        (("a_embed.weight", "b_embed.weight"), "unclear which is the input embedding"),
+    for names, columns, message in (
+        (("shared.weight", "head.weight"), 4, "unclear which is the input embedding"),
+        (("a_embed.weight", "b_embed.weight"), 4, "unclear which is the input embedding"),
+        (("l.weight", "m.weight"), 1, "SHiRA has no tied weights"),
     ):
         base, model = torch.zeros(20, 4), torch.zeros(20, 4)
-        model[3] = 1.0
-        gp.delta.save(tmp_path / "a", dict.fromkeys(names, model), dict.fromkeys(names, base))
+        model[3, :columns] = 1.0
         with pytest.raises(PolicyError, match=message):
-            gp.delta.to_peft(tmp_path / "a", tmp_path / "adapter")
-    model[3, 1:] = 0.0
-    gp.delta.save(
-        tmp_path / "a", dict.fromkeys(("l.weight", "m.weight"), model), {"l.weight": base, "m.weight": base}
-    )
-    with pytest.raises(PolicyError, match="SHiRA has no tied weights"):
-        gp.delta.to_peft(tmp_path / "a", tmp_path / "adapter")
-
-
-@pytest.fixture
-def adapter(tmp_path: Path) -> Path:
-    base, model = {"a.weight": torch.zeros(20, 4)}, {"a.weight": torch.zeros(20, 4)}
-    model["a.weight"][3] = 1.0
-    gp.delta.save(tmp_path / "a", model, base)
-    gp.delta.to_peft(tmp_path / "a", tmp_path / "adapter")
-    return tmp_path / "adapter"
+            exported(dict.fromkeys(names, model), dict.fromkeys(names, base), tmp_path)
 
 
 def test_no_directory_with_files_is_written_to(adapter: Path, tmp_path: Path) -> None:
@@ -305,9 +288,7 @@ def edit(directory: Path, **values: object) -> None:
         ({"token_indices": "3"}, "does not fit"),
     ],
 )
-def test_adapters_of_another_kind_are_refused(
-    values: dict[str, object], message: str, adapter: Path, tmp_path: Path
-) -> None:
+def test_adapters_of_another_kind_are_refused(values, message, adapter, tmp_path):
     edit(adapter, **values)
     with pytest.raises(PolicyError, match=message):
         gp.delta.from_peft(adapter, tmp_path / "b", {"a.weight": torch.zeros(20, 4)})

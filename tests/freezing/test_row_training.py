@@ -88,9 +88,7 @@ def with_installed_flow_policies(model: Classifier, policies: dict[str, gp.Freez
 @pytest.mark.parametrize("train", [in_a_plain_loop, under_lightning, with_installed_flow_policies])
 @pytest.mark.parametrize("frozen_state", ["keep", "drop"])
 @pytest.mark.parametrize("source", SOURCES)
-def test_rows_move_as_with_whole_gradients(
-    source: str, frozen_state: str, train: Callable[..., None]
-) -> None:
+def test_rows_move_as_with_whole_gradients(source, frozen_state, train):
     policies = {"rows": gp.Freeze(SOURCES[source](), params="*.weight", frozen_state=frozen_state)}
     model, reference = Classifier(), Classifier(whole=True)
     before = copy.deepcopy(model.state_dict())
@@ -115,9 +113,7 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rule", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
-def test_every_update_rule_takes_rows(
-    rule: type[torch.optim.Optimizer], dtype: torch.dtype, mask: str
-) -> None:
+def test_every_update_rule_takes_rows(rule, dtype, mask):
     """In C, and in torch's kernels, which take float16."""
     weights = [nn.Parameter(torch.arange(12.0).view(4, 3).to(dtype)) for _ in range(2)]
     for number, weight in enumerate(weights):

@@ -71,9 +71,7 @@ def test_a_resumed_run_and_another_rank_have_the_same_masks(kind: type[MaskSourc
 
 
 @each_source
-def test_its_masks_fit_and_layers_freeze_only_where_it_says_so(
-    kind: type[MaskSource], stack: nn.Module
-) -> None:
+def test_its_masks_fit_and_layers_freeze_only_where_it_says_so(kind, stack):
     source, parameters = example(kind), dict(stack.named_parameters())
     source.setup(parameters, seed=0)
     frozen = set()

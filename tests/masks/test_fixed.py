@@ -78,9 +78,7 @@ def test_a_file_must_hold_masks(prepared, tmp_path, held, message: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [gp.masks.Fixed, gp.masks.Rows])
-def test_a_timetable_is_taken_and_said_to_make_no_difference(
-    kind: type, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_a_timetable_is_taken_and_said_to_make_no_difference(kind, recwarn):
     source = kind(True if kind is gp.masks.Fixed else 0, every=5, start=3)
     (warning,) = [str(found.message) for found in recwarn]
     assert warning.startswith(f"{kind.__name__}: every and start make no difference")

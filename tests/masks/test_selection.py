@@ -159,9 +159,7 @@ def test_erk_fills_the_smallest_tensors_first() -> None:
     density=st.floats(0.01, 1.0),
 )
 @settings(max_examples=60, deadline=None)
-def test_erk_meets_the_density_of_the_whole_and_none_exceeds_one(
-    shapes: list[list[int]], density: float
-) -> None:
+def test_erk_meets_the_density_of_the_whole_and_none_exceeds_one(shapes, density):
     named = {str(place): shape for place, shape in enumerate(shapes)}
     shares = densities(named, density, "erk")
     sizes = {name: math.prod(shape) for name, shape in named.items()}

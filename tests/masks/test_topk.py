@@ -118,9 +118,7 @@ def test_rows_are_chosen_by_their_mean(prepared, weights) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("place", ["head.weight", "embed.weight"])
-def test_a_step_with_a_gradient_that_is_not_finite_does_not_count(
-    stack, tokens, bad: float, place: str
-) -> None:
+def test_a_step_with_a_gradient_that_is_not_finite_does_not_count(stack, tokens, bad, place):
     """Mixed precision skips such a step, also where the gradient is none of the source's."""
     choices = []
     for attempts in ([1, 1, 1], [1, 2, 1]):
