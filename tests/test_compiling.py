@@ -27,17 +27,13 @@ def libraries(source: Path) -> list[Path]:
 
 
 def test_a_source_is_compiled_once_and_again_when_it_changes(source: Path) -> None:
-    library = compiled(source)
-    assert library is not None
-    assert library.gradpolicy_twice(21) == 42
+    assert compiled(source).gradpolicy_twice(21) == 42
     (first,) = libraries(source)
     stamp = first.stat().st_mtime_ns
     compiled(source)
     assert first.stat().st_mtime_ns == stamp
     source.write_text(SOURCE.replace("2 *", "3 *"))
-    changed = compiled(source)
-    assert changed is not None
-    assert changed.gradpolicy_twice(21) == 63
+    assert compiled(source).gradpolicy_twice(21) == 63
     assert len(libraries(source)) == 2
 
 
@@ -71,9 +67,7 @@ def test_an_error_in_a_source_is_no_error_of_the_run(source: Path) -> None:
 
 def test_the_compiler_named_may_have_arguments(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", f"{shutil.which('cc') or shutil.which('gcc')} -DNONE")
-    library = compiled(source)
-    assert library is not None
-    assert library.gradpolicy_twice(21) == 42
+    assert compiled(source).gradpolicy_twice(21) == 42
 
 
 def test_a_process_without_a_home_shares_a_folder_with_others_of_its_user(source, monkeypatch) -> None:

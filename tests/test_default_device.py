@@ -5,6 +5,7 @@ The default device is "meta" here: a tensor created on it by mistake has no valu
 
 import copy
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -51,18 +52,18 @@ def trained(source: MaskSource, default: str, folder: Path) -> dict[str, Tensor]
     return model.state_dict()
 
 
-@pytest.mark.parametrize("kind", SOURCES.values(), ids=SOURCES)
-def test_each_source_trains_and_resumes(kind: type[MaskSource], tmp_path: Path) -> None:
-    expected, found = (trained(example(kind), default, tmp_path) for default in ("cpu", "meta"))
+SCORED = {
+    f"{level}s by {name}": lambda by=by, level=level: gp.masks.TopK(0.3, by=by, level=level)
+    for name, by in {"magnitude": "magnitude", "Fisher": Fisher([BATCH, BATCH], loss_of)}.items()
+    for level in ("entry", "row")
+}
+EXAMPLES = {name: partial(example, kind) for name, kind in SOURCES.items()} | SCORED
+
+
+@pytest.mark.parametrize("source", EXAMPLES)
+def test_each_source_trains_and_resumes(source: str, tmp_path: Path) -> None:
+    expected, found = (trained(EXAMPLES[source](), default, tmp_path) for default in ("cpu", "meta"))
     assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-
-
-@pytest.mark.parametrize("by", ["magnitude", Fisher([BATCH, BATCH], loss_of)], ids=["magnitude", "fisher"])
-@pytest.mark.parametrize("level", ["entry", "row"])
-def test_scores_choose(by: object, level: str, tmp_path: Path) -> None:
-    source = gp.masks.TopK(0.3, by=by, level=level)
-    expected, found = (trained(copy.deepcopy(source), default, tmp_path) for default in ("cpu", "meta"))
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 

@@ -10,24 +10,12 @@ def test_a_value_is_shown_in_one_line_and_cut_where_it_is_long():
     assert "\n" not in shown(type("Lines", (), {"__repr__": lambda self: "one\ntwo"})())
 
 
-def test_case_does_not_matter():
+def test_a_close_name_or_else_the_first_of_all_are_listed_in_any_case():
     assert nearest("RELU", ["relu", "floor"], count=1) == "did you mean 'relu'?"
-
-
-def test_a_class_is_named_and_not_its_module():
+    # A class, and not its module.
     assert nearest("Rondom", ["Random", "random"]) == "did you mean 'Random'?"
-
-
-def test_without_a_close_name_all_are_listed_where_they_are_few():
     assert nearest("zzz", ["b", "a"]) == "valid names: 'a', 'b'"
-
-
-def test_a_long_list_is_cut():
-    listed = nearest("zzz", [f"name{number:02}" for number in range(20)])
-    assert listed.endswith("'name11', …")
-
-
-def test_without_candidates_nothing_is_said():
+    assert nearest("zzz", [f"name{number:02}" for number in range(20)]).endswith("'name11', …")
     assert nearest("a", []) == ""
     assert str(unknown("rule", "a", [])) == "unknown rule 'a'"
 

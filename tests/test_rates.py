@@ -80,13 +80,11 @@ def test_a_wrapped_optimizer_has_its_old_rates_after_the_block(stack, tokens) ->
 def test_rates_go_with_masks(stack, tokens, kind: str) -> None:
     """Masks on param groups made by hand are the reference."""
     peer = copy.deepcopy(stack)
-    freeze = {"half": lambda: gp.Freeze(gp.masks.Random(0.5, every=2), params="blocks.*")}
-    policies = {name: make() for name, make in freeze.items()}
-    with gp.training(stack, MAKES[kind](stack.parameters()), {**policies, "rates": gp.Rates(RATES)}) as own:
-        train(stack, own, tokens)
-    policies = {name: make() for name, make in freeze.items()}
-    with gp.training(peer, MAKES[kind](groups_by_hand(peer)), policies) as by_hand:
-        train(peer, by_hand, tokens)
+    groups = groups_by_hand(peer)
+    for model, given, more in ((stack, stack.parameters(), [gp.Rates(RATES)]), (peer, groups, [])):
+        half = gp.Freeze(gp.masks.Random(0.5, every=2), params="blocks.*")
+        with gp.training(model, MAKES[kind](given), [half, *more]) as optimizer:
+            train(model, optimizer, tokens)
     assert equal(stack, peer)
 
 

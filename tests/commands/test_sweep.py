@@ -237,9 +237,7 @@ def test_ctrl_c_while_a_program_imports_ends_it_without_a_traceback(tmp_path: Pa
 
 def test_a_job_of_a_sweep_is_recorded_as_one(train) -> None:
     ended = train("-m", "seed=1", "test=false")
-    record = RunRecord.load(sweep_of(ended) / "0")
-    assert record is not None
-    assert record.kind == "sweep"
+    assert RunRecord.load(sweep_of(ended) / "0").kind == "sweep"
 
 
 def test_the_table_has_the_whole_name_of_its_study(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def attributions_of_ranks(strategy: str, folder: str) -> Tensor:
         drawn.extend(given)
         return picture_grid(given[:1], "one")
 
-    attribution_pictures.picture_grid = keep  # type: ignore[assignment]
+    attribution_pictures.picture_grid = keep
     try:
         trainer = Trainer(
             accelerator="gpu" if here().type == "cuda" else "cpu",

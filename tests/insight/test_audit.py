@@ -148,32 +148,27 @@ def test_the_exact_entries_and_the_step_are_named(fit, tmp_path):
     assert (found["step"], found["indices"], found["policy"]) == (4, [[0, 1]], "half")
 
 
-def test_a_write_to_kept_optimizer_state_is_found(fit, tmp_path):
-    def write(trainer, pl_module):
-        trainer.optimizers[0].state[pl_module.trunk[0].weight]["exp_avg"].add_(1e-9)
+def write_to_state(trainer, pl_module):
+    trainer.optimizers[0].state[pl_module.trunk[0].weight]["exp_avg"].add_(1e-9)
 
-    with pytest.raises(PolicyError, match="of the state exp_avg changed"):
-        fit(frozen(), Meddler(write), audit=FULL)
-    assert written(tmp_path)["differences"][0]["what"] == "state exp_avg"
+
+def take_off_the_mask(trainer, pl_module):
+    trainer.optimizers[0].set_mask(pl_module.trunk[0].weight, None)
+
+
+@pytest.mark.parametrize(("act", "what"), [(write_to_state, "state exp_avg"), (take_off_the_mask, "weight")])
+def test_what_is_done_to_the_optimizer_behind_the_policies_back_is_found(fit, tmp_path, act, what):
+    with pytest.raises(PolicyError, match=f"frozen entries of the {what} changed"):
+        fit(frozen(), Meddler(act), audit=FULL)
+    assert written(tmp_path)["differences"][0]["what"] == what
 
 
 @pytest.mark.parametrize("audit", [FULL, {}])
 def test_weights_that_are_written_as_training_ends_are_found(fit, tmp_path, audit):
-    def write_all(trainer, pl_module):
-        for parameter in pl_module.parameters():
-            parameter.add_(1e-3)
-
+    write = Meddler(lambda _, module: [p.add_(1e-3) for p in module.parameters()], "on_train_end", at=0)
     with pytest.raises(PolicyError, match="frozen entries of the weight changed"):
-        fit(turning(every=4), Meddler(write_all, "on_train_end", at=0), audit=audit)
+        fit(turning(every=4), write, audit=audit)
     assert written(tmp_path)["changed"] >= 1
-
-
-def test_a_mask_taken_off_behind_the_policies_back_is_found(fit):
-    def release(trainer, pl_module):
-        trainer.optimizers[0].set_mask(pl_module.trunk[0].weight, None)
-
-    with pytest.raises(PolicyError, match="frozen entries of the weight changed"):
-        fit(frozen(), Meddler(release), audit=FULL)
 
 
 def test_a_warning_lets_the_run_go_on(fit):
@@ -249,15 +244,8 @@ def test_a_resumed_run_adds_to_what_was_counted_before(fit, tmp_path):
 
     whole = fit(turning(every=5), keep(), audit=FULL, enable_checkpointing=True)
     torch.manual_seed(0)
-    resumed = fit(
-        turning(every=5),
-        keep(),
-        audit=FULL,
-        ckpt_path=tmp_path / "step=6.ckpt",
-        enable_checkpointing=True,
-        max_epochs=3,
-    )
-    assert resumed == whole
+    begun = tmp_path / "step=6.ckpt"
+    assert fit(turning(every=5), keep(), audit=FULL, ckpt_path=begun, enable_checkpointing=True) == whole
 
 
 @pytest.mark.parametrize(
@@ -276,19 +264,11 @@ def test_a_checkpoint_with_garbage_for_counts_is_refused(fit, tmp_path, garbage)
 
 @pytest.mark.parametrize("audit", [FULL, {"entries": 16}])
 def test_nothing_is_lost_between_a_checkpoint_and_the_next_batch(fit, tmp_path, audit):
-    class Late(Callback):
-        def on_train_batch_end(self, trainer, pl_module, *_):
-            if trainer.global_step == 6:
-                with torch.no_grad():
-                    pl_module.trunk[0].weight += 1
-
-        def on_train_epoch_end(self, trainer, pl_module):
-            pass
-
+    late = Meddler(lambda _, module: module.trunk[0].weight.add_(1), at=5)
     keep = ModelCheckpoint(tmp_path, filename="last", every_n_train_steps=6)
     policies = {"one": gp.Freeze(gp.masks.Fixed(False), params="trunk.0.weight")}
     with pytest.raises(PolicyError, match="frozen entries of the weight changed"):
-        fit(policies, keep, Late(), audit={**audit, "every": 100}, enable_checkpointing=True)
+        fit(policies, keep, late, audit={**audit, "every": 100}, enable_checkpointing=True)
 
 
 # ---- arguments

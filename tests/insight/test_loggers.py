@@ -47,7 +47,7 @@ def tell(logger: Any, *, first_rank: bool = True) -> None:
     trainer = SimpleNamespace(is_global_zero=first_rank, loggers=[logger])
     # A run that fits and then tests sets up twice.
     for stage in ("fit", "test"):
-        reporter.setup(trainer, None, stage)  # type: ignore[arg-type]
+        reporter.setup(trainer, None, stage)
 
 
 def test_hyperparameters_are_one_value_a_key_without_where_the_run_writes() -> None:

@@ -279,14 +279,7 @@ def test_two_ranks_give_one_record(pair: ProcessPool, tmp_path: Path, kind: str)
         assert next(memory) == pytest.approx(next(memory), rel=0.4 if strategy == "zero1" else 0.05)
 
 
-@pytest.mark.parametrize(
-    "garbage",
-    [
-        {"size": 3.5},
-        {"size": -1},
-        {"more": 1},
-    ],
-)
+@pytest.mark.parametrize("garbage", [{"size": 3.5}, {"size": -1}, {"more": 1}])
 def test_garbage_in_a_checkpoint_is_refused(garbage: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="SavedRecord"):
         Record().load_state_dict({**Record().state_dict(), **garbage})

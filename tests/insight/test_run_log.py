@@ -79,4 +79,4 @@ def test_a_stream_that_lacks_a_character_prints_a_question_mark(monkeypatch: pyt
     monkeypatch.setattr(sys, "stdout", stream)
     replace_unencodable()
     print("é – 1", flush=True)
-    assert stream.buffer.getvalue() == b"? ? 1\n"  # type: ignore[attr-defined]
+    assert stream.buffer.getvalue() == b"? ? 1\n"

@@ -106,7 +106,6 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen]:
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path / "taken")], stdout=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == "locked\n"
     yield process
     process.kill()

@@ -149,7 +149,7 @@ def test_an_allowed_package_does_not_allow_what_it_imports(tmp_path, monkeypatch
     )
     monkeypatch.syspath_prepend(tmp_path)
     with limited_to(["kind_package"]):
-        assert at("kind_package.own")() == 1  # type: ignore[operator]
+        assert at("kind_package.own")() == 1
         for path in ("kind_package.run", "kind_package.os.system", "kind_package.tools.rmtree"):
             with pytest.raises(PolicyError, match=r"user\.part\._target_"):
                 at(path)
@@ -194,7 +194,7 @@ def test_the_innermost_node_that_failed_is_named_with_the_cause() -> None:
 def hugging_face(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A package in the place of transformers that makes its classes in the same ways."""
     package = types.ModuleType("transformers")
-    package.__path__ = []  # type: ignore[attr-defined]
+    package.__path__ = []
 
     def class_of(name: str, *bases: type) -> type:
         def made(kind: type, *arguments: object, **named: object) -> dict:
@@ -205,12 +205,12 @@ def hugging_face(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         body = {"__module__": "transformers.modeling_utils", "from_pretrained": classmethod(made)}
         return type(name, bases, body)
 
-    package.PreTrainedModel = class_of("PreTrainedModel", torch.nn.Module)  # type: ignore[attr-defined]
-    package.PretrainedConfig = class_of("PretrainedConfig")  # type: ignore[attr-defined]
+    package.PreTrainedModel = class_of("PreTrainedModel", torch.nn.Module)
+    package.PretrainedConfig = class_of("PretrainedConfig")
     package.BertModel = type(
         "BertModel", (package.PreTrainedModel,), {"__module__": "transformers.models.bert"}
-    )  # type: ignore[attr-defined]
-    package.Pipeline = class_of("Pipeline")  # type: ignore[attr-defined]
+    )
+    package.Pipeline = class_of("Pipeline")
     monkeypatch.setitem(sys.modules, "transformers", package)
     targets._found_once.cache_clear()
     yield package
@@ -263,7 +263,7 @@ def test_what_would_load_code_is_refused_at_any_depth(hugging_face, argument: di
 
 def test_what_timm_would_load_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     timm = types.ModuleType("timm")
-    timm.create_model = lambda model_name, pretrained=False, pretrained_cfg=None, **kwargs: None  # type: ignore[attr-defined]
+    timm.create_model = lambda model_name, pretrained=False, pretrained_cfg=None, **kwargs: None
     timm.create_model.__module__ = "timm.models"
     monkeypatch.setitem(sys.modules, "timm", timm)
     targets._found_once.cache_clear()
@@ -374,7 +374,7 @@ def test_no_argument_of_an_allowed_callable_ends_in_a_loader() -> None:
     allowed = allowed_callables(tuple(package for package in KNOWN if package not in HANDING_ON))
     names: set[str] = set()
     for path, found in allowed.items():
-        arguments, takes_any = argument_names(found)  # type: ignore[arg-type]
+        arguments, takes_any = argument_names(found)
         names |= set(arguments)
         for name in ("_args_", *arguments, *(["anything"] if takes_any else [])):
             node = {"_target_": path, name: [{"deep": {"checkpoint_path": "evil.pkl"}}]}
@@ -399,7 +399,7 @@ def test_no_public_callable_opens_a_door() -> None:
         f"{value.__module__}.{value.__qualname__}"
         for value in accepted.values()
         if not isinstance(value, type)
-    }  # type: ignore[attr-defined]
+    }
     dangerous = {
         f"{kind.__module__}.{kind.__qualname__}"
         for kind in accepted.values()

@@ -9,7 +9,7 @@ from urllib.error import URLError
 
 import pytest
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore
 
 from gradpolicy.launch.run_directory import LOCK
 from gradpolicy.tasks import DigitsDataModule
@@ -244,7 +244,6 @@ def test_checkpoints_go_to_no_directory_to_which_another_run_writes_them(train, 
     with subprocess.Popen(
         [sys.executable, "-c", holder, str(tmp_path / LOCK)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"locked\n"
         refusal = train(f"callbacks.last_checkpoint.dirpath={tmp_path}").refusal
     assert refusal == (

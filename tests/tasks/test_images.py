@@ -42,7 +42,7 @@ def test_a_model_that_takes_no_picture_is_refused() -> None:
 def test_a_batch_is_taken_apart() -> None:
     images = torch.rand(2, 1, 4, 4)
     assert images_of(images, "x") == (images, None)
-    assert images_of([images, torch.tensor([3, 1]), "more"], "x")[1].tolist() == [3, 1]  # type: ignore[union-attr]
+    assert images_of([images, torch.tensor([3, 1]), "more"], "x")[1].tolist() == [3, 1]
     for masks in (torch.zeros(2, 4, 4, dtype=torch.long), torch.rand(2), None):
         assert images_of((images, masks), "x") == (images, None)
 
