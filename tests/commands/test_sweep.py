@@ -19,6 +19,7 @@ from gradpolicy.insight.run_files import RESULT, Result
 from gradpolicy.insight.sweep_summary import SUMMARY, collect
 from gradpolicy.lightning.runs import RunRecord
 from tests.launch.conftest import CONF, QUICK, ROOT, Ended
+from tests.launch.own_callbacks import chosen
 
 
 def sweep_of(ended: Ended) -> Path:
@@ -52,25 +53,10 @@ def test_submitit_runs_the_jobs_of_a_sweep(train_process) -> None:
 
 
 @pytest.mark.slow
-def test_a_failed_job_does_not_keep_the_others_from_running(train, tmp_path, monkeypatch) -> None:
-    (tmp_path / "faulty.py").write_text(
-        "from lightning.pytorch import Callback\n\n\n"
-        "class Faulty(Callback):\n"
-        "    def on_train_start(self, trainer, pl_module):\n"
-        "        if trainer.max_steps == 1:\n"
-        "            raise ArithmeticError('on purpose')\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    folder = tmp_path / "sweep"
+def test_a_failed_job_does_not_keep_the_others_from_running(train, tmp_path) -> None:
     with pytest.raises(ArithmeticError):
-        train(
-            "-m",
-            "trainer.max_steps=1,2",
-            "+callbacks.faulty._target_=faulty.Faulty",
-            "allowed_targets=[faulty]",
-            folder=folder,
-        )
-    (place,) = folder.glob("train/sweeps/*")
+        train("-m", "trainer.max_steps=1,2", *chosen("Fails"), folder=tmp_path)
+    (place,) = tmp_path.glob("train/sweeps/*")
     assert [result.status for result in collect(place)] == ["failed", "completed"]
     assert "on purpose" in (place / SUMMARY).read_text()
 

@@ -5,6 +5,8 @@ import re
 
 import pytest
 
+from tests.launch.own_callbacks import chosen
+
 
 def audit_of(ended):
     return json.loads((ended.run / "audit.json").read_text())
@@ -26,16 +28,8 @@ def test_a_run_without_an_audit_writes_none(train) -> None:
     assert "frozen entries" not in ended.out
 
 
-def test_a_promise_that_did_not_hold_is_no_wrong_input(train, tmp_path, monkeypatch) -> None:
-    (tmp_path / "moving.py").write_text(
-        "import torch\nfrom lightning.pytorch import Callback\n\n\n"
-        "class Moves(Callback):\n"
-        "    def on_train_batch_end(self, trainer, pl_module, *others):\n"
-        "        with torch.no_grad():\n"
-        "            pl_module.model.trunk[0].conv.weight.add_(1)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    ended = train("audit=full", "+callbacks.moves._target_=moving.Moves", "allowed_targets=[moving]")
+def test_a_promise_that_did_not_hold_is_no_wrong_input(train) -> None:
+    ended = train("audit=full", *chosen("Moves"))
     assert ended.code == 3
     assert ended.message.startswith("audit: model.trunk.0.conv.weight")
     assert ended.result.status == "failed"

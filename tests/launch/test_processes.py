@@ -17,19 +17,11 @@ import torch
 
 from gradpolicy.launch.processes import job_arguments, termination_exits
 from gradpolicy.launch.trainer import RunBegins
+from tests.launch.own_callbacks import chosen
 
 from .conftest import QUICK, ROOT
 
-PROBE = (
-    "+callbacks.probe._target_=probe.Probe",
-    "+callbacks.probe.directory=${paths.output_dir}",
-    "allowed_targets=[probe]",
-)
-
-
-@pytest.fixture(autouse=True)
-def _probe_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+PROBE = chosen("Probe", directory="${paths.output_dir}")
 
 
 def said(run: Path) -> list[list[dict]]:

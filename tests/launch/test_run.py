@@ -10,6 +10,7 @@ import torch
 import yaml
 
 from gradpolicy.launch.run import finished_loggers
+from tests.launch.own_callbacks import chosen
 
 from .conftest import SHORT, Ended
 
@@ -83,19 +84,10 @@ def test_a_run_prints_no_config_unless_it_is_asked_for(train) -> None:
     assert [line for line in lines if line in ("Config", "Plan", "Results")] == ["Plan", "Results"]
 
 
-def test_the_log_of_a_run_that_failed_says_why(train, tmp_path, monkeypatch) -> None:
-    (tmp_path / "failing.py").write_text(
-        "import logging\n\nfrom lightning.pytorch import Callback\n\n\n"
-        "class Fails(Callback):\n"
-        "    def on_train_batch_end(self, *arguments):\n"
-        "        logging.getLogger('mine').info('about to fail')\n"
-        "        raise ArithmeticError('on purpose')\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    folder = tmp_path / "outputs"
+def test_the_log_of_a_run_that_failed_says_why(train, tmp_path) -> None:
     with pytest.raises(ArithmeticError):
-        train("+callbacks.fails._target_=failing.Fails", "allowed_targets=[failing]", folder=folder)
-    (log,) = folder.glob("*/runs/*/train.log")
+        train("trainer.max_steps=1", *chosen("Fails"), folder=tmp_path)
+    (log,) = tmp_path.glob("*/runs/*/train.log")
     lines = log.read_text().splitlines()
     assert any(line.endswith("about to fail") for line in lines)
     assert lines[-1] == "ArithmeticError: on purpose"
