@@ -69,15 +69,11 @@ def mine(tmp_path: Path) -> Path:
     return tmp_path / "conf"
 
 
-def test_a_further_config_directory_is_used(train, mine: Path) -> None:
+def test_a_further_config_directory_is_used_and_its_names_are_named(train, mine: Path) -> None:
     ended = train("--config-dir", str(mine), "policy=mine", "plan_only=true")
     assert ended.code == 0, ended.err
     assert "│ cut" in ended.out
-
-
-def test_the_names_in_a_further_directory_are_named_too(train, mine: Path) -> None:
-    message = train("--config-dir", str(mine), "policy=mne").refusal
-    assert "'mine'" in message
+    assert "'mine'" in train("--config-dir", str(mine), "policy=mne").refusal
 
 
 def test_a_further_directory_that_does_not_exist_is_refused(train, tmp_path: Path) -> None:

@@ -46,9 +46,8 @@ def test_what_is_no_package_is_refused(value: str, tmp_path: Path) -> None:
         trusted_packages([f"allowed_targets={value}"], tmp_path)
 
 
-@pytest.mark.parametrize("override", ["allowed_targets=[fractions]"])
-def test_a_package_that_the_person_allows_may_be_named(override, monkeypatch) -> None:
-    check(MINE, override)
+def test_a_package_that_the_person_allows_may_be_named(monkeypatch) -> None:
+    check(MINE, "allowed_targets=[fractions]")
     monkeypatch.setenv(VARIABLE, "fractions")
     check(MINE)
     monkeypatch.delenv(VARIABLE)
@@ -74,6 +73,13 @@ def test_no_config_allows_anything(train, tmp_path: Path, written: str) -> None:
 
 
 # ---- what a config may tell Hydra
+
+
+def check_what_is_told_hydra(*overrides: str, more: Path | None = None) -> None:
+    source = Source(CONF, more=more)
+    with hydra_at(source):
+        check_hydra(compose_job(source, list(overrides)), list(overrides))
+
 
 LOG_RESULT = "hydra.experimental.callbacks.LogJobReturnCallback"
 CALLBACK = "hydra.callbacks.mine"
@@ -118,18 +124,16 @@ def test_what_would_run_import_or_overwrite_is_refused_by_its_key(train, overrid
 
 @pytest.mark.parametrize("override", TAKEN)
 def test_what_people_set_is_taken(override: str) -> None:
-    source = Source(CONF)
-    with hydra_at(source):
-        check_hydra(compose_job(source, [override]), [override])
+    check_what_is_told_hydra(override)
 
 
 def test_callbacks_of_hydra_are_built_from_allowed_packages() -> None:
-    source, override = Source(CONF), f"+{CALLBACK}._target_={LOG_RESULT}"
-    with limited_to(["hydra.experimental.callbacks"]), hydra_at(source):
-        check_hydra(compose_job(source, [override]), [override])
-        for more in ("+hydra.callbacks.mine.x={_target_: os.getcwd}", "+hydra.callbacks.mine.x='${user.a}'"):
+    override = f"+{CALLBACK}._target_={LOG_RESULT}"
+    with limited_to(["hydra.experimental.callbacks"]):
+        check_what_is_told_hydra(override)
+        for more in (f"+{CALLBACK}.x={{_target_: os.getcwd}}", f"+{CALLBACK}.x='${{user.a}}'"):
             with pytest.raises(PolicyError, match=rf"^{CALLBACK}\.x"):
-                check_hydra(compose_job(source, [override, "+user.a=1", more]), [])
+                check_what_is_told_hydra(override, "+user.a=1", more)
 
 
 @pytest.mark.parametrize(
@@ -141,9 +145,8 @@ def test_shell_lines_come_from_the_command_line_alone(tmp_path: Path, name: str,
         "# @package _global_\ndefaults:\n  - override /hydra/launcher: submitit_slurm\n"
         f"hydra:\n  launcher:\n    {name}: {line}\n"
     )
-    source = Source(CONF, more=tmp_path)
-    with hydra_at(source), pytest.raises(PolicyError, match=rf"^hydra\.launcher\.{name}"):
-        check_hydra(compose_job(source, ["experiment=theirs"]), ["experiment=theirs"])
+    with pytest.raises(PolicyError, match=rf"^hydra\.launcher\.{name}"):
+        check_what_is_told_hydra("experiment=theirs", more=tmp_path)
 
 
 @pytest.mark.parametrize("path", ["pkg://antigravity", "file:///tmp", "${oc.env:HOME}"])
@@ -255,10 +258,8 @@ def test_the_slurm_trainer_takes_ranks_and_nodes_from_the_job(monkeypatch: pytes
     # A trainer sets it to its own rank, for the whole process.
     monkeypatch.setattr(rank_zero_only, "rank", 0)
     with hydra_at(Source(CONF)):
-        node = compose_job(
-            Source(CONF), ["trainer=slurm", "trainer.accelerator=cpu", "trainer.devices=2"]
-        ).trainer
-        trainer = instantiate(node)
+        settings = ["trainer=slurm", "trainer.accelerator=cpu", "trainer.devices=2"]
+        trainer = instantiate(compose_job(Source(CONF), settings).trainer)
     environment = trainer.strategy.cluster_environment
     assert isinstance(environment, SLURMEnvironment)
     assert environment.auto_requeue is False

@@ -3,14 +3,14 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from lightning.pytorch.utilities import rank_zero_only
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.launch.processes import started
 from gradpolicy.launch.run_directory import (
     LOCK,
     check_writable,
@@ -19,6 +19,14 @@ from gradpolicy.launch.run_directory import (
     empty_directories_removed,
     run_directory,
 )
+
+
+@contextmanager
+def claimed(template: str | Path) -> Iterator[Path]:
+    """Claims the directory that a config names."""
+    node = OmegaConf.create({"run": {"dir": str(template)}}).run
+    with claimed_directory(node, "hydra.run.dir") as directory:
+        yield directory
 
 
 def fail(path: Path, error: Exception, begun: bool = False) -> None:
@@ -54,7 +62,7 @@ def test_a_file_where_the_directory_should_be_stays_as_it_is(tmp_path: Path) -> 
 def test_an_empty_directory_that_a_person_made_stays(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()
-    with pytest.raises(PolicyError), claimed_directory(place(str(mine)), "hydra.run.dir") as directory:
+    with pytest.raises(PolicyError), claimed(mine) as directory:
         fail(directory, PolicyError("wrong"))
     assert list(tmp_path.rglob("*")) == [mine]
 
@@ -115,7 +123,7 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen]:
 def test_a_directory_in_which_another_process_runs_is_refused_and_the_process_named(tmp_path, holder) -> None:
     taken = tmp_path / "taken"
     refusal = rf"^hydra\.run\.dir: process {holder.pid} on \S+ runs in {taken}; wait until it ends"
-    with pytest.raises(PolicyError, match=refusal), claimed_directory(place(str(taken)), "hydra.run.dir"):
+    with pytest.raises(PolicyError, match=refusal), claimed(taken):
         pass
     with pytest.raises(PolicyError, match=r"^hydra\.run\.dir: process"), run_directory(taken):
         pass
@@ -125,7 +133,7 @@ def test_a_directory_in_which_another_process_runs_is_refused_and_the_process_na
 def test_a_directory_is_free_as_soon_as_the_process_in_it_was_killed(tmp_path, holder) -> None:
     holder.kill()
     holder.wait()
-    with claimed_directory(place(str(tmp_path / "taken")), "hydra.run.dir") as directory:
+    with claimed(tmp_path / "taken") as directory:
         (directory / "file").touch()
     assert [path.name for path in directory.iterdir()] == ["file"]
 
@@ -133,24 +141,12 @@ def test_a_directory_is_free_as_soon_as_the_process_in_it_was_killed(tmp_path, h
 def test_one_process_may_run_in_its_directory_again_and_its_other_ranks_beside_it(
     tmp_path, holder, monkeypatch
 ) -> None:
-    with claimed_directory(place(str(tmp_path / "own")), "hydra.run.dir") as own, run_directory(own):
+    with claimed(tmp_path / "own") as own, run_directory(own):
         assert (own / LOCK).is_file()
     assert not own.exists()
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     with run_directory(tmp_path / "taken") as directory:
         assert directory.path == tmp_path / "taken"
-
-
-def test_under_srun_all_processes_say_the_same_and_so_does_the_requeued_job(monkeypatch) -> None:
-    for name, value in {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0"}.items():
-        monkeypatch.setenv(name, value)
-    assert started() == "slurm-17-0"
-
-
-def place(template: str) -> DictConfig:
-    node = OmegaConf.create({"run": {"dir": template}}).run
-    assert isinstance(node, DictConfig)
-    return node
 
 
 @pytest.fixture
@@ -160,20 +156,17 @@ def _same_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_same_time")
 def test_two_runs_of_one_time_stamp_never_share_a_directory(tmp_path: Path) -> None:
-    node = place(f"{tmp_path}/runs/${{started:}}")
-    with claimed_directory(node, "hydra.run.dir") as directory:
+    template = f"{tmp_path}/runs/${{started:}}"
+    with claimed(template) as directory:
         (directory / "file").touch()
-    with (
-        pytest.raises(PolicyError, match=r"^hydra\.run\.dir: .* holds another run"),
-        claimed_directory(node, "hydra.run.dir"),
-    ):
+    with pytest.raises(PolicyError, match=r"^hydra\.run\.dir: .* holds another run"), claimed(template):
         pass
     assert [path.name for path in directory.iterdir()] == ["file"]
 
 
 @pytest.mark.usefixtures("_same_time")
 def test_a_directory_that_stays_empty_goes_with_those_that_were_made_for_it(tmp_path: Path) -> None:
-    with claimed_directory(place(f"{tmp_path}/train/runs/${{started:}}"), "hydra.run.dir") as directory:
+    with claimed(f"{tmp_path}/train/runs/${{started:}}") as directory:
         assert (directory / LOCK).is_file()
     assert list(tmp_path.iterdir()) == []
 
@@ -181,7 +174,7 @@ def test_a_directory_that_stays_empty_goes_with_those_that_were_made_for_it(tmp_
 def test_a_directory_that_a_person_names_may_hold_a_run_already(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/config.yaml").touch()
-    with claimed_directory(place(f"{tmp_path}/mine"), "hydra.run.dir") as directory:
+    with claimed(tmp_path / "mine") as directory:
         assert directory == tmp_path / "mine"
     assert (tmp_path / "mine/config.yaml").exists()
 
@@ -190,23 +183,22 @@ def test_a_requeued_slurm_job_finds_its_directory_again(tmp_path, monkeypatch) -
     for name, value in {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0"}.items():
         monkeypatch.setenv(name, value)
     for _ in range(2):
-        with claimed_directory(place(f"{tmp_path}/${{started:}}"), "hydra.run.dir") as directory:
+        with claimed(f"{tmp_path}/${{started:}}") as directory:
             directory.mkdir(exist_ok=True)
             (directory / "file").touch()
     assert [path.name for path in tmp_path.iterdir()] == ["slurm-17-0"]
 
 
 def test_the_places_to_which_a_run_writes_are_named_by_their_keys() -> None:
-    callbacks = {
-        "far": {"dirpath": "s3://bucket/run"},
-        "here": {"dirpath": "run"},
-        "mine": {"_target_": "mine.Reads", "directory": "theirs"},
-        "none": None,
-        "pictures": {"_target_": "gradpolicy.Pictures", "directory": "pictures"},
-    }
     config = {
         "trainer": {"default_root_dir": "root"},
-        "callbacks": callbacks,
+        "callbacks": {
+            "far": {"dirpath": "s3://bucket/run"},
+            "here": {"dirpath": "run"},
+            "mine": {"_target_": "mine.Reads", "directory": "theirs"},
+            "none": None,
+            "pictures": {"_target_": "gradpolicy.Pictures", "directory": "pictures"},
+        },
         "logger": {"csv": {"save_dir": "csv"}},
     }
     assert destinations(config) == {
