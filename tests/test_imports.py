@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import gradpolicy as gp
-from gradpolicy.errors import PolicyError
 from gradpolicy.imports import allowed_packages, import_by_name, is_limited, limited_to, to_install
 
 RULES = "import os\nfrom os.path import join\n\ndef halved(grad, inputs, output):\n    return grad / 2\n"
@@ -37,7 +36,7 @@ def test_a_limit_holds_for_a_block_and_no_longer() -> None:
 
 
 def test_within_a_limit_a_module_that_is_not_allowed_is_not_even_imported(package: str) -> None:
-    with limited_to(()), pytest.raises(PolicyError, match=rf"allowed_targets=\[{package}\]"):
+    with limited_to(()), pytest.raises(gp.PolicyError, match=rf"allowed_targets=\[{package}\]"):
         gp.UseRule(f"{package}.halved", ops=["floor"])
     assert package not in sys.modules
 
@@ -45,7 +44,7 @@ def test_within_a_limit_a_module_that_is_not_allowed_is_not_even_imported(packag
 def test_within_a_limit_a_rule_of_an_allowed_package_is_found(package: str) -> None:
     with limited_to([package]):
         assert gp.get_rule(f"{package}.halved")(torch.ones(1), (), torch.ones(1)) == 0.5
-        with pytest.raises(PolicyError, match="not allowed"):
+        with pytest.raises(gp.PolicyError, match="not allowed"):
             gp.get_rule(f"{package}.join")
 
 
@@ -64,7 +63,7 @@ def test_within_a_limit_a_known_package_gives_no_rules_but_registered_ones_and_o
 ) -> None:
     with limited_to(()):
         assert gp.get_rule("gradpolicy.rules.passing.identity") is gp.get_rule("identity")
-        with pytest.raises(PolicyError, match=reason):
+        with pytest.raises(gp.PolicyError, match=reason):
             gp.StraightThrough(path, ops=["round"])
 
 
@@ -72,7 +71,7 @@ def test_within_a_limit_module_classes_come_from_known_and_allowed_packages(pack
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
     with limited_to(()):
         gp.install(model, [gp.Scale(0.5, modules="torch.nn.ReLU")]).remove()
-        with pytest.raises(PolicyError, match=rf"allowed_targets=\[{package}\]"):
+        with pytest.raises(gp.PolicyError, match=rf"allowed_targets=\[{package}\]"):
             gp.install(model, [gp.Scale(0.5, modules=f"{package}.Layer")])
     assert package not in sys.modules
 

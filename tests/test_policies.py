@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import gradpolicy as gp
-from gradpolicy.errors import PolicyError
 from gradpolicy.policies import FlowPolicy, Policy
 from gradpolicy.where import STEP_OPERATIONS
 
@@ -106,8 +105,8 @@ def test_a_policy_of_ones_own_takes_its_arguments_and_those_that_it_passes_on():
             super().__init__(0.5, modules="trunk")
 
     assert Halve(twice=True, modules="a").rule.parameters == {"factor": 0.25}
-    with pytest.raises(PolicyError, match="Halve: takes no argument 'twise'; did you mean 'twice'"):
+    with pytest.raises(gp.PolicyError, match="Halve: takes no argument 'twise'; did you mean 'twice'"):
         Halve(twise=True, modules="a")
     assert HalveTrunk().modules == ("trunk",)
-    with pytest.raises(PolicyError, match="HalveTrunk: takes no argument 'modules'"):
+    with pytest.raises(gp.PolicyError, match="HalveTrunk: takes no argument 'modules'"):
         HalveTrunk(modules="head")

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import gradpolicy as gp
-from gradpolicy import PolicyError
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 MAKES: dict[str, Make] = {
@@ -199,7 +198,7 @@ def test_the_callback_sets_rates_and_lifts_them(two_layers, loader, make_trainer
     ],
 )
 def test_wrong_rates_are_refused(rates, match: str) -> None:
-    with pytest.raises(PolicyError, match=match):
+    with pytest.raises(gp.PolicyError, match=match):
         gp.Rates(rates)
 
 
@@ -216,7 +215,10 @@ def test_wrong_rates_are_refused(rates, match: str) -> None:
 )
 def test_what_matches_nothing_is_an_error_when_training_begins(stack, tokens, rates, match: str) -> None:
     optimizer = torch.optim.AdamW(stack.parameters())
-    with pytest.raises(PolicyError, match=match), gp.training(stack, optimizer, {"rates": gp.Rates(rates)}):
+    with (
+        pytest.raises(gp.PolicyError, match=match),
+        gp.training(stack, optimizer, {"rates": gp.Rates(rates)}),
+    ):
         stack(tokens)
 
 
@@ -232,7 +234,7 @@ class Counting(torch.optim.SGD):
 def test_an_optimizer_that_writes_to_its_param_groups_is_refused(stack, tokens) -> None:
     optimizer = Counting(stack.parameters(), lr=0.1)
     with gp.training(stack, optimizer, {"rates": gp.Rates({"head.*": 2.0})}) as wrapped:
-        with pytest.raises(PolicyError, match="Counting keeps values of its own in its param groups"):
+        with pytest.raises(gp.PolicyError, match="Counting keeps values of its own in its param groups"):
             train(stack, wrapped, tokens, 1)
         assert len(wrapped.param_groups) == 1
 
@@ -241,7 +243,7 @@ def test_a_step_past_the_rates_is_refused(stack, tokens) -> None:
     optimizer = torch.optim.AdamW(stack.parameters())
     with gp.training(stack, optimizer, {"rates": gp.Rates({"head.*": 2.0})}) as wrapped:
         train(stack, wrapped, tokens, 1)
-        with pytest.raises(PolicyError, match="past the policies"):
+        with pytest.raises(gp.PolicyError, match="past the policies"):
             optimizer.step()
 
 

@@ -10,19 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import gradpolicy as gp
-from gradpolicy.errors import PolicyError
 from gradpolicy.insight import attribution
-from gradpolicy.insight.attribution import (
-    METHODS,
-    deconv,
-    get_method,
-    gradient,
-    guided,
-    guided_gradcam,
-    input_gradient,
-    predict,
-    smoothgrad,
-)
+from gradpolicy.insight.attribution import METHODS, gradient, guided, guided_gradcam, smoothgrad
 from gradpolicy.insight.attribution_checks import insertion_deletion, random_order
 from gradpolicy.tasks import DigitsDataModule, QuantizedConvNet
 
@@ -99,7 +88,7 @@ def test_the_gradient_is_that_of_each_score_alone(modules: Modules, images: Tens
 
 
 def test_without_a_target_the_predicted_class_is_attributed(modules: Modules, images: Tensor) -> None:
-    predicted, probabilities = predict(modules, images)
+    predicted, probabilities = attribution.predict(modules, images)
     torch.testing.assert_close(gradient(modules, images), gradient(modules, images, predicted))
     assert torch.equal(gradient(modules, images, 1), gradient(modules, images, [1, 1, 1]))
     torch.testing.assert_close(probabilities, modules(images).softmax(1).amax(1))
@@ -157,26 +146,26 @@ def test_a_quantised_model_is_attributed_through_straight_through_gradients() ->
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda model, images: get_method("guidd"),
-            "method: unknown .* 'guidd'; did you mean 'guided'",
-        ),
+        (lambda *_: attribution.get_method("guidd"), "method: unknown .* 'guidd'; did you mean 'guided'"),
         (lambda model, images: gradient(model, images.long()), "torch.int64 given, floating point needed"),
         (lambda model, images: gradient(model, images, 3), "classes 0 to 2, 3 given"),
         (lambda model, images: guided_gradcam(model, images, layer="secnd"), "unknown module 'secnd'"),
         (lambda model, images: guided_gradcam(nn.Flatten(), images), "no nn.Conv2d"),
         (lambda model, images: smoothgrad(model, images, samples=0), "smoothgrad.samples: must be"),
         (
-            lambda model, images: input_gradient(lambda x: model(x.detach()), images),
+            lambda model, images: attribution.input_gradient(lambda x: model(x.detach()), images),
             "no gradient reaches the images",
         ),
         (lambda model, images: attribution.integrated(model, images.flatten(1)), "images: shape"),
         (lambda model, images: attribution.integrated(model, images, steps=0), r"integrated\.steps"),
-        (lambda model, images: deconv(model, images, policies=[gp.Stop(modules="relu3")]), "relu3"),
+        (
+            lambda model, images: attribution.deconv(model, images, policies=[gp.Stop(modules="relu3")]),
+            "relu3",
+        ),
     ],
 )
 def test_wrong_input_is_named(call: Callable, message: str, modules: Modules, images: Tensor) -> None:
-    with pytest.raises(PolicyError, match=message):
+    with pytest.raises(gp.PolicyError, match=message):
         call(modules, images)
 
 

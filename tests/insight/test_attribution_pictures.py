@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from PIL import Image
 from process_pool import ProcessPool, here
 from runs import STRATEGIES
@@ -17,7 +18,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import gradpolicy as gp
-from gradpolicy.errors import PolicyError
 from gradpolicy.insight import attribution_pictures
 from gradpolicy.insight.attribution import integrated
 from gradpolicy.insight.attribution_pictures import AttributionPictures
@@ -52,19 +52,16 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Sample]:
     return samples
 
 
-class GivenGradients(Callback):
-    """Gives every parameter a gradient, after Lightning has taken them away for the test."""
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for parameter in pl_module.parameters():
-            parameter.grad = torch.ones_like(parameter)
+def give_gradients(trainer: Trainer, pl_module: LightningModule) -> None:
+    for parameter in pl_module.parameters():
+        parameter.grad = torch.ones_like(parameter)
 
 
 def test_a_test_run_leaves_a_grid_and_the_model_as_it_was(module, make_trainer, tmp_path) -> None:
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    trainer = make_trainer(
-        callbacks=[gp.GradientPolicies(POLICIES), GivenGradients(), AttributionPictures(count=6)]
-    )
+    # Lightning takes gradients away before.
+    gradients = LambdaCallback(on_test_start=give_gradients)
+    trainer = make_trainer(callbacks=[gp.GradientPolicies(POLICIES), gradients, AttributionPictures(count=6)])
     trainer.test(module, DigitsDataModule(batch_size=4), verbose=False)
     assert np.asarray(Image.open(tmp_path / "pictures" / "guided.png").convert("L")).std() > 5
     after = module.state_dict()
@@ -132,9 +129,9 @@ def test_a_sharded_model_is_attributed_as_a_whole_one(pair: ProcessPool, tmp_pat
 )
 def test_a_policy_that_is_absent_or_does_not_hold_is_refused(policy, message, module, make_trainer) -> None:
     trainer = make_trainer(callbacks=[gp.GradientPolicies(POLICIES), AttributionPictures(policy)])
-    with pytest.raises(PolicyError, match=message):
+    with pytest.raises(gp.PolicyError, match=message):
         trainer.test(module, DigitsDataModule(), verbose=False)
-    with pytest.raises(PolicyError, match=r"count: must be .*, got 0"):
+    with pytest.raises(gp.PolicyError, match=r"count: must be .*, got 0"):
         AttributionPictures(count=0)
 
 
@@ -153,7 +150,7 @@ class OfNamed(Classifier):
 def test_data_without_images_are_refused_where_pictures_are_required(make_trainer, tmp_path) -> None:
     module = OfNamed(QuantizedConvNet(width=4), partial(torch.optim.SGD, lr=0.1))
     policies = gp.GradientPolicies({"guided": gp.Guided(when=gp.When(phases=("test",)))})
-    with pytest.raises(PolicyError, match="AttributionPictures: the data holds no images"):
+    with pytest.raises(gp.PolicyError, match="AttributionPictures: the data holds no images"):
         make_trainer(callbacks=[policies, AttributionPictures()]).test(module, Named(), verbose=False)
     trainer = make_trainer(callbacks=[policies, AttributionPictures(required=False)])
     with pytest.warns(UserWarning, match="holds no images.*there are no pictures"):

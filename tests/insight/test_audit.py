@@ -9,7 +9,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from pydantic import ValidationError
 
 import gradpolicy as gp
-from gradpolicy.errors import PolicyError
 from gradpolicy.freezing import Freezer
 from gradpolicy.insight.audit import Audit
 from gradpolicy.insight.audit_checks import FrozenEntries, bits_at
@@ -131,7 +130,7 @@ def test_any_flipped_bit_shows(dtype):
 def test_a_callback_that_writes_to_a_frozen_weight_is_found(fit, tmp_path, hook, audit):
     write = Meddler(lambda _, module: module.trunk[0].weight.add_(1e-3), hook)
     audit = {**audit, "entries": None} if audit else {"every": 1}
-    with pytest.raises(PolicyError, match=r"trunk\.") as error:
+    with pytest.raises(gp.PolicyError, match=r"trunk\.") as error:
         fit({"trunk": gp.Freeze(gp.masks.Fixed(False), params="trunk.0.*")}, write, audit=audit)
     assert "policy.trunk" in str(error.value)
     (found,) = written(tmp_path)["differences"]
@@ -140,7 +139,9 @@ def test_a_callback_that_writes_to_a_frozen_weight_is_found(fit, tmp_path, hook,
 
 
 def test_the_exact_entries_and_the_step_are_named(fit, tmp_path):
-    with pytest.raises(PolicyError, match=r"1 of 16 frozen entries of the weight .* update 4, at \(0, 1\)"):
+    with pytest.raises(
+        gp.PolicyError, match=r"1 of 16 frozen entries of the weight .* update 4, at \(0, 1\)"
+    ):
         fit(frozen(), Meddler(write_one), audit={**FULL, "every": 5})
     report = written(tmp_path)
     (found,) = report["differences"]
@@ -158,7 +159,7 @@ def take_off_the_mask(trainer, pl_module):
 
 @pytest.mark.parametrize(("act", "what"), [(write_to_state, "state exp_avg"), (take_off_the_mask, "weight")])
 def test_what_is_done_to_the_optimizer_behind_the_policies_back_is_found(fit, tmp_path, act, what):
-    with pytest.raises(PolicyError, match=f"frozen entries of the {what} changed"):
+    with pytest.raises(gp.PolicyError, match=f"frozen entries of the {what} changed"):
         fit(frozen(), Meddler(act), audit=FULL)
     assert written(tmp_path)["differences"][0]["what"] == what
 
@@ -166,7 +167,7 @@ def test_what_is_done_to_the_optimizer_behind_the_policies_back_is_found(fit, tm
 @pytest.mark.parametrize("audit", [FULL, {}])
 def test_weights_that_are_written_as_training_ends_are_found(fit, tmp_path, audit):
     write = Meddler(lambda _, module: [p.add_(1e-3) for p in module.parameters()], "on_train_end", at=0)
-    with pytest.raises(PolicyError, match="frozen entries of the weight changed"):
+    with pytest.raises(gp.PolicyError, match="frozen entries of the weight changed"):
         fit(turning(every=4), write, audit=audit)
     assert written(tmp_path)["changed"] >= 1
 
@@ -219,7 +220,7 @@ def test_a_gradient_of_a_stopped_parameter_is_found(fit, tmp_path):
     def write(trainer, pl_module):
         pl_module.head.bias.grad = torch.full_like(pl_module.head.bias, 1e-30)
 
-    with pytest.raises(PolicyError, match=r"policy\.cut: head\.bias is stopped, .* 2 entries in update 4"):
+    with pytest.raises(gp.PolicyError, match=r"policy\.cut: head\.bias is stopped, .* 2 entries in update 4"):
         fit({"cut": gp.Stop(params="head.bias")}, Meddler(write, "on_before_optimizer_step"), audit=FULL)
     (found,) = written(tmp_path)["differences"]
     assert (found["tensor"], found["what"], found["count"], found["step"]) == ("head.bias", "gradient", 2, 4)
@@ -267,7 +268,7 @@ def test_nothing_is_lost_between_a_checkpoint_and_the_next_batch(fit, tmp_path, 
     late = Meddler(lambda _, module: module.trunk[0].weight.add_(1), at=5)
     keep = ModelCheckpoint(tmp_path, filename="last", every_n_train_steps=6)
     policies = {"one": gp.Freeze(gp.masks.Fixed(False), params="trunk.0.weight")}
-    with pytest.raises(PolicyError, match="frozen entries of the weight changed"):
+    with pytest.raises(gp.PolicyError, match="frozen entries of the weight changed"):
         fit(policies, keep, late, audit={**audit, "every": 100}, enable_checkpointing=True)
 
 
@@ -279,7 +280,7 @@ def test_nothing_is_lost_between_a_checkpoint_and_the_next_batch(fit, tmp_path, 
     [({"entries": 0}, "entries"), ({"every": 0}, "every"), ({"on_difference": "stopp"}, "on_difference")],
 )
 def test_wrong_arguments_are_refused(arguments, key):
-    with pytest.raises(PolicyError, match=rf"callbacks\.audit\.{key}"):
+    with pytest.raises(gp.PolicyError, match=rf"callbacks\.audit\.{key}"):
         Audit(**arguments)
 
 

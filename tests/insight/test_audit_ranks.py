@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from process_pool import ProcessPool, here
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -64,12 +64,9 @@ def test_a_write_to_one_shard_is_found_on_its_rank(pair: ProcessPool) -> None:
     assert second == [("0.weight", "weight", 8, [[0, 0]])]
 
 
-class WriteOnRankOne(Callback):
-    """Writes to a frozen weight when training ends, in one process."""
-
-    def on_train_end(self, trainer, pl_module) -> None:
-        if trainer.global_rank == 1:
-            pl_module.trunk[0].weight.data[0, 0] += 1
+def write_on_rank_one(trainer, pl_module) -> None:
+    if trainer.global_rank == 1:
+        pl_module.trunk[0].weight.data[0, 0] += 1
 
 
 @pytest.mark.supports("audit", loop="lightning", processes="ddp")
@@ -79,7 +76,7 @@ def test_one_file_tells_of_both_ranks(two_layers, loader, make_trainer, tmp_path
     callbacks = [
         Audit(tmp_path, entries=None, on_difference="warn"),
         gp.GradientPolicies(policies),
-        *([WriteOnRankOne()] if planted else []),
+        *([LambdaCallback(on_train_end=write_on_rank_one)] if planted else []),
     ]
     make_trainer(callbacks=callbacks, strategy="ddp_fork", devices=2, max_steps=2).fit(two_layers, loader)
     report = json.loads((tmp_path / "audit.json").read_text())

@@ -3,7 +3,6 @@
 import pytest
 
 import gradpolicy as gp
-from gradpolicy.errors import PolicyError
 from gradpolicy.insight.costs import Costs
 from gradpolicy.lightning.callback import GradientPolicies
 
@@ -32,5 +31,5 @@ def test_dropped_state_is_not_counted(two_layers, loader, make_trainer) -> None:
 
 
 def test_a_negative_skip_is_refused() -> None:
-    with pytest.raises(PolicyError, match=r"callbacks\.costs\.skip"):
+    with pytest.raises(gp.PolicyError, match=r"callbacks\.costs\.skip"):
         Costs(skip=-1)

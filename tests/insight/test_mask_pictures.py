@@ -11,7 +11,6 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from PIL import Image
 
 import gradpolicy as gp
-from gradpolicy.errors import PolicyError
 from gradpolicy.insight.mask_pictures import (
     ACTIVE,
     FROZEN,
@@ -164,9 +163,9 @@ def test_weights_that_train_and_freeze_as_a_whole_have_no_pictures(fit, tmp_path
 
 
 def test_wrong_input_names_the_key(fit) -> None:
-    with pytest.raises(PolicyError, match=r"MaskPictures.every"):
+    with pytest.raises(gp.PolicyError, match=r"MaskPictures.every"):
         MaskPictures(every=0)
-    with pytest.raises(PolicyError, match=r"MaskPictures.params.*trunk.0.weight"):
+    with pytest.raises(gp.PolicyError, match=r"MaskPictures.params.*trunk.0.weight"):
         fit(params="trunk.0.wieght")
 
 

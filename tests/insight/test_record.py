@@ -8,7 +8,7 @@ import pandas
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
 from process_pool import ProcessPool
 from pydantic import ValidationError
 from record_program import train
@@ -220,11 +220,8 @@ def test_nothing_is_measured_where_it_is_off(two_layers, loader, make_trainer, t
     policies = gp.GradientPolicies({"trunk": freeze(), "round": gp.StraightThrough(ops=["round"])})
     measured = []
 
-    class Look(Callback):
-        def on_train_batch_end(self, *arguments):
-            measured.append(policies.installed.gradient_norms)
-
-    make_trainer(callbacks=[policies, Look()], log_every_n_steps=1).fit(two_layers, loader)
+    look = LambdaCallback(on_train_batch_end=lambda *_: measured.append(policies.installed.gradient_norms))
+    make_trainer(callbacks=[policies, look], log_every_n_steps=1).fit(two_layers, loader)
     assert measured == [{}] * 4
     assert policies.freezer.observers == []
     assert not list(tmp_path.rglob(RECORD))

@@ -1,6 +1,5 @@
 """The experiments behind docs/results.md, for two steps each on small made-up data."""
 
-import gzip
 import hashlib
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from gradpolicy.lightning.checkpoints import read_checkpoint
 from gradpolicy.tasks import fashion_mnist, tiny_shakespeare
 from gradpolicy.tasks.files import RemoteFile
+from tests.tasks.test_fashion_mnist import write_idx
 
 FASHION = ("dense", "rigl", "set")
 TUNED = ("full", "layerwise", "block_cyclic", "topk", "random")
@@ -39,11 +39,6 @@ def shakespeare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"data.data_dir={tmp_path}"
 
 
-def write_idx(path: Path, values: np.ndarray) -> None:
-    header = bytes([0, 0, 8, values.ndim]) + np.array(values.shape, ">u4").tobytes()
-    path.write_bytes(gzip.compress(header + values.astype(np.uint8).tobytes()))
-
-
 def trust(module, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = tuple(
         RemoteFile(file.name, file.url, hashlib.sha256((directory / file.name).read_bytes()).hexdigest())
@@ -53,10 +48,7 @@ def trust(module, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def weights_of(ended) -> dict[str, torch.Tensor]:
-    return {
-        name: tensor.clone()
-        for name, tensor in read_checkpoint(ended.run / "checkpoints/last.ckpt")["state_dict"].items()
-    }
+    return read_checkpoint(ended.run / "checkpoints/last.ckpt")["state_dict"]
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import pytest
 from torch import Tensor
 
 import gradpolicy as gp
-from gradpolicy.errors import PolicyError
 from gradpolicy.launch.target_arguments import argument_names, check_arguments, check_value, misfits
 
 
@@ -61,7 +60,7 @@ def test_a_policy_takes_the_arguments_of_its_bases_too() -> None:
     ],
 )
 def test_a_wrong_argument_is_named_with_its_key(node: dict, message: str) -> None:
-    with pytest.raises(PolicyError, match=message):
+    with pytest.raises(gp.PolicyError, match=message):
         check_arguments(node, key="top")
 
 
@@ -104,7 +103,7 @@ Either = Optional[Union[Literal["a", "b"], bool]]  # noqa: UP007, UP045
     ],
 )
 def test_what_is_wanted_is_said_in_words(annotation: Any, value: object, words: str) -> None:
-    with pytest.raises(PolicyError) as raised:
+    with pytest.raises(gp.PolicyError) as raised:
         check_value("key", annotation, value)
     assert str(raised.value) == words
 

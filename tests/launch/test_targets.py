@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import gradpolicy as gp
-from gradpolicy.errors import PolicyError
 from gradpolicy.imports import KNOWN, limited_to
 from gradpolicy.launch import targets
 from gradpolicy.launch.kinds import HANDING_ON, LOADING_ARGUMENTS
@@ -77,7 +76,7 @@ def test_each_place_takes_classes_of_its_kind(key: str, path: str, found: object
     ],
 )
 def test_a_class_of_another_kind_is_refused_with_the_kind_that_is_needed(key: str, path: str) -> None:
-    with pytest.raises(PolicyError, match=rf"^{key}\._target_: '{path}' is not among .* it is no "):
+    with pytest.raises(gp.PolicyError, match=rf"^{key}\._target_: '{path}' is not among .* it is no "):
         at(path, key)
 
 
@@ -116,7 +115,7 @@ def test_a_class_of_another_kind_is_refused_with_the_kind_that_is_needed(key: st
 )
 @pytest.mark.parametrize("key", ["user.part", "callbacks.mine", "model.model"])
 def test_what_could_do_anything_is_refused(key: str, path: str) -> None:
-    with pytest.raises(PolicyError, match=rf"^{key}\._target_: "):
+    with pytest.raises(gp.PolicyError, match=rf"^{key}\._target_: "):
         at(path, key)
 
 
@@ -132,14 +131,14 @@ def test_what_could_do_anything_is_refused(key: str, path: str) -> None:
     ],
 )
 def test_what_does_not_exist_is_named_with_its_key(path: object, words: str) -> None:
-    with pytest.raises(PolicyError, match=f"^user.part._target_: .*{words}"):
+    with pytest.raises(gp.PolicyError, match=f"^user.part._target_: .*{words}"):
         at(path)
 
 
 def test_a_package_is_allowed_by_its_whole_name_only() -> None:
     with limited_to(["fractions"]):
         assert at("fractions.Fraction")
-    with limited_to(["fraction"]), pytest.raises(PolicyError, match=r"fractions\.Fraction"):
+    with limited_to(["fraction"]), pytest.raises(gp.PolicyError, match=r"fractions\.Fraction"):
         at("fractions.Fraction")
 
 
@@ -151,7 +150,7 @@ def test_an_allowed_package_does_not_allow_what_it_imports(tmp_path, monkeypatch
     with limited_to(["kind_package"]):
         assert at("kind_package.own")() == 1
         for path in ("kind_package.run", "kind_package.os.system", "kind_package.tools.rmtree"):
-            with pytest.raises(PolicyError, match=r"user\.part\._target_"):
+            with pytest.raises(gp.PolicyError, match=r"user\.part\._target_"):
                 at(path)
 
 
@@ -159,14 +158,14 @@ def test_an_allowed_package_does_not_allow_what_it_imports(tmp_path, monkeypatch
 def test_nothing_is_built_below_that_may_not_be(extra: dict, capfd: pytest.CaptureFixture[str]) -> None:
     inner = {"_target_": "builtins.print", "_args_": ["this must not run"]}
     for node in ({"part": inner}, {"parts": [{"deep": inner}]}, {"_args_": [inner]}):
-        with pytest.raises(PolicyError, match=r"builtins\.print"):
+        with pytest.raises(gp.PolicyError, match=r"builtins\.print"):
             build({"_target_": "torch.nn.Sequential", **node, **extra}, "model.model")
     assert "this must not run" not in capfd.readouterr().out
 
 
 def test_a_reference_that_the_check_has_not_seen_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     evil = "${oc.create:{_target_: builtins.print, _args_: [this must not run]}}"
-    with pytest.raises(PolicyError, match=r"^model\.model\.parts\[0\]: must not hold a reference"):
+    with pytest.raises(gp.PolicyError, match=r"^model\.model\.parts\[0\]: must not hold a reference"):
         build({"_target_": "torch.nn.Sequential", "parts": [evil]}, "model.model")
     assert "this must not run" not in capfd.readouterr().out
 
@@ -183,7 +182,7 @@ def test_the_object_that_was_checked_is_built_whatever_its_name_leads_to_later(m
 
 def test_the_innermost_node_that_failed_is_named_with_the_cause() -> None:
     inner = {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": "x"}
-    with pytest.raises(PolicyError, match=r"^model\.model\.module: TypeError: "):
+    with pytest.raises(gp.PolicyError, match=r"^model\.model\.module: TypeError: "):
         build({"_target_": "torch.nn.ModuleDict", "module": inner}, "model.model")
 
 
@@ -238,7 +237,7 @@ def test_a_pretrained_model_is_made_without_code_of_its_repository(hugging_face)
 )
 def test_what_would_load_code_is_refused(hugging_face, argument: dict) -> None:
     node = {"_target_": "transformers.BertModel.from_pretrained", "_args_": ["some/model"], **argument}
-    with pytest.raises(PolicyError, match=rf"model\.model\.{next(iter(argument))}: may not be set"):
+    with pytest.raises(gp.PolicyError, match=rf"model\.model\.{next(iter(argument))}: may not be set"):
         build(node, "model.model")
 
 
@@ -255,9 +254,9 @@ def test_what_would_load_code_is_refused(hugging_face, argument: dict) -> None:
 def test_what_would_load_code_is_refused_at_any_depth(hugging_face, argument: dict) -> None:
     name = next(iter(argument))
     for path in ("transformers.PretrainedConfig", "transformers.BertModel.from_pretrained"):
-        with pytest.raises(PolicyError, match=rf"^user\.part\.{name}.*: may not be set for {path}"):
+        with pytest.raises(gp.PolicyError, match=rf"^user\.part\.{name}.*: may not be set for {path}"):
             locate_target("user.part", {"_target_": path, **argument})
-        with pytest.raises(PolicyError, match=r"^user\.part\._args_\[0\]\..*: may not be set"):
+        with pytest.raises(gp.PolicyError, match=r"^user\.part\._args_\[0\]\..*: may not be set"):
             locate_target("user.part", {"_target_": path, "_args_": [argument]})
 
 
@@ -270,9 +269,9 @@ def test_what_timm_would_load_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     node = {"_target_": "timm.create_model", "model_name": "resnet18", "pretrained": True}
     assert locate_target("model.model", node) is timm.create_model
     for argument in ({"checkpoint_path": "evil.pkl"}, {"block_args": {"pretrained_cfg_overlay": {}}}):
-        with pytest.raises(PolicyError, match=r"^model\.model\..*: may not be set for timm\.create_model"):
+        with pytest.raises(gp.PolicyError, match=r"^model\.model\..*: may not be set for timm\.create_model"):
             locate_target("model.model", {**node, **argument})
-    with pytest.raises(PolicyError, match=r"^model\.model\._args_: .* by name"):
+    with pytest.raises(gp.PolicyError, match=r"^model\.model\._args_: .* by name"):
         locate_target("model.model", {"_target_": "timm.create_model", "_args_": ["resnet18", True]})
     targets._found_once.cache_clear()
 
@@ -285,12 +284,12 @@ def test_arguments_that_load_nothing_pass(hugging_face) -> None:
 
 def test_other_classes_of_hugging_face_are_refused(hugging_face) -> None:
     for path in ("transformers.Pipeline", "transformers.Pipeline.from_pretrained"):
-        with pytest.raises(PolicyError, match="is not among"):
+        with pytest.raises(gp.PolicyError, match="is not among"):
             at(path)
 
 
 def test_a_long_name_is_shortened_wherever_the_message_says_it() -> None:
-    with pytest.raises(PolicyError, match="is not among") as caught:
+    with pytest.raises(gp.PolicyError, match="is not among") as caught:
         at("a" * 5000)
     assert len(str(caught.value)) < 400
 
@@ -363,7 +362,7 @@ def allowed_callables(packages: tuple[str, ...] = KNOWN) -> dict[str, object]:
         if id(value) not in found:
             try:
                 found[id(value)] = path, at(path)
-            except PolicyError:
+            except gp.PolicyError:
                 continue
     return dict(found.values())
 
@@ -378,7 +377,7 @@ def test_no_argument_of_an_allowed_callable_ends_in_a_loader() -> None:
         names |= set(arguments)
         for name in ("_args_", *arguments, *(["anything"] if takes_any else [])):
             node = {"_target_": path, name: [{"deep": {"checkpoint_path": "evil.pkl"}}]}
-            with pytest.raises(PolicyError, match=r"^user\.part\..*: may not be set for"):
+            with pytest.raises(gp.PolicyError, match=r"^user\.part\..*: may not be set for"):
                 locate_target("user.part", node)
     assert len(allowed) > 300
     assert {name for name in names if LOADS.search(name)} - {*LOADING_ARGUMENTS, *HARMLESS_ARGUMENTS} == set()
@@ -387,7 +386,7 @@ def test_no_argument_of_an_allowed_callable_ends_in_a_loader() -> None:
 def test_an_argument_that_loads_is_refused_without_its_name_too() -> None:
     path = "torchmetrics.multimodal.CLIPScore"
     for given in ({"model_name_or_path": "./jinaai"}, {"_args_": ["./jinaai"]}):
-        with pytest.raises(PolicyError, match=r"^user\.part\.model_name_or_path: may not be set"):
+        with pytest.raises(gp.PolicyError, match=r"^user\.part\.model_name_or_path: may not be set"):
             locate_target("user.part", {"_target_": path, **given})
 
 

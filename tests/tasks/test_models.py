@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import gradpolicy as gp
-from gradpolicy.errors import PolicyError
 from gradpolicy.tasks.binary import BinaryLinear, BinaryPerceptron
 from gradpolicy.tasks.models import ConvNet, MultilayerPerceptron, QuantizedConvNet, QuantizedReLU
 from gradpolicy.tasks.spiking import Neurons, SpikingNetwork
@@ -81,7 +80,7 @@ def test_the_networks_classify_images_of_their_size() -> None:
 )
 def test_an_impossible_size_is_refused_by_its_name(model: type, sizes: list[str], bad: float) -> None:
     for name in sizes:
-        with pytest.raises(PolicyError, match=rf"^{model.__name__}\.{name}: must be"):
+        with pytest.raises(gp.PolicyError, match=rf"^{model.__name__}\.{name}: must be"):
             model(**{name: bad})
 
 
@@ -126,7 +125,7 @@ def test_the_share_loss_is_zero_at_the_share() -> None:
     for share, loss in ((0.25, 0.0), (0.75, 2 * 0.5**2)):
         output = output._replace(attention=torch.full((3, 1, 14, 14), share))
         assert task.losses_of(output, torch.zeros(3, dtype=torch.long))["share_loss"] == pytest.approx(loss)
-    with pytest.raises(PolicyError, match=r"AttentionClassifier\.share"):
+    with pytest.raises(gp.PolicyError, match=r"AttentionClassifier\.share"):
         AttentionClassifier(VisualAttention(), torch.optim.Adam, share=1.5)
 
 
@@ -160,7 +159,7 @@ def test_a_transformer_starts_knowing_nothing_and_continues_a_text(transformer: 
 def test_too_long_a_text_or_heads_that_do_not_divide_are_refused(transformer: nn.Module) -> None:
     with pytest.raises(ValueError, match="context of 8"):
         transformer(torch.zeros(1, 9, dtype=torch.long))
-    with pytest.raises(PolicyError, match=r"model\.heads"):
+    with pytest.raises(gp.PolicyError, match=r"model\.heads"):
         CharacterTransformer(width=10, heads=3)
 
 
