@@ -83,6 +83,7 @@ class RowReducer:
         gradient, rows = parameter.grad, self._rows[parameter]
         if gradient is None:
             return parameter.new_zeros(rows.shape(parameter.shape))
-        if not isinstance(gradient, RowGradient):  # for example, if a rule replaces the whole operation
+        # Whole, for example, if a rule replaces the whole operation; of other rows, if not set to None.
+        if not isinstance(gradient, RowGradient) or not gradient.holds(rows):
             parameter.grad = gradient = RowGradient(rows.select(gradient), *rows, parameter.shape)
         return gradient.held

@@ -67,10 +67,14 @@ class _Handover:
         for hook in before:
             changed = hook(gradient)
             gradient = gradient if changed is None else changed
-        if parameter.grad is None:
+        former = parameter.grad
+        if former is None:
             parameter.grad = gradient
+        elif isinstance(former, RowGradient) and not former.holds(self.rows):
+            # It is of an earlier update, and was not set to None.
+            parameter.grad = gradient.add_(former)
         else:
-            parameter.grad.add_(gradient)
+            former.add_(gradient)
         for hook in after:
             hook(parameter)
 
@@ -162,6 +166,9 @@ def set_whole(parameter: Tensor) -> None:
     if isinstance(parameter, RowParameter):
         parameter.__dict__.pop("row_leaf", None)
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+        if isinstance(parameter.grad, RowGradient):
+            # One that is not set to None would lose the other rows of the gradient that is added to it.
+            parameter.grad = parameter.grad.dense()
 
 
 def has_row_gradient(parameter: Tensor) -> bool:

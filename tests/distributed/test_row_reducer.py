@@ -37,7 +37,9 @@ class Network(nn.Module):
         return self.head(hidden.relu()).logsumexp(-1).mean()
 
 
-def train(ranks: int, reentrant: bool | None, params: str, flow: bool = False) -> Trained:
+def train(
+    ranks: int, reentrant: bool | None, params: str, flow: bool = False, set_to_none: bool = True
+) -> Trained:
     """Return the weights after some updates of two batches each and the gradients of rows."""
     plain = Network(reentrant)
     model: nn.Module = DistributedDataParallel(plain) if ranks > 1 else plain
@@ -56,7 +58,7 @@ def train(ranks: int, reentrant: bool | None, params: str, flow: bool = False) -
                 held += sum(isinstance(parameter.grad, RowGradient) for parameter in plain.parameters())
                 nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
                 optimizer.step()
-                optimizer.zero_grad()
+                optimizer.zero_grad(set_to_none)
     return weights_of(plain), held
 
 
@@ -90,3 +92,8 @@ def test_ranks_move_as_one_process(pair: ProcessPool, reentrant: bool | None, pa
 @pytest.mark.filterwarnings("ignore")
 def test_whole_gradients_that_a_rule_leaves_are_averaged_too(pair: ProcessPool) -> None:
     check_moves(pair, None, "*.weight", True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_other_rows_are_averaged_in_gradients_that_are_not_set_to_none(pair: ProcessPool) -> None:
+    check_moves(pair, None, "*", False, False)

@@ -103,6 +103,26 @@ def test_rows_move_as_with_whole_gradients(source, frozen_state, train):
         assert not torch.equal(weight, before[name])
 
 
+@pytest.mark.parametrize("zeroed", [True, False])
+@pytest.mark.parametrize("source", SOURCES)
+def test_other_rows_are_added_to_gradients_that_are_not_set_to_none(source: str, zeroed: bool) -> None:
+    """First while the rows change, and, after four updates, when everything trains."""
+    freeze = gp.Freeze(SOURCES[source](), params="*.weight", frozen_state="drop", when=gp.When(stop=4))
+    model, reference = Classifier(), Classifier(whole=True)
+    for each in (model, reference):
+        with gp.training(each, each.configure_optimizers(), [copy.deepcopy(freeze)], seed=0) as optimizer:
+            for batch in batches():
+                each(batch).backward()
+                optimizer.step()
+                each.on_before_zero_grad(optimizer)
+                if zeroed:
+                    optimizer.zero_grad(set_to_none=False)
+    assert any(model.held)
+    assert not any(reference.held)
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(weight, reference.state_dict()[name])
+
+
 MASKS = {
     "rows": torch.tensor([[False], [True], [True], [False]]),
     "columns": torch.tensor([[False, True, True]]),
