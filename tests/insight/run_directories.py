@@ -9,6 +9,13 @@ import numpy as np
 import yaml
 from PIL import Image
 
+from gradpolicy.insight.run_files import AuditFile, Result
+from gradpolicy.lightning.runs import RunRecord
+
+# A proof that holds.
+AUDIT = AuditFile(
+    intervals=1284, entries=900_000, changed=0, sampled=True, stopped_branches={"checked": 60, "nonzero": 0}
+)
 LAYERS = {"model.trunk.0.conv": 144, "model.trunk.1.conv": 2304, "model.trunk.2.fc": 640}
 
 
@@ -22,32 +29,12 @@ def write_run(
     defaults = config_of(directory, 0, 0.001)
     (directory / "defaults.yaml").write_text(yaml.safe_dump(defaults))
     write_json(directory / "plan.json", plan())
-    write_json(directory / "audit.json", audit())
-    write_json(
-        directory / "run.json",
-        {
-            "task": "train",
-            "kind": "run",
-            "started": 1.7e9,
-            "directory": str(directory),
-            "versions": {"torch": "2.11.0", "gradpolicy": "0.1.0"},
-        },
-    )
-    write_json(
-        directory / "result.json",
-        {
-            "overrides": [f"optimizer.lr={lr}", f"seed={seed}"],
-            "metrics": {
-                "test/accuracy": accuracy,
-                "test/loss": 1 - accuracy,
-                "val/accuracy_best": accuracy + 0.01,
-            },
-            "optimized": accuracy + 0.01,
-            "status": "completed",
-            "error": "",
-            "directory": str(directory),
-        },
-    )
+    write_json(directory / "audit.json", AUDIT.model_dump())
+    RunRecord("train", "run", 1.7e9, str(directory), {"torch": "2.11.0", "gradpolicy": "0.1.0"}).save()
+    best = accuracy + 0.01
+    metrics = {"test/accuracy": accuracy, "test/loss": 1 - accuracy, "val/accuracy_best": best}
+    result = Result([f"optimizer.lr={lr}", f"seed={seed}"], metrics, best, directory=str(directory))
+    result.save(directory / "result.json")
     (directory / "train.log").write_text("Plan\nwarning: the learning rate is <large> & odd\n")
     write_metrics(directory, seed, steps)
     lines = [json.dumps(row) for row in record(seed, steps)]
@@ -73,50 +60,32 @@ def config_of(directory: Path, seed: int, lr: float) -> dict[str, Any]:
     }
 
 
+def row(name: str, policy: str, where: str, **more: Any) -> dict[str, Any]:
+    """A row of the plan."""
+    return {"name": name, "policy": policy, "what": policy, "where": where, **more}
+
+
 def plan() -> dict[str, Any]:
     """The plan, with modules that form a tree."""
-    names = [
-        "",
-        "model",
-        "model.trunk",
-        "model.trunk.0",
-        "model.trunk.1",
-        "model.trunk.2",
-        *LAYERS,
-        "model.probe",
-    ]
+    blocks = [f"model.trunk.{number}" for number in range(3)]
     policies = {
-        "model.probe": ["cut"],
         **{layer: ["freeze"] for layer in LAYERS},
+        "model.probe": ["cut"],
         "model.trunk.0": ["through"],
+    }
+    freezing = {
+        "what": "Freeze · Random",
+        "parameters": [f"{layer}.weight" for layer in LAYERS],
+        "entries": 3088,
+        "active_share": 0.5,
+        "training_share": 0.25,
+        "course": "may change every 5 steps",
     }
     return {
         "rows": [
-            {
-                "name": "cut",
-                "policy": "Stop",
-                "what": "Stop",
-                "where": "input of model.probe",
-                "modules": ["model.probe"],
-            },
-            {
-                "name": "through",
-                "policy": "StraightThrough",
-                "what": "StraightThrough",
-                "where": "ops round",
-                "operations": {"round": 3},
-            },
-            {
-                "name": "freeze",
-                "policy": "Freeze",
-                "what": "Freeze · Random",
-                "where": "params model.trunk.*",
-                "parameters": [f"{layer}.weight" for layer in LAYERS],
-                "entries": 3088,
-                "active_share": 0.5,
-                "training_share": 0.25,
-                "course": "may change every 5 steps",
-            },
+            row("cut", "Stop", "input of model.probe", modules=["model.probe"]),
+            row("through", "StraightThrough", "ops round", operations={"round": 3}),
+            row("freeze", "Freeze", "params model.trunk.*", **freezing),
         ],
         "entries": 4000,
         "training_entries": 2456,
@@ -128,22 +97,10 @@ def plan() -> dict[str, Any]:
                 "parameters": LAYERS.get(name, 0),
                 "policies": policies.get(name, []),
             }
-            for name in names
+            for name in ("", "model", "model.trunk", *blocks, *LAYERS, "model.probe")
         ],
         "cuts": ["input of modules model.probe (cut)"],
         "without_gradient": [],
-    }
-
-
-def audit() -> dict[str, Any]:
-    """A proof that holds."""
-    return {
-        "intervals": 1284,
-        "entries": 900_000,
-        "changed": 0,
-        "sampled": True,
-        "stopped_branches": {"checked": 60, "nonzero": 0},
-        "differences": [],
     }
 
 

@@ -3,7 +3,7 @@
 import json
 import sys
 from contextlib import nullcontext
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ import yaml
 from gradpolicy.launch.run import finished_loggers
 from tests.launch.own_callbacks import chosen
 
-from .conftest import SHORT, Ended
+from .conftest import SHORT
 
 
 @pytest.mark.slow
@@ -22,10 +22,8 @@ def test_a_profilers_report_is_said(train, caplog) -> None:
     assert "Profiler Report" in caplog.text
 
 
-@pytest.fixture
-def whole(train) -> Ended:
-    """A run with all that it may print and leave."""
-    ended = train(
+def test_what_a_run_prints_and_leaves(train) -> None:
+    whole = train(
         "callbacks=[default,mask_pictures]",
         "trainer.log_every_n_steps=1",
         "extras.report=true",
@@ -33,11 +31,7 @@ def whole(train) -> Ended:
         "optimizer.lr=0.5",
         "tags=[first,try]",
     )
-    assert (ended.code, ended.err) == (0, "")
-    return ended
-
-
-def test_what_a_run_prints_and_leaves(whole: Ended) -> None:
+    assert (whole.code, whole.err) == (0, "")
     run, out = whole.run, whole.out
     assert out.index("Plan") < out.index("\nConfig") < out.index("Results")
     last = out.partition("Results")[2]
@@ -94,10 +88,7 @@ def test_the_log_of_a_run_that_failed_says_why(train, tmp_path) -> None:
 
 
 def test_a_report_that_fails_is_one_warning(train, monkeypatch) -> None:
-    def fails(*arguments: object) -> None:
-        raise OSError("no space\nleft")
-
-    monkeypatch.setattr("gradpolicy.insight.report.write", fails)
+    monkeypatch.setattr("gradpolicy.insight.report.write", Mock(side_effect=OSError("no space\nleft")))
     ended = train("extras.report=true")
     assert ended.code == 0
     assert "warning: no report: OSError: no space left" in ended.out.splitlines()
@@ -126,10 +117,9 @@ def test_a_job_of_a_sweep_over_a_metric_that_it_does_not_log_ends_after_its_firs
 
 @pytest.mark.parametrize(("reason", "code"), [(None, 0), (ValueError(), 1), (KeyboardInterrupt(), 1)])
 def test_wandb_is_told_whether_the_run_came_to_its_end(monkeypatch, reason, code) -> None:
-    told: list[int] = []
-    wandb = SimpleNamespace(finish=lambda exit_code: told.append(exit_code))
+    wandb = Mock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     with pytest.raises(type(reason)) if reason else nullcontext(), finished_loggers():
         if reason:
             raise reason
-    assert told == [code]
+    wandb.finish.assert_called_once_with(exit_code=code)

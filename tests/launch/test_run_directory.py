@@ -149,13 +149,8 @@ def test_one_process_may_run_in_its_directory_again_and_its_other_ranks_beside_i
         assert directory.path == tmp_path / "taken"
 
 
-@pytest.fixture
-def _same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_of_one_time_stamp_never_share_a_directory(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("gradpolicy.launch.processes._now", lambda: "2026-01-01_00-00-00-000")
-
-
-@pytest.mark.usefixtures("_same_time")
-def test_two_runs_of_one_time_stamp_never_share_a_directory(tmp_path: Path) -> None:
     template = f"{tmp_path}/runs/${{started:}}"
     with claimed(template) as directory:
         (directory / "file").touch()
@@ -164,7 +159,6 @@ def test_two_runs_of_one_time_stamp_never_share_a_directory(tmp_path: Path) -> N
     assert [path.name for path in directory.iterdir()] == ["file"]
 
 
-@pytest.mark.usefixtures("_same_time")
 def test_a_directory_that_stays_empty_goes_with_those_that_were_made_for_it(tmp_path: Path) -> None:
     with claimed(f"{tmp_path}/train/runs/${{started:}}") as directory:
         assert (directory / LOCK).is_file()

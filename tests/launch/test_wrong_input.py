@@ -5,6 +5,7 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 from urllib.error import URLError
 
 import pytest
@@ -237,13 +238,12 @@ def test_a_chosen_file_that_is_no_config_is_refused(train, tmp_path: Path, writt
 
 
 def test_checkpoints_go_to_no_directory_to_which_another_run_writes_them(train, tmp_path: Path) -> None:
-    holder = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX)"
-    holder += (
-        "; file.write('process 7 on theirs'); file.flush(); print('locked', flush=True); sys.stdin.read()"
+    holder = (
+        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); "
+        "file.write('process 7 on theirs'); file.flush(); print('locked', flush=True); sys.stdin.read()"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", holder, str(tmp_path / LOCK)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
+    command, pipe = [sys.executable, "-c", holder, str(tmp_path / LOCK)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as process:
         assert process.stdout.readline() == b"locked\n"
         refusal = train(f"callbacks.last_checkpoint.dirpath={tmp_path}").refusal
     assert refusal == (
@@ -252,26 +252,24 @@ def test_checkpoints_go_to_no_directory_to_which_another_run_writes_them(train, 
     )
 
 
-@pytest.mark.parametrize("plan", ["true", "false"])
-def test_data_that_cannot_be_downloaded_end_the_run_in_one_line(train, monkeypatch, plan: str) -> None:
-    def fail(self: DigitsDataModule) -> None:
-        raise URLError("name resolution failed")
-
-    monkeypatch.setattr(DigitsDataModule, "prepare_data", fail)
-    assert train(f"extras.plan={plan}", "optimized_metric=null").refusal == (
-        "data: DigitsDataModule cannot get its data: URLError: <urlopen error name resolution failed>; "
-        "without a network, put the files where it looks"
-    )
+NO_NETWORK = (
+    "cannot get its data: URLError: <urlopen error name resolution failed>; "
+    "without a network, put the files where it looks"
+)
+NO_PACKAGE = "needs torchvision, which is not installed: pip install 'gradpolicy[vision]'"
 
 
-def test_a_package_that_is_not_installed_is_named_with_the_extra_that_brings_it(train, monkeypatch) -> None:
-    def fail(self: DigitsDataModule) -> None:
-        raise ModuleNotFoundError("No module named 'torchvision'", name="torchvision")
-
-    monkeypatch.setattr(DigitsDataModule, "prepare_data", fail)
-    assert train().refusal == (
-        "data: DigitsDataModule needs torchvision, which is not installed: pip install 'gradpolicy[vision]'"
-    )
+@pytest.mark.parametrize(
+    ("error", "plan", "said"),
+    [
+        (URLError("name resolution failed"), "true", NO_NETWORK),
+        (URLError("name resolution failed"), "false", NO_NETWORK),
+        (ModuleNotFoundError("No module named 'torchvision'", name="torchvision"), "true", NO_PACKAGE),
+    ],
+)
+def test_data_that_cannot_be_had_end_the_run_in_one_line(train, monkeypatch, error, plan, said) -> None:
+    monkeypatch.setattr(DigitsDataModule, "prepare_data", Mock(side_effect=error))
+    assert train(f"extras.plan={plan}", "optimized_metric=null").refusal == f"data: DigitsDataModule {said}"
 
 
 @pytest.fixture
@@ -309,10 +307,8 @@ def test_a_process_that_lightning_has_started_reports_its_error(train, monkeypat
 
 
 def test_a_full_disk_ends_the_run_in_one_line_and_is_no_wrong_input(train, monkeypatch) -> None:
-    def fail(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", "/runs/config.yaml")
-
-    monkeypatch.setattr("gradpolicy.launch.run.save_settings", fail)
+    full = OSError(errno.ENOSPC, "No space left on device", "/runs/config.yaml")
+    monkeypatch.setattr("gradpolicy.launch.run.save_settings", Mock(side_effect=full))
     ended = train("extras.plan=false")
     assert ended.code == 1
     assert ended.message.startswith("nothing can be written to /runs/config.yaml: no space left on device")
