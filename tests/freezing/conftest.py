@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import gradpolicy as gp
+from gradpolicy.freezing import Freezer
 
 
 class FakeOptimizer:
@@ -34,3 +35,9 @@ class FakeOptimizer:
 
 def masked(model: nn.Module, **settings) -> gp.MaskedOptimizer:
     return gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05), **settings)
+
+
+def freezer_of(model: nn.Module, policies, **settings) -> tuple[gp.MaskedOptimizer, Freezer]:
+    """AdamW on the whole model, and these policies on it; settings as the freezer's."""
+    optimizer = masked(model)
+    return optimizer, Freezer(model, [optimizer], policies, **settings)

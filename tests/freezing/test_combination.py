@@ -1,12 +1,11 @@
 """Several policies on one parameter, and what each optimizer is told."""
 
-import pytest
 import torch
 
 import gradpolicy as gp
 from gradpolicy.freezing import Freezer
 from gradpolicy.tensors.seeded import RandomMask
-from tests.freezing.conftest import FakeOptimizer, masked
+from tests.freezing.conftest import FakeOptimizer, freezer_of
 
 
 def test_masks_with_the_same_options_are_set_in_one_call(stack) -> None:
@@ -43,8 +42,7 @@ def test_several_policies_mean_the_intersection(stack) -> None:
         "entries": gp.Freeze(gp.masks.Fixed(mask), params="blocks.*.weight"),
         "random": gp.Freeze(gp.masks.Random(density=0.5, seed=1), params="blocks.*.weight"),
     }
-    optimizer = masked(stack)
-    freezer = Freezer(stack, [optimizer], policies)
+    optimizer, freezer = freezer_of(stack, policies)
     for step in range(4):
         freezer.begin_step(step)
         layers = policies["layers"].mask.masks(step, 0)
@@ -61,17 +59,3 @@ def test_every_optimizer_of_a_shared_parameter_gets_its_mask(stack) -> None:
     Freezer(stack, optimizers, {"all": gp.Freeze(gp.masks.Random(0.5))}, seed=0).begin_step(0)
     one, other = (optimizer.masks[shared] for optimizer in optimizers)
     assert torch.equal(one.materialize(shared.shape), other.materialize(shared.shape))
-
-
-def test_a_policy_that_is_not_in_effect_does_not_count(stack) -> None:
-    policies = {
-        "all": gp.Freeze(gp.masks.Fixed(), params="head.*", when=gp.When(stop=1)),
-        "rows": gp.Freeze({"head.weight": torch.tensor([[True], [False], [True]])}, params="head.weight"),
-    }
-    optimizer = masked(stack)
-    freezer = Freezer(stack, [optimizer], policies)
-    shares = []
-    for step in range(2):
-        freezer.begin_step(step)
-        shares.append(optimizer.active_share(stack.head.weight))
-    assert shares == pytest.approx([0.0, 2 / 3])

@@ -12,7 +12,8 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.freezing import Freezer
 from gradpolicy.masks import MaskSource
 from gradpolicy.tensors.seeded import RandomMask
-from tests.freezing.conftest import FakeOptimizer, masked
+from tests.fixtures import through_a_file
+from tests.freezing.conftest import FakeOptimizer, freezer_of
 
 
 class Recorder(MaskSource):
@@ -44,20 +45,26 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return model(tokens).square().mean()
 
 
-def train(model, optimizer, freezer, tokens, steps: range, skipped: tuple[int, ...] = ()) -> None:
-    """Takes effective steps; a skipped one runs the backward pass twice before the update comes."""
+def train(model, freezer, tokens, steps: range) -> None:
     for step in steps:
-        for attempt in range(2 if step in skipped else 1):
-            freezer.begin_step(step, epoch=step // 4)
-            optimizer.zero_grad()
-            loss_of(model, tokens).backward()
-            freezer.observe(freezer.optimizers[0])
-            if attempt == (1 if step in skipped else 0):
-                optimizer.step()
+        freezer.begin_step(step, epoch=step // 4)
+        model.zero_grad()
+        loss_of(model, tokens).backward()
+        for optimizer in freezer.optimizers:
+            freezer.observe(optimizer)
+            optimizer.step()
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_same(runs: list[dict[str, torch.Tensor]]) -> None:
+    torch.testing.assert_close(*runs, rtol=0, atol=0)
+
+
+def turned_off(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
 
 def test_masks_change_at_effective_steps_only(stack) -> None:
@@ -86,8 +93,7 @@ def test_gradients_of_frozen_entries_are_left_for_who_asks_to_have_them_removed(
         "rows": gp.Freeze({"head.weight": rows}, params="head.weight"),
         "bias": gp.Freeze(gp.masks.Fixed(), params="head.bias"),
     }
-    optimizer = masked(stack)
-    freezer = Freezer(stack, [optimizer], policies, toggle_requires_grad=False)
+    optimizer, freezer = freezer_of(stack, policies, toggle_requires_grad=False)
     freezer.begin_step(0)
     loss_of(stack, tokens).backward()
     whole = stack.head.weight.grad.clone()
@@ -105,11 +111,8 @@ def test_requires_grad_is_off_only_where_nobody_wants_the_gradient(stack) -> Non
         "watched": gp.Freeze(Recorder(start=1), params="head.*"),
         "unwatched": gp.Freeze(gp.masks.Fixed(), params="blocks.*"),
     }
-    freezer = Freezer(stack, [masked(stack)], policies)
-    freezer.begin_step(2)
-    assert [name for name, p in stack.named_parameters() if not p.requires_grad] == [
-        f"blocks.{i}.{kind}" for i in range(4) for kind in ("weight", "bias")
-    ]
+    freezer_of(stack, policies)[1].begin_step(2)
+    assert turned_off(stack) == {name for name, _ in stack.named_parameters() if name.startswith("blocks")}
 
 
 class WantsLater(Recorder):
@@ -123,7 +126,7 @@ class WantsLater(Recorder):
 
 
 def test_requires_grad_comes_on_when_a_gradient_is_wanted_though_no_mask_changes(stack) -> None:
-    freezer = Freezer(stack, [masked(stack)], {"head": gp.Freeze(WantsLater(), params="head.*")})
+    _, freezer = freezer_of(stack, {"head": gp.Freeze(WantsLater(), params="head.*")})
     on = []
     for step in range(4):
         freezer.begin_step(step)
@@ -135,7 +138,7 @@ def test_requires_grad_comes_on_when_a_gradient_is_wanted_though_no_mask_changes
 def test_a_flag_for_the_tensor_spares_the_backward_pass_in_whatever_form_it_comes(stack) -> None:
     """A drawn flag is the same as the seeded mask's; a tensor of one entry stands for the whole."""
     drawn = gp.masks.Random(0.5, level="tensor")
-    freezer = Freezer(stack, [masked(stack)], {"drawn": gp.Freeze(drawn, params=["blocks.*", "head.*"])})
+    _, freezer = freezer_of(stack, {"drawn": gp.Freeze(drawn, params=["blocks.*", "head.*"])})
     frozen = set()
     for step in range(4):
         freezer.begin_step(step)
@@ -147,40 +150,44 @@ def test_a_flag_for_the_tensor_spares_the_backward_pass_in_whatever_form_it_come
     assert len(frozen) > 5
     freezer.restore()
     flag = {"head.weight": torch.zeros(1, 1, dtype=torch.bool)}
-    Freezer(stack, [masked(stack)], {"flag": gp.Freeze(flag, params="head.weight")}).begin_step(0)
+    freezer_of(stack, {"flag": gp.Freeze(flag, params="head.weight")})[1].begin_step(0)
     assert not stack.head.weight.requires_grad
 
 
 def test_requires_grad_is_left_as_it_was_found(stack) -> None:
     stack.head.bias.requires_grad_(False)
-    freezer = Freezer(stack, [masked(stack)], {"layers": gp.Freeze(gp.masks.Layerwise(active=1, every=1))})
+    _, freezer = freezer_of(stack, {"layers": gp.Freeze(gp.masks.Layerwise(active=1, every=1))})
     for step in range(5):
         freezer.begin_step(step)
-        off = {name for name, p in stack.named_parameters() if not p.requires_grad}
+        off = turned_off(stack)
         assert len(off) == 7
         assert "head.bias" in off
     freezer.restore()
-    assert [name for name, p in stack.named_parameters() if not p.requires_grad] == ["head.bias"]
+    assert turned_off(stack) == {"head.bias"}
 
 
 def test_outside_its_time_a_policy_lets_everything_train(stack) -> None:
-    optimizer = masked(stack)
-    when = gp.When(start=2, stop=4)
-    freezer = Freezer(stack, [optimizer], {"head": gp.Freeze(gp.masks.Fixed(), params="head.*", when=when)})
+    """What another policy freezes of it stays frozen."""
+    rows = torch.tensor([[True], [False], [True]])
+    policies = {
+        "all": gp.Freeze(gp.masks.Fixed(), params="head.*", when=gp.When(start=2, stop=4)),
+        "rows": gp.Freeze({"head.weight": rows}, params="head.weight"),
+    }
+    optimizer, freezer = freezer_of(stack, policies)
     shares = []
     for step in range(6):
         freezer.begin_step(step)
-        shares.append(optimizer.active_share(stack.head.weight))
-    assert shares == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0]
-    assert stack.head.weight.requires_grad
+        shares.append([optimizer.active_share(each) for each in stack.head.parameters()])
+    before, within = [pytest.approx(2 / 3), 1.0], [0.0, 0.0]
+    assert shares == [before, before, within, within, before, before]
+    assert not turned_off(stack)
 
 
 @pytest.mark.parametrize("unit", ["step", "epoch"])
 def test_gradients_are_scaled_while_the_policy_is_in_effect(stack, tokens, unit) -> None:
-    policy = gp.Freeze(
-        gp.masks.Random(0.5, rescale=True), params="head.weight", when=gp.When(start=1, stop=2, unit=unit)
-    )
-    freezer = Freezer(stack, [masked(stack)], {"all": policy})
+    when = gp.When(start=1, stop=2, unit=unit)
+    policy = gp.Freeze(gp.masks.Random(0.5, rescale=True), params="head.weight", when=when)
+    _, freezer = freezer_of(stack, {"all": policy})
     factors = []
     for step in range(3):
         stack.zero_grad()
@@ -221,16 +228,14 @@ def test_a_scaled_rate_is_that_of_a_group_with_this_rate(stack, tokens, make) ->
     other = copy.deepcopy(stack)
     optimizer = gp.MaskedOptimizer(make(stack.parameters()))
     freezer = Freezer(stack, [optimizer], {"half": gp.Freeze(HalfRate())})
-    train(stack, optimizer, freezer, tokens, range(5))
-    heads = [p for name, p in other.named_parameters() if name.startswith("head")]
-    rest = [p for name, p in other.named_parameters() if not name.startswith("head")]
-    peer = make([{"params": rest}, {"params": heads, "lr": 0.05}])
+    train(stack, freezer, tokens, range(5))
+    rest = [*other.embed.parameters(), *other.blocks.parameters()]
+    peer = make([{"params": rest}, {"params": other.head.parameters(), "lr": 0.05}])
     for _ in range(5):
         peer.zero_grad()
         loss_of(other, tokens).backward()
         peer.step()
-    for ours, theirs in zip(stack.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13)
+    torch.testing.assert_close(weights(stack), weights(other), rtol=0, atol=1e-13)
 
 
 class ByTheTime(MaskSource):
@@ -265,17 +270,14 @@ def test_scales_are_those_of_the_step_and_the_epoch() -> None:
 
 @pytest.mark.parametrize("optimizer", [torch.optim.LBFGS, torch.optim.Rprop])
 def test_an_optimizer_that_has_no_rate_of_a_layer_is_refused(stack, optimizer) -> None:
-    freezer = Freezer(
-        stack, [gp.MaskedOptimizer(optimizer(stack.parameters()))], {"half": gp.Freeze(HalfRate())}
-    )
+    holding = gp.MaskedOptimizer(optimizer(stack.parameters()))
+    freezer = Freezer(stack, [holding], {"half": gp.Freeze(HalfRate())})
     with pytest.raises(PolicyError, match=f"{optimizer.__name__} cannot give parameters rates of their own"):
         freezer.begin_step(0)
 
 
 def test_what_is_frozen_keeps_its_bits_also_where_rates_are_scaled(stack) -> None:
-    optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.1))
-    active = torch.zeros(3, 4, dtype=torch.bool)
-    active[2] = True
+    active = torch.arange(3).view(3, 1).expand(3, 4) == 2
     policies = {
         "rate": gp.Freeze(ThirdRate()),
         "part": gp.Freeze({"head.weight": active}, params="head.weight"),
@@ -283,7 +285,7 @@ def test_what_is_frozen_keeps_its_bits_also_where_rates_are_scaled(stack) -> Non
     with torch.no_grad():
         stack.head.weight[0], stack.head.weight[1, 0] = -0.0, float("inf")
     first = stack.head.weight.detach().clone()
-    freezer = Freezer(stack, [optimizer], policies)
+    optimizer, freezer = freezer_of(stack, policies)
     freezer.begin_step(0)
     stack.head.weight.grad = torch.ones(3, 4)
     freezer.observe(freezer.optimizers[0])
@@ -293,35 +295,20 @@ def test_what_is_frozen_keeps_its_bits_also_where_rates_are_scaled(stack) -> Non
     assert (after[2] != first[2]).all()
 
 
-def test_a_skipped_step_changes_neither_masks_nor_the_outcome(stack, tokens) -> None:
-    runs = []
-    for skipped in ((), (1, 3)):
-        model = copy.deepcopy(stack)
-        optimizer = masked(model)
-        freezer = Freezer(model, [optimizer], {"all": gp.Freeze(gp.masks.Random(density=0.5))}, seed=1)
-        train(model, optimizer, freezer, tokens, range(5), skipped)
-        runs.append(weights(model))
-    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
-
-
 def test_the_state_of_sources_is_saved_by_policy(stack, tokens) -> None:
-    policies = {"seen": gp.Freeze(Recorder(), params="head.*")}
-    optimizer = masked(stack)
-    freezer = Freezer(stack, [optimizer], policies)
-    train(stack, optimizer, freezer, tokens, range(2))
+    _, freezer = freezer_of(stack, {"seen": gp.Freeze(Recorder(), params="head.*")})
+    train(stack, freezer, tokens, range(2))
     other = {"seen": gp.Freeze(Recorder(), params="head.*"), "new": gp.Freeze(Recorder(), params="embed.*")}
-    resumed = Freezer(stack, [optimizer], other)
-    resumed.load_state_dict(freezer.state_dict())
+    freezer_of(stack, other)[1].load_state_dict(freezer.state_dict())
     assert other["seen"].mask.loaded == 2
     assert not hasattr(other["new"].mask, "loaded")
 
 
 def test_a_resumed_run_sets_masks_that_a_checkpoint_brought_otherwise(stack) -> None:
     """A mask restored with the optimizer goes where the policy no longer wants it."""
-    optimizer = masked(stack)
+    policy = gp.Freeze(gp.masks.Fixed(), params="head.*", when=gp.When(stop=10))
+    optimizer, freezer = freezer_of(stack, {"head": policy})
     optimizer.set_mask(stack.head.weight, torch.zeros(3, 4, dtype=torch.bool))
-    when = gp.When(stop=10)
-    freezer = Freezer(stack, [optimizer], {"head": gp.Freeze(gp.masks.Fixed(), params="head.*", when=when)})
     freezer.begin_step(9)
     freezer.load_state_dict(freezer.state_dict())
     freezer.begin_step(10)
@@ -329,8 +316,7 @@ def test_a_resumed_run_sets_masks_that_a_checkpoint_brought_otherwise(stack) -> 
 
 
 def test_masks_are_set_anew_after_a_state_is_loaded_within_a_step(stack) -> None:
-    optimizer = masked(stack)
-    freezer = Freezer(stack, [optimizer], {"head": gp.Freeze(gp.masks.Fixed(), params="head.*")})
+    optimizer, freezer = freezer_of(stack, {"head": gp.Freeze(gp.masks.Fixed(), params="head.*")})
     freezer.begin_step(3)
     freezer.load_state_dict(freezer.state_dict())
     optimizer.set_mask(stack.head.weight, None)
@@ -342,11 +328,8 @@ def test_several_optimizers_get_the_masks_of_their_own(stack, tokens) -> None:
     trunk, head = stack.blocks.parameters(), stack.head.parameters()
     optimizers = [gp.MaskedOptimizer(torch.optim.SGD(group, lr=0.1)) for group in (trunk, head)]
     source = Recorder()
-    freezer = Freezer(
-        stack,
-        optimizers,
-        {"all": gp.Freeze(source), "half": gp.Freeze(gp.masks.Random(0.5))},
-    )
+    policies = {"all": gp.Freeze(source), "half": gp.Freeze(gp.masks.Random(0.5))}
+    freezer = Freezer(stack, optimizers, policies)
     freezer.begin_step(0)
     loss_of(stack, tokens).backward()
     freezer.observe(optimizers[1])
@@ -360,30 +343,26 @@ def by_magnitude(name: str, parameter: torch.Tensor, step: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("cut", [2, 3, 4, 6, 7])
 @pytest.mark.parametrize("when", [None, gp.When(start=3, stop=7)])
-def test_masks_that_no_source_could_give_again_are_saved(stack, tokens, tmp_path, cut: int, when) -> None:
+def test_masks_that_no_source_could_give_again_are_saved(stack, tokens, cut: int, when) -> None:
     """A function may go by the weights of the step at which it was asked."""
     mask = gp.masks.Function(by_magnitude, every=3)
     runs = []
     for stops in ((8,), (cut, 8)):
-        model, first = copy.deepcopy(stack), 0
+        model, first, saved = copy.deepcopy(stack), 0, ()
         for stop in stops:
-            optimizer = masked(model)
-            freezer = Freezer(model, [optimizer], {"large": gp.Freeze(copy.deepcopy(mask), when=when)})
+            optimizer, freezer = freezer_of(model, {"large": gp.Freeze(copy.deepcopy(mask), when=when)})
             if first:
-                saved = torch.load(tmp_path / "state.pt", weights_only=True)
-                optimizer.load_state_dict(saved["optimizer"])
-                freezer.load_state_dict(saved["freezer"])
-            train(model, optimizer, freezer, tokens, range(first, stop))
-            state = {"optimizer": optimizer.state_dict(), "freezer": freezer.state_dict()}
-            torch.save(state, tmp_path / "state.pt")
-            first = stop
+                optimizer.load_state_dict(saved[0])
+                freezer.load_state_dict(saved[1])
+            train(model, freezer, tokens, range(first, stop))
+            saved, first = through_a_file((optimizer.state_dict(), freezer.state_dict())), stop
         runs.append(weights(model))
-    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+    assert_same(runs)
 
 
 def test_a_saved_seeded_mask_is_a_few_numbers(stack) -> None:
     source = gp.masks.Function(lambda name, parameter, step: RandomMask(0, step, name, 0.5), every=5)
-    freezer = Freezer(stack, [masked(stack)], {"all": gp.Freeze(source)})
+    _, freezer = freezer_of(stack, {"all": gp.Freeze(source)})
     freezer.begin_step(7)
     numbers = {"seed": 0, "step": 5, "name": "head.bias", "density": 0.5, "level": "entry"}
     state = freezer.state_dict()
@@ -404,9 +383,8 @@ CHANGED = [
 
 @pytest.mark.parametrize(("before", "first", "after", "then"), CHANGED)
 def test_a_policy_that_has_become_another_starts_anew(stack, tokens, before, first, after, then) -> None:
-    optimizer = masked(stack)
-    freezer = Freezer(stack, [optimizer], {"it": gp.Freeze(copy.deepcopy(before), params=first)})
-    train(stack, optimizer, freezer, tokens, range(2))
+    optimizer, freezer = freezer_of(stack, {"it": gp.Freeze(copy.deepcopy(before), params=first)})
+    train(stack, freezer, tokens, range(2))
     fresh, resumed = (
         Freezer(stack, [optimizer], {"it": gp.Freeze(copy.deepcopy(after), params=then)}) for _ in range(2)
     )
@@ -420,8 +398,7 @@ def test_a_policy_that_has_become_another_starts_anew(stack, tokens, before, fir
 
 
 def two_optimizers(model: nn.Module) -> list[gp.MaskedOptimizer]:
-    named = list(model.named_parameters())
-    halves = [p for n, p in named if "blocks" in n], [p for n, p in named if "blocks" not in n]
+    halves = model.blocks.parameters(), [*model.embed.parameters(), *model.head.parameters()]
     return [gp.MaskedOptimizer(torch.optim.SGD(half, lr=0.1, momentum=0.9)) for half in halves]
 
 
@@ -451,21 +428,13 @@ def test_two_optimizers_take_one_step_together(stack, tokens) -> None:
     runs = []
     for make in (two_optimizers, lambda m: [gp.MaskedOptimizer(torch.optim.SGD(m.parameters(), 0.1, 0.9))]):
         model = copy.deepcopy(stack)
-        optimizers = make(model)
         policies = {
             "top": gp.Freeze(gp.masks.TopK(0.5, window=2, every=2)),
             "out": gp.Freeze(gp.masks.Progressive(total=8, first=0.5)),
         }
-        freezer = Freezer(model, optimizers, policies)
-        for step in range(6):
-            freezer.begin_step(step)
-            model.zero_grad()
-            loss_of(model, tokens).backward()
-            for optimizer in optimizers:
-                freezer.observe(optimizer)
-                optimizer.step()
+        train(model, Freezer(model, make(model), policies), tokens, range(6))
         runs.append(weights(model))
-    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+    assert_same(runs)
 
 
 def test_two_optimizers_that_take_turns_make_a_step_each(stack, tokens) -> None:
@@ -496,10 +465,9 @@ def test_what_one_policy_writes_stays_zero_where_another_holds_it_at_zero(
         "writing": gp.Freeze(sources[writes], params="blocks.*.weight"),
         "sparse": gp.Freeze(gp.masks.PruneAndGrow(0.25, every=None, seed=1), params="blocks.*.weight"),
     }
-    optimizer = masked(stack)
-    freezer = Freezer(stack, [optimizer], dict(sorted(policies.items(), reverse=not sparse_first)))
+    _, freezer = freezer_of(stack, dict(sorted(policies.items(), reverse=not sparse_first)))
     for step in range(5):
-        train(stack, optimizer, freezer, tokens, range(step, step + 1))
+        train(stack, freezer, tokens, range(step, step + 1))
         for block in stack.blocks:
             assert int(block.weight.count_nonzero()) <= 4
 
@@ -507,10 +475,9 @@ def test_what_one_policy_writes_stays_zero_where_another_holds_it_at_zero(
 def test_a_tied_parameter_is_matched_by_any_of_its_names(stack, tokens) -> None:
     stack.head = nn.Linear(4, 6)
     stack.head.weight = stack.embed.weight
-    optimizer = masked(stack)
-    freezer = Freezer(stack, [optimizer], {"head": gp.Freeze(gp.masks.Fixed(), params="head.*")})
+    _, freezer = freezer_of(stack, {"head": gp.Freeze(gp.masks.Fixed(), params="head.*")})
     before = weights(stack)
-    train(stack, optimizer, freezer, tokens, range(2))
+    train(stack, freezer, tokens, range(2))
     assert list(freezer.parameters) == ["embed.weight", "head.bias"]
     assert torch.equal(stack.head.weight, before["embed.weight"])
     assert not torch.equal(stack.blocks[0].weight, before["blocks.0.weight"])
@@ -521,38 +488,35 @@ class Wrong(MaskSource):
         return {"head.wieght": True}
 
 
+def on_head(**options) -> gp.Freeze:
+    return gp.Freeze(gp.masks.Fixed(), params="head.*", **options)
+
+
 def test_wrong_input_is_one_clear_message(stack) -> None:
-    optimizer = masked(stack)
-    shared = gp.masks.Fixed()
-    cases = [
+    every, shared = gp.Freeze(gp.masks.Random()), gp.masks.Fixed()
+    for message, policies in (
         (
-            {
-                "a": gp.Freeze(gp.masks.Fixed(), params="head.*", bias_correction="tensor"),
-                "b": gp.Freeze(gp.masks.Random()),
-            },
             r"'head.weight': policy\.a wants bias_correction='tensor', policy\.b bias_correction='entry'",
-        ),
-        ({"head": gp.Freeze(shared, params="haed.*")}, r"policy\.head\.params: .*did you mean 'head"),
-        (
-            {"a": gp.Freeze(shared, params="head.*"), "b": gp.Freeze(shared, params="embed.*")},
-            r"policy\.b: has the mask source of policy\.a",
+            {"a": on_head(bias_correction="tensor"), "b": every},
         ),
         (
-            {
-                "a": gp.Freeze(gp.masks.Fixed(), params="head.*", frozen_state="zero"),
-                "b": gp.Freeze(gp.masks.Random()),
-            },
             r"'head.weight': policy\.a wants frozen_state='zero', policy\.b frozen_state='keep'",
+            {"a": on_head(frozen_state="zero"), "b": every},
         ),
-        ({"a": gp.Freeze(gp.masks.Layerwise(active=9))}, r"policy\.a: Layerwise.active: 9 layers"),
-    ]
-    for policies, message in cases:
+        (r"policy\.a\.params: .*did you mean 'head", {"a": gp.Freeze(shared, params="haed.*")}),
+        (
+            r"policy\.b: has the mask source of policy\.a",
+            {"a": gp.Freeze(shared, params="head.*"), "b": gp.Freeze(shared, params="embed.*")},
+        ),
+        (r"policy\.a: Layerwise.active: 9 layers", {"a": gp.Freeze(gp.masks.Layerwise(active=9))}),
+        (r"policy\.a: a mask for 'head.wieght'.*did you mean 'head.weight'", {"a": gp.Freeze(Wrong())}),
+        (
+            r"policy\.a: mask of 'embed.weight': must be True, False",
+            {"a": gp.Freeze(lambda name, parameter, step: 1)},
+        ),
+    ):
         with pytest.raises(PolicyError, match=message):
-            Freezer(stack, [optimizer], policies)
-    with pytest.raises(PolicyError, match=r"policy\.a: a mask for 'head.wieght'.*did you mean 'head.weight'"):
-        Freezer(stack, [optimizer], {"a": gp.Freeze(Wrong())}).begin_step(0)
-    with pytest.raises(PolicyError, match=r"policy\.a: mask of 'embed.weight': must be True, False"):
-        Freezer(stack, [optimizer], {"a": gp.Freeze(lambda name, parameter, step: 1)}).begin_step(0)
+            freezer_of(stack, policies)[1].begin_step(0)
     only_head = gp.MaskedOptimizer(torch.optim.SGD(stack.head.parameters(), lr=1.0))
     with pytest.raises(PolicyError, match=r"policy\.a: no optimizer holds what it matches: embed.weight"):
         Freezer(stack, [only_head], {"a": gp.Freeze(gp.masks.Fixed(), params="embed.*")})
@@ -570,9 +534,7 @@ class Accumulates(Recorder):
 
 
 def test_gradients_of_one_optimizer_shown_again_replace_those_of_the_step(stack) -> None:
-    first, second = list(stack.parameters())[:2], list(stack.parameters())[2:]
-    optimizers = [gp.MaskedOptimizer(torch.optim.SGD(own, lr=0.1)) for own in (first, second)]
-    source = Accumulates()
+    source, optimizers = Accumulates(), two_optimizers(stack)
     freezer = Freezer(stack, optimizers, {"all": gp.Freeze(source)})
     freezer.begin_step(0)
     for parameter in stack.parameters():
@@ -598,22 +560,18 @@ class Rewriting(gp.masks.MaskSource):
         self.mask[self.period(step, epoch) % 4] = True
         return {"blocks.0.weight": self.mask}
 
-    def scribble(self) -> None:
-        self.mask[:] = True
-
 
 class Repeating(Rewriting):
     repeats_masks = True
 
 
-def freezer_of(stack, source) -> tuple[gp.MaskedOptimizer, Freezer]:
-    optimizer = gp.MaskedOptimizer(torch.optim.SGD(stack.parameters(), lr=0.1))
-    return optimizer, Freezer(stack, [optimizer], {"rows": gp.Freeze(source, params="blocks.0.weight")})
+def on_rows(stack, source) -> tuple[gp.MaskedOptimizer, Freezer]:
+    return freezer_of(stack, {"rows": gp.Freeze(source, params="blocks.0.weight")})
 
 
 @pytest.mark.parametrize("kind", [Rewriting, Repeating])
 def test_a_mask_written_anew_in_place_is_a_new_mask(stack, kind: type[Rewriting]) -> None:
-    optimizer, freezer = freezer_of(stack, kind())
+    optimizer, freezer = on_rows(stack, kind())
     for step in range(6):
         freezer.begin_step(step)
         row = torch.arange(4)[:, None] == step % 4
@@ -623,9 +581,9 @@ def test_a_mask_written_anew_in_place_is_a_new_mask(stack, kind: type[Rewriting]
 
 def test_what_is_written_between_changes_is_not_yet_in_force_nor_saved(stack) -> None:
     source = Rewriting(every=3)
-    _, freezer = freezer_of(stack, source)
+    _, freezer = on_rows(stack, source)
     freezer.begin_step(0)
-    source.scribble()
+    source.mask[:] = True
     freezer.begin_step(1)
     row = torch.arange(4)[:, None] == 0
     assert torch.equal(freezer.mask_of("blocks.0.weight"), row)
@@ -634,7 +592,7 @@ def test_what_is_written_between_changes_is_not_yet_in_force_nor_saved(stack) ->
 
 def test_a_tensor_given_again_as_it_was_changes_nothing(stack) -> None:
     mask = torch.arange(4)[:, None] == 2
-    _, freezer = freezer_of(stack, lambda name, parameter, step: mask)
+    _, freezer = on_rows(stack, lambda name, parameter, step: mask)
     held = []
     for step in range(3):
         freezer.begin_step(step)
