@@ -69,12 +69,12 @@ def turned_off(model: nn.Module) -> set[str]:
 
 def test_masks_change_at_effective_steps_only(stack) -> None:
     optimizer = FakeOptimizer(stack.parameters())
-    freezer = Freezer(stack, [optimizer], {"all": gp.Freeze(gp.masks.Random(density=0.5))})
+    freezer = Freezer(stack, [optimizer], {"all": gp.Freeze(gp.masks.Random(0.5, unit="epoch"))})
     freezer.begin_step(0)
     first, calls = dict(optimizer.masks), list(optimizer.calls)
     freezer.begin_step(0, epoch=1)
     assert (optimizer.masks, optimizer.calls) == (first, calls)
-    freezer.begin_step(1)
+    freezer.begin_step(1, epoch=1)
     assert all(optimizer.masks[parameter] != first[parameter] for parameter in first)
 
 
