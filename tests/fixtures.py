@@ -1,5 +1,6 @@
 """Small models, and the fixtures that all tests share."""
 
+import functools
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -66,25 +67,25 @@ def loader() -> DataLoader:
     return DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=8)
 
 
+def quiet_trainer(**settings: Any) -> Trainer:
+    """Return a trainer on the CPU that writes nothing; keyword arguments as Trainer's."""
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    return Trainer(**{**defaults, **settings})
+
+
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
-    """Makes a quiet trainer on the CPU; keyword arguments as Trainer's."""
-
-    def make(**settings: Any) -> Trainer:
-        defaults: dict[str, Any] = {
-            "accelerator": "cpu",
-            "devices": 1,
-            "max_epochs": 1,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "num_sanity_val_steps": 0,
-            "default_root_dir": tmp_path,
-        }
-        return Trainer(**{**defaults, **settings})
-
-    return make
+    """Makes a quiet trainer for the test's directory."""
+    return functools.partial(quiet_trainer, default_root_dir=tmp_path)
 
 
 class Stack(nn.Module):

@@ -8,8 +8,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
 import gradpolicy as gp
-from gradpolicy.freezing import Freezer, requires_grad
+from gradpolicy.freezing import requires_grad
 from gradpolicy.freezing.requires_grad import FOLLOWS_REQUIRES_GRAD, ONE_GRAPH_A_PHASE
+from tests.fixtures import quiet_trainer
+from tests.freezing.conftest import freezer_of
 
 STEPS = 8
 SOURCES = {
@@ -22,16 +24,11 @@ SOURCES = {
     # Holds for a while; then all trains.
     "until": lambda: gp.masks.Fixed(["*.head.*"]),
 }
-BACKENDS = [
-    pytest.param("eager", marks=pytest.mark.slow),
-    pytest.param("aot_eager", marks=pytest.mark.slow),
-    pytest.param("inductor", marks=pytest.mark.slow),
-]
 pytestmark = pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 
 
 class Rounded(nn.Module):
-    def __init__(self, layers=3):
+    def __init__(self, layers):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(layers)])
         self.head = nn.Linear(4, 2)
@@ -78,40 +75,36 @@ def trained(model, policies, steps=STEPS):
     """The weights after training, by plain name."""
     generator = torch.Generator().manual_seed(0)
     inputs, labels = torch.randn(64, 4, generator=generator), torch.randint(2, (64,), generator=generator)
-    trainer = lightning.Trainer(
-        max_steps=steps,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[gp.GradientPolicies(policies)],
-    )
+    trainer = quiet_trainer(max_steps=steps, max_epochs=None, callbacks=[gp.GradientPolicies(policies)])
     data = torch.utils.data.TensorDataset(inputs, labels)
     trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=4))
     return {name.replace("_orig_mod.", ""): value for name, value in model.state_dict().items()}
 
 
+def assert_same(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def policies_of(source):
-    when = gp.When(stop=STEPS // 2) if source == "until" else None
-    freeze = gp.Freeze(SOURCES[source](), params="net.*", **({} if when is None else {"when": when}))
+    when = gp.When(stop=STEPS // 2) if source == "until" else gp.When()
+    freeze = gp.Freeze(SOURCES[source](), params="net.*", when=when)
     return {"quantiser": gp.StraightThrough(ops=["round"]), "trunk": freeze}
 
 
 @pytest.mark.supports("tensors", "flow", loop="lightning", compiled=True)
+@pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_a_compiled_module_ends_as_the_plain_one(backend, source, recwarn):
     before = Module().state_dict()
     expected = trained(Module(), policies_of(source))
     found = trained(Module(backend), policies_of(source))
     moved = [name for name in before if "weight" in name and not torch.equal(before[name], expected[name])]
     assert len(moved) >= 2
-    for name, value in expected.items():
-        if backend == "inductor":
-            torch.testing.assert_close(found[name], value)
-        else:
-            assert torch.equal(found[name], value), name
+    if backend == "inductor":
+        torch.testing.assert_close(found, expected)
+    else:
+        assert_same(found, expected)
     assert not [each for each in recwarn if "no gradient gets there" in str(each.message)]
 
 
@@ -119,7 +112,7 @@ def test_a_compiled_module_ends_as_the_plain_one(backend, source, recwarn):
 def test_a_module_compiled_as_a_whole_ends_as_the_plain_one():
     expected = trained(Module(), policies_of("block_cyclic"))
     found = trained(torch.compile(Module(), backend="aot_eager"), policies_of("block_cyclic"))
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert_same(found, expected)
 
 
 def block_cyclic():
@@ -141,7 +134,7 @@ def test_each_phase_is_compiled_once(monkeypatch, most, graphs):
     expected = trained(Module(layers=8), block_cyclic(), steps=20)
     found = trained(Module("eager", layers=8), block_cyclic(), steps=20)
     assert compiled_graphs() == graphs
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert_same(found, expected)
 
 
 def test_before_torch_follows_all_layers_share_the_code(monkeypatch):
@@ -149,7 +142,7 @@ def test_before_torch_follows_all_layers_share_the_code(monkeypatch):
     expected = trained(Module(layers=10), block_cyclic(), steps=11)
     found = trained(Module("eager", layers=10), block_cyclic(), steps=11)
     assert compiled_graphs() == 1
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert_same(found, expected)
 
 
 @one_graph_a_phase
@@ -213,11 +206,6 @@ class Decorated(nn.Linear):
         return super().forward(x)
 
 
-def compiled_in_place(layer):
-    layer.compile(backend="eager")
-    return layer
-
-
 def compiled_by_its_forward(layer):
     layer.forward = torch.compile(layer.forward, backend="eager")
     return layer
@@ -225,7 +213,7 @@ def compiled_by_its_forward(layer):
 
 COMPILED = {
     "a module": lambda layer: torch.compile(layer, backend="eager"),
-    "in place": compiled_in_place,
+    "in place": lambda layer: layer.compile(backend="eager") or layer,
     "its forward": compiled_by_its_forward,
     "its class": lambda layer: Decorated(2, 2),
     "within another": lambda layer: torch.compile(nn.Sequential(layer), backend="eager"),
@@ -234,9 +222,7 @@ COMPILED = {
 
 def off_after_a_step(model, policy):
     """The names of the parameters whose gradient is turned off in the first step."""
-    optimizer = gp.MaskedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    freezer = Freezer(model, [optimizer], {"layers": policy}, seed=0)
-    freezer.begin_step(0)
+    freezer_of(model, {"layers": policy})[1].begin_step(0)
     return [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import gradpolicy as gp
-from gradpolicy.freezing import Freezer
 from gradpolicy.freezing.diagnostics import changed_buffers, copy_buffers, moving_parts, moving_warnings
+from tests.freezing.conftest import freezer_of
 
 
 class Branches(nn.Module):
@@ -27,15 +27,14 @@ class Branches(nn.Module):
 
 def told(model, policies, steps, each_step=lambda model, step: None, ends=True):
     """What warnings a training gives."""
-    optimizer = gp.MaskedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
-    freezer = Freezer(model, [optimizer], policies, seed=0)
+    optimizer, freezer = freezer_of(model, policies)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(steps):
             each_step(model, step)
             freezer.begin_step(step)
             model(torch.ones(1, 2)).backward()
-            freezer.observe(freezer.optimizers[0])
+            freezer.observe(optimizer)
             optimizer.step()
             optimizer.zero_grad()
         if ends:
@@ -50,15 +49,11 @@ def in_turn(every):
     return gp.Freeze(gp.masks.BlockCyclic(groups=["b.*", "c.*"], always="a.*", every=every))
 
 
-def test_a_thawed_layer_without_a_gradient_is_named_when_it_freezes_again():
+@pytest.mark.parametrize(("steps", "ends"), [(4, False), (4, True), (30, True)])
+def test_a_thawed_layer_without_a_gradient_is_named_once_when_it_freezes_again(steps, ends):
     assert told(Branches(), {"turns": in_turn(3)}, 3, ends=False) == []
-    (message,) = told(Branches(), {"turns": in_turn(3)}, 4, ends=False)
+    (message,) = told(Branches(), {"turns": in_turn(3)}, steps, ends=ends)
     assert message.startswith("policy.turns: lets b.weight, b.bias train, but no gradient gets there")
-
-
-@pytest.mark.parametrize("steps", [4, 30])
-def test_each_tensor_is_named_once(steps):
-    assert len(told(Branches(), {"turns": in_turn(3)}, steps)) == 1
 
 
 def test_windows_of_one_update_are_added_up():
@@ -100,21 +95,10 @@ def test_a_gradient_of_zeros_alone_is_named_with_its_reason():
         def forward(self, x):
             return (self.a(x).round() + self.c(x)).sum()
 
-    model = Rounded()
-    optimizer = gp.MaskedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
     policies = {"half": gp.Freeze(gp.masks.Random(0.5), params=["a.*", "c.*"])}
-    freezer = Freezer(model, [optimizer], policies, seed=0)
-    for step in range(3):
-        freezer.begin_step(step)
-        model(torch.ones(1, 2)).backward()
-        freezer.observe(freezer.optimizers[0])
-        optimizer.step()
-        optimizer.zero_grad()
-    with pytest.warns(
-        UserWarning, match=r"policy\.half: lets a\.weight, a\.bias train, but only zeros"
-    ) as told:
-        freezer.restore()
-    assert len(told) == 1
+    assert told(Rounded(), policies, 3, ends=False) == []
+    (message,) = told(Rounded(), policies, 3)
+    assert message.startswith("policy.half: lets a.weight, a.bias train, but only zeros")
 
 
 def test_zeros_at_first_are_no_reason_for_a_warning():
@@ -136,9 +120,8 @@ def test_a_training_step_of_a_batch_norm_changes_its_statistics():
 
 
 def test_what_moves_in_a_module_that_is_frozen_as_a_whole_is_named_and_what_a_policy_keeps_still_is_not():
-    model = nn.ModuleDict(
-        {"norm": nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.1)), "head": nn.Linear(2, 1)}
-    )
+    norm = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.1))
+    model = nn.ModuleDict({"norm": norm, "head": nn.Linear(2, 1)})
     before = copy_buffers(model)
     model["norm"](torch.randn(4, 2))
     moving = moving_parts(before, model)

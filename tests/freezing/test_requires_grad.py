@@ -5,15 +5,8 @@ import torch
 from torch import nn
 
 import gradpolicy as gp
-from gradpolicy.freezing import Freezer
 from gradpolicy.freezing.requires_grad import RequiresGrad, guard_group_norms
-
-ALL = {
-    "embed.weight",
-    "head.weight",
-    "head.bias",
-    *(f"blocks.{i}.{k}" for i in range(4) for k in ("weight", "bias")),
-}
+from tests.freezing.conftest import freezer_of
 
 
 def off(model: nn.Module) -> set[str]:
@@ -42,11 +35,12 @@ def test_what_others_turned_off_stays_off(stack, switch) -> None:
 
 
 def test_something_is_always_left_for_the_backward_pass(stack, switch) -> None:
+    every = {name for name, _ in stack.named_parameters()}
     switch.turn_off({"head.bias"})
-    switch.turn_off(ALL)
+    switch.turn_off(every)
     assert off(stack) == set()
     stack.head.bias.requires_grad_(False)
-    switch.turn_off(ALL - {"head.bias"})
+    switch.turn_off(every - {"head.bias"})
     assert off(stack) == {"head.bias"}
 
 
@@ -81,8 +75,7 @@ def frozen_convolution(norm, memory_format, bias):
     """Freezes the convolution before a norm that trains, and takes a step."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=bias), NORMS[norm](), nn.Conv2d(4, 2, 3))
     model.to(memory_format=memory_format)
-    optimizer = gp.MaskedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    freezer = Freezer(model, [optimizer], {"first": gp.Freeze(gp.masks.Fixed(False), params="0.*")})
+    _, freezer = freezer_of(model, {"first": gp.Freeze(gp.masks.Fixed(False), params="0.*")})
     freezer.begin_step(0)
     model(torch.ones(2, 3, 8, 8).to(memory_format=memory_format)).square().sum().backward()
     return model, freezer
@@ -106,8 +99,7 @@ def test_group_norm_behind_frozen_layers_gets_the_gradients_of_the_other_memory_
         grads.append([parameter.grad for parameter in model[1:].parameters()])
         freezer.restore()
         assert not model[1]._forward_pre_hooks
-    for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize(

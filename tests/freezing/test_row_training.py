@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import gradpolicy as gp
 from gradpolicy.tensors.row_gradient import RowGradient
+from tests.fixtures import quiet_trainer
 
 STEPS = 6
 SOURCES: dict[str, Callable[[], Any]] = {
@@ -63,17 +64,8 @@ def in_a_plain_loop(model: Classifier, policies: dict[str, gp.Freeze]) -> None:
 
 
 def under_lightning(model: Classifier, policies: dict[str, gp.Freeze]) -> None:
-    trainer = lightning.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        accumulate_grad_batches=2,
-        gradient_clip_val=0.1,
-        callbacks=[gp.GradientPolicies(policies)],
-    )
+    settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    trainer = quiet_trainer(callbacks=[gp.GradientPolicies(policies)], **settings)
     trainer.fit(model, DataLoader(batches(), batch_size=None))
 
 
