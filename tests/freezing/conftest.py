@@ -41,3 +41,18 @@ def freezer_of(model: nn.Module, policies, **settings) -> tuple[gp.MaskedOptimiz
     """AdamW on the whole model, and these policies on it; settings as the freezer's."""
     optimizer = masked(model)
     return optimizer, Freezer(model, [optimizer], policies, **settings)
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return model(tokens).square().mean()
+
+
+def train(model: nn.Module, freezer: Freezer, tokens: torch.Tensor, steps: range) -> None:
+    """Take effective steps; an epoch has four."""
+    for step in steps:
+        freezer.begin_step(step, epoch=step // 4)
+        model.zero_grad()
+        loss_of(model, tokens).backward()
+        for optimizer in freezer.optimizers:
+            freezer.observe(optimizer)
+            optimizer.step()

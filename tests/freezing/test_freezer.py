@@ -13,7 +13,7 @@ from gradpolicy.freezing import Freezer
 from gradpolicy.masks import MaskSource
 from gradpolicy.tensors.seeded import RandomMask
 from tests.fixtures import through_a_file
-from tests.freezing.conftest import FakeOptimizer, freezer_of
+from tests.freezing.conftest import FakeOptimizer, freezer_of, loss_of, train
 
 
 class Recorder(MaskSource):
@@ -39,20 +39,6 @@ class Recorder(MaskSource):
 
     def load_state_dict(self, state) -> None:
         self.loaded = state["count"]
-
-
-def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return model(tokens).square().mean()
-
-
-def train(model, freezer, tokens, steps: range) -> None:
-    for step in steps:
-        freezer.begin_step(step, epoch=step // 4)
-        model.zero_grad()
-        loss_of(model, tokens).backward()
-        for optimizer in freezer.optimizers:
-            freezer.observe(optimizer)
-            optimizer.step()
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -7,8 +7,8 @@ import torch
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
-from gradpolicy.freezing import Freezer
 from gradpolicy.masks import MaskSource, as_source
+from tests.freezing.conftest import freezer_of, train
 
 
 def alternate(name: str, parameter: torch.Tensor, step: int) -> torch.Tensor:
@@ -58,8 +58,7 @@ def test_a_class_is_asked_when_it_says_that_it_is_due(stack) -> None:
             asked.append(step)
             return super().masks(step)
 
-    optimizer = gp.MaskedOptimizer(torch.optim.SGD(stack.parameters(), lr=0.1))
-    freezer = Freezer(stack, [optimizer], {"one": gp.Freeze(Watched())})
+    _, freezer = freezer_of(stack, {"one": gp.Freeze(Watched())})
     for step in range(8):
         freezer.begin_step(step)
     assert asked == [0, 3, 6]
@@ -70,27 +69,15 @@ def test_what_is_no_source_is_an_error(prepared) -> None:
         as_source(3)
     with pytest.raises(PolicyError, match="must take \\(name, parameter, step\\)"):
         as_source(lambda name: True)
-    for methods, message in (
-        ({"masks": lambda self: {}}, r"Bad.masks: must take \(step, epoch\)"),
-        (
-            {"masks": lambda self, step: {}, "setup": lambda self, p: None},
-            r"Bad.setup: must take \(parameters",
-        ),
-        (
-            {"masks": lambda self, step: {}, "__init__": lambda self, k: None},
-            "Freeze.mask: Bad: must take no arguments",
-        ),
-        (
-            {"masks": lambda self, step: {}, "due": lambda self, step: True},
-            r"Bad.due: must take \(step, epoch\)",
-        ),
-        (
-            {"masks": lambda self, step: {}, "state_dict": lambda self: {}},
-            "Bad: must have both state_dict and load_state_dict, or neither",
-        ),
+    for name, method, message in (
+        ("masks", lambda self: {}, r"Bad.masks: must take \(step, epoch\)"),
+        ("setup", lambda self, p: None, r"Bad.setup: must take \(parameters"),
+        ("__init__", lambda self, k: None, "Freeze.mask: Bad: must take no arguments"),
+        ("due", lambda self, step: True, r"Bad.due: must take \(step, epoch\)"),
+        ("state_dict", lambda self: {}, "Bad: must have both state_dict and load_state_dict, or neither"),
     ):
         with pytest.raises(PolicyError, match=message):
-            as_source(type("Bad", (), methods))
+            as_source(type("Bad", (), {"masks": lambda self, step: {}, name: method}))
     with pytest.raises(PolicyError, match="must give masks"):
         prepared(as_source(type("Bad", (), {"masks": lambda self, step: None}))).masks(0, 0)
 
@@ -104,12 +91,12 @@ def test_a_function_with_some_arguments_given_is_told_by_its_own_name():
 
 def test_an_object_is_the_source_of_one_policy_only(stack) -> None:
     """A second one would set it up anew with other parameters."""
-    source, optimizer = OneParameter(), gp.MaskedOptimizer(torch.optim.SGD(stack.parameters(), lr=0.1))
+    source = OneParameter()
     policies = {name: gp.Freeze(source, params=f"{name}.*") for name in ("head", "embed")}
     with pytest.raises(PolicyError, match=r"policy\.embed: has the mask source of policy\.head"):
-        Freezer(stack, [optimizer], policies)
+        freezer_of(stack, policies)
     twice = {name: gp.Freeze(OneParameter, params=f"{name}.*") for name in ("head", "embed")}
-    assert Freezer(stack, [optimizer], twice).policies == ["head", "embed"]
+    assert freezer_of(stack, twice)[1].policies == ["head", "embed"]
 
 
 class Watching:
@@ -158,14 +145,9 @@ class WatchingLater(Watching):
 
 @pytest.mark.parametrize("kind", [Watching, WatchingSource, WatchingModule, WatchingLater])
 def test_what_observes_is_shown_gradients(stack, tokens, kind: type[Watching]) -> None:
-    source, optimizer = kind(), gp.MaskedOptimizer(torch.optim.SGD(stack.parameters(), lr=0.1))
-    freezer = Freezer(stack, [optimizer], {"watching": gp.Freeze(source, params="head.*")})
-    for step in range(2):
-        freezer.begin_step(step)
-        stack(tokens).square().mean().backward()
-        freezer.observe(freezer.optimizers[0])
-        optimizer.step()
-        optimizer.zero_grad()
+    source = kind()
+    _, freezer = freezer_of(stack, {"watching": gp.Freeze(source, params="head.*")})
+    train(stack, freezer, tokens, range(2))
     assert torch.equal(freezer.mask_of("head.weight"), source.seen[0]["head.weight"] > 0)
     assert len(source.seen) == 2
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
-from gradpolicy.freezing import Freezer
 from gradpolicy.masks.prune_and_grow import grown_entries, kept_entries, normal_values
+from tests.freezing.conftest import freezer_of, train
 
 
 def sources(**changes) -> gp.masks.PruneAndGrow:
@@ -166,27 +166,20 @@ def test_random_start_values_have_the_parameters_dtype(prepared, dtype: torch.dt
 
 
 def test_entries_outside_the_mask_are_zero_and_grown_ones_start_there(stack, tokens) -> None:
-    optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.05, weight_decay=0.1))
     source = sources(every=2, window=2, stop=20)
     policy = gp.Freeze(source, params=["blocks.*", "head.*"], frozen_state="zero")
-    freezer = Freezer(stack, [optimizer], {"rigl": policy}, seed=0)
-    exchanged = 0
+    optimizer, freezer = freezer_of(stack, {"rigl": policy})
+    before, exchanged = {}, 0
     for step in range(12):
-        before = {name: freezer.mask_of(name) for name in source.parameters}
         freezer.begin_step(step)
         for name, parameter in source.parameters.items():
-            mask = freezer.mask_of(name)
-            if isinstance(mask, Tensor):
-                assert not parameter[~mask].any()
-                grown = mask & ~torch.as_tensor(before[name]) if step else torch.zeros_like(mask)
-                exchanged += int(grown.sum())
-                assert not parameter[grown].any()
-                ages = optimizer.age(parameter).expand(mask.shape)
-                assert not ages[grown].any()
-        optimizer.zero_grad()
-        stack(tokens).square().mean().backward()
-        freezer.observe(freezer.optimizers[0])
-        optimizer.step()
+            mask = optimizer.get_mask(parameter).expand(parameter.shape)
+            grown = mask & ~before.get(name, mask)
+            assert not parameter[~mask | grown].any()
+            assert not optimizer.age(parameter).expand(mask.shape)[grown].any()
+            exchanged += int(grown.sum())
+            before[name] = mask.clone()
+        train(stack, freezer, tokens, range(step, step + 1))
     assert exchanged > 10
 
 

@@ -22,6 +22,7 @@ import gradpolicy as gp
 from gradpolicy.freezing import Freezer
 from gradpolicy.masks.prune_and_grow import kept_entries
 from gradpolicy.masks.scores import LIFT, SalUn
+from tests.masks.conftest import assert_same_masks, chosen, cross_entropy
 
 STEPS, EVERY, END = 40, 4, 30
 RECORDED = Path(__file__).parent / "recorded"
@@ -45,16 +46,9 @@ def rigl_torch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_rigl_torch_chooses_the_same_topology(rigl_torch, prepared, density: float, window: int) -> None:
     layer = nn.Linear(24, 16, bias=False)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
-    scheduler = rigl_torch.RigLScheduler(
-        layer,
-        optimizer,
-        dense_allocation=density,
-        T_end=END,
-        ignore_linear_layers=False,
-        delta=EVERY,
-        alpha=0.4,
-        grad_accumulation_n=window,
-    )
+    timing = {"delta": EVERY, "T_end": END, "grad_accumulation_n": window}
+    settings = {"dense_allocation": density, "alpha": 0.4, "ignore_linear_layers": False, **timing}
+    scheduler = rigl_torch.RigLScheduler(layer, optimizer, **settings)
     weight = torch.zeros(16, 24)
     source = gp.masks.PruneAndGrow(density, fraction=0.4, every=EVERY, stop=END, window=window)
     prepared(source, {"weight": weight})
@@ -84,11 +78,8 @@ def recorded(name: str) -> tuple[dict[str, Tensor], Callable[[str], dict[str, Te
     everything = load_file(RECORDED / f"{name}.safetensors")
 
     def under(prefix: str) -> dict[str, Tensor]:
-        return {
-            key.removeprefix(f"{prefix}/"): value.clone()
-            for key, value in everything.items()
-            if key.startswith(f"{prefix}/")
-        }
+        keys = [key for key in everything if key.startswith(f"{prefix}/")]
+        return {key.removeprefix(f"{prefix}/"): everything[key].clone() for key in keys}
 
     return everything, under
 
@@ -100,9 +91,7 @@ def module_of(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
         *path, own = name.split(".")
         module = model
         for part in path:
-            if part not in module._modules:
-                module.add_module(part, nn.Module())
-            module = module.get_submodule(part)
+            module = module._modules.setdefault(part, nn.Module())
         module.register_parameter(own, parameter)
     return model
 
@@ -192,9 +181,8 @@ def test_child_tuning_f_scales_alike_and_moves_alike_what_has_never_been_frozen(
     gradients = [under(f"gradient/{number}") for number in range(8)]
     before, moved_on = under("weight"), False
     always = {name: torch.ones_like(weight, dtype=torch.bool) for name, weight in before.items()}
-    for step, (parameters, _) in enumerate(
-        steps_with(gp.Freeze(source), child_tuning_adamw, before, gradients)
-    ):
+    course = steps_with(gp.Freeze(source), child_tuning_adamw, before, gradients)
+    for step, (parameters, _) in enumerate(course):
         after = under(f"F/weight/{step}")
         for name, parameter in parameters.items():
             torch.testing.assert_close(parameter.grad, theirs[step][name])
@@ -231,27 +219,8 @@ def test_fish_chooses_the_same_entries(ratio: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     freezer.begin_step(10)
-    assert all(
-        torch.equal(optimizer.get_mask(parameter).expand(parameter.shape), theirs[name])
-        for name, parameter in model.named_parameters()
-    )
-
-
-def chosen_by(
-    mask: gp.masks.TopK, model: nn.Module, batches: list[tuple[Tensor, Tensor]]
-) -> dict[str, Tensor]:
-    """The masks after a step by each batch, in which nothing moves."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with gp.training(model, optimizer, [gp.Freeze(mask)]) as optimizer:
-        for x, y in [*batches, batches[0]]:
-            cross_entropy(model, (x, y)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return {name: optimizer.get_mask(p).expand(p.shape) for name, p in model.named_parameters()}
-
-
-def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+    ours = {name: optimizer.get_mask(p).expand(p.shape) for name, p in model.named_parameters()}
+    assert_same_masks(ours, theirs)
 
 
 def recorded_scores(name: str):
@@ -263,23 +232,17 @@ def recorded_scores(name: str):
     return model, [(everything[f"x/{i}"], everything[f"y/{i}"]) for i in range(count)], under
 
 
-def assert_same_masks(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
-    assert theirs
-    for name, mask in theirs.items():
-        assert torch.equal(ours[name], mask.bool()), name
-
-
 def test_snip_chooses_the_same_connections() -> None:
     """Its code draws the weights anew before; recorded with that left out."""
     model, batches, under = recorded_scores("snip")
-    assert_same_masks(chosen_by(gp.masks.TopK(0.25, by="snip"), model, batches), under("mask"))
+    assert_same_masks(chosen(model, batches, gp.masks.TopK(0.25, by="snip")), under("mask"))
 
 
 @pytest.mark.parametrize(("key", "options"), [("half", {"density": 0.5, "within": "row"}), ("2:4", {})])
 def test_wanda_keeps_the_same_weights(key: str, options: dict) -> None:
     model, batches, under = recorded_scores("wanda")
     source = gp.masks.TopK(by="wanda", window=4, level="entry" if options else "2:4", **options)
-    assert_same_masks(chosen_by(source, model, batches), under(f"mask/{key}"))
+    assert_same_masks(chosen(model, batches, source), under(f"mask/{key}"))
 
 
 @pytest.mark.parametrize("density", [0.1, 0.5])
@@ -289,7 +252,7 @@ def test_salun_chooses_the_same_entries(density: float) -> None:
     theirs = under(f"mask/{density}")
     share = sum(int(mask.sum()) for mask in theirs.values()) / sum(mask.numel() for mask in theirs.values())
     source = gp.masks.TopK(share, by=SalUn(batches, cross_entropy))
-    assert_same_masks(chosen_by(source, model, batches[:1]), theirs)
+    assert_same_masks(chosen(model, batches[:1], source), theirs)
 
 
 def test_lift_chooses_the_same_principal_weights(prepared) -> None:
@@ -353,9 +316,8 @@ def test_autofreeze_freezes_the_same_layers_until_nothing_changes(percentile: in
     ]
     weights = {name: torch.zeros(2, 2) for name in names}
     policy = gp.Freeze(gp.masks.Stable(percentile, every=3))
-    for step, (_, freezer) in enumerate(
-        steps_with(policy, lambda parameters: torch.optim.SGD(parameters, lr=0.1), weights, gradients)
-    ):
+    course = steps_with(policy, lambda parameters: torch.optim.SGD(parameters, lr=0.1), weights, gradients)
+    for step, (_, freezer) in enumerate(course):
         trains = [freezer.mask_of(name) for name in names]
         first = starts[min(step, 26)]
         assert trains == [first == 0, *(place >= first for place in range(12)), True]
@@ -389,12 +351,10 @@ def test_a_lottery_ticket_is_the_same_and_takes_the_same_steps() -> None:
     """Theirs puts back what is not masked, too: here that takes a policy under which all of it trains."""
     _, under = recorded("lottery_ticket")
     gradients = [under(f"gradient/{number}") for number in range(12)]
-    policies = {
-        place: gp.Freeze(
-            gp.masks.TopK(density, by="change", start=6, rewind=True), params=f"{place}*", frozen_state="zero"
-        )
-        for place, density in {"body": 0.1, "head": 1.0}.items()
-    }
+    policies = {}
+    for place, density in {"body": 0.1, "head": 1.0}.items():
+        ticket = gp.masks.TopK(density, by="change", start=6, rewind=True)
+        policies[place] = gp.Freeze(ticket, params=f"{place}*", frozen_state="zero")
 
     def adamw(parameters) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.0)

@@ -10,6 +10,7 @@ import gradpolicy as gp
 from gradpolicy.errors import PolicyError
 from gradpolicy.masks import scores
 from gradpolicy.masks.selection import highest, kept_count
+from tests.masks.conftest import assert_same_masks, chosen, cross_entropy
 
 
 @pytest.fixture
@@ -22,26 +23,11 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(5, 8, dtype=torch.double), torch.randint(4, (5,))) for _ in range(3)]
 
 
-def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-
-def chosen(model: nn.Module, batches, mask: gp.masks.TopK) -> dict[str, Tensor]:
-    """The masks after as many steps as there are batches, in which nothing moves."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with gp.training(model, optimizer, [gp.Freeze(mask, params="*.weight")]) as optimizer:
-        for batch in [*batches, batches[0]]:
-            loss(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return {
-            name: optimizer.get_mask(p).clone() for name, p in model.named_parameters() if "weight" in name
-        }
-
-
 def gradients(model: nn.Module, batch) -> dict[str, Tensor]:
     weights = {name: p for name, p in model.named_parameters() if "weight" in name}
-    return dict(zip(weights, torch.autograd.grad(loss(model, batch), list(weights.values())), strict=True))
+    return dict(
+        zip(weights, torch.autograd.grad(cross_entropy(model, batch), list(weights.values())), strict=True)
+    )
 
 
 def by_hand(values: dict[str, Tensor], density: float) -> dict[str, Tensor]:
@@ -50,18 +36,13 @@ def by_hand(values: dict[str, Tensor], density: float) -> dict[str, Tensor]:
     return {name: each >= threshold for name, each in values.items()}
 
 
-def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    for name, mask in theirs.items():
-        assert torch.equal(ours[name], mask)
-
-
 @pytest.mark.parametrize("by", [scores.Fisher, scores.FisherBySample])
 def test_fisher_squares_the_gradients_of_batches_or_of_samples(model, batches, by) -> None:
     samples = [(x[i : i + 1], y[i : i + 1]) for x, y in batches for i in range(len(x))]
     found = [gradients(model, each) for each in (samples if by is scores.FisherBySample else batches)]
     expected = {name: sum(each[name].square() for each in found) for name in found[0]}
-    ours = chosen(model, batches, gp.masks.TopK(0.3, by=by(batches=batches, loss=loss)))
-    assert_same(ours, by_hand(expected, 0.3))
+    ours = chosen(model, batches, gp.masks.TopK(0.3, by=by(batches=batches, loss=cross_entropy)))
+    assert_same_masks(ours, by_hand(expected, 0.3))
 
 
 def test_norms_are_those_of_the_window_alone(model, batches) -> None:
@@ -71,7 +52,7 @@ def test_norms_are_those_of_the_window_alone(model, batches) -> None:
         for x, y in batches:
             if mask._norms is not None and mask._norms.squares:
                 torch.testing.assert_close(mask._norms.squares["0.weight"][0], batches[1][0].square().sum(0))
-            loss(model, (x, y)).backward()
+            cross_entropy(model, (x, y)).backward()
             optimizer.step()
             optimizer.zero_grad()
         metric = model[0].weight.abs() * batches[1][0].norm(dim=0)
@@ -81,7 +62,7 @@ def test_norms_are_those_of_the_window_alone(model, batches) -> None:
 @pytest.mark.parametrize(("loader", "message"), [(iter([]), "can be read once only"), ([], "gives no batch")])
 def test_a_loader_must_give_batches_and_again(model, batches, loader, message: str) -> None:
     with pytest.raises(PolicyError, match=message):
-        chosen(model, batches, gp.masks.TopK(0.5, by=scores.SalUn(loader, loss)))
+        chosen(model, batches, gp.masks.TopK(0.5, by=scores.SalUn(loader, cross_entropy)))
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -102,9 +83,8 @@ def test_wanda_takes_the_input_channels_of_a_convolution(groups: int) -> None:
 def test_lift_is_exact_however_small_the_last_singular_value_of_its_rank_is(shape, last: float) -> None:
     rank, columns = 8, math.prod(shape[1:])
     left, right = (torch.linalg.qr(torch.randn(size, 24).double())[0] for size in (shape[0], columns))
-    values = torch.cat(
-        [torch.logspace(0, math.log10(last), rank), torch.full((24 - rank,), last / 2)]
-    ).double()
+    first = torch.logspace(0, math.log10(last), rank)
+    values = torch.cat([first, torch.full((24 - rank,), last / 2)]).double()
     weight = ((left * values) @ right.T).float()
     expected = ((left * values)[:, :rank] @ right[:, :rank].T).abs()
     ours = scores.LIFT(rank)(weight.reshape(shape)).double()
@@ -118,7 +98,7 @@ def test_a_function_asks_by_the_names_of_its_arguments(model, batches) -> None:
     total = {name: sum(each[name] for each in found) for name in weights}
     expected = {name: -(weights[name].abs() + total[name].square()) for name in weights}
     mask = gp.masks.TopK(0.3, by=lambda weight, gradient: weight.abs() + gradient**2, largest=False, window=3)
-    assert_same(chosen(model, batches, mask), by_hand(expected, 0.3))
+    assert_same_masks(chosen(model, batches, mask), by_hand(expected, 0.3))
 
 
 def test_groups_are_ranked_each_by_itself(model) -> None:
@@ -153,7 +133,7 @@ def test_scores_of_another_shape_are_an_error(prepared) -> None:
 
 def test_wanda_of_a_bias_is_an_error(model, batches) -> None:
     with pytest.raises(PolicyError, match=r"'0\.bias' is no weight of a Linear or Conv"):
-        gp.plan(model, [gp.Freeze(gp.masks.TopK(by="wanda"))], lambda copy: loss(copy, batches[0]))
+        gp.plan(model, [gp.Freeze(gp.masks.TopK(by="wanda"))], lambda copy: cross_entropy(copy, batches[0]))
 
 
 def test_the_plan_says_where_the_choice_would_go(batches) -> None:
@@ -170,7 +150,7 @@ def test_the_plan_says_where_the_choice_would_go(batches) -> None:
     for by in ("magnitude", "snip", lambda activation_norm, weight: activation_norm + 0 * weight):
         params = "*" if isinstance(by, str) else "used.*"
         policy = gp.Freeze(gp.masks.TopK(0.25, by=by, window=50), params=params)
-        (row,) = gp.plan(model, {"top": policy}, lambda copy: loss(copy, batches[0])).rows
+        (row,) = gp.plan(model, {"top": policy}, lambda copy: cross_entropy(copy, batches[0])).rows
         assert sum(row.budget.values()) == pytest.approx(1.0)
         if by == "magnitude":
             assert row.budget["unused.weight"] == 1.0

@@ -9,6 +9,7 @@ from torch import Tensor
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
 from gradpolicy.freezing import Freezer
+from tests.freezing.conftest import freezer_of, loss_of, train
 
 
 @pytest.fixture
@@ -63,17 +64,12 @@ def test_change_is_measured_from_the_first_weights(prepared, weights) -> None:
 def test_a_ticket_of_everything_goes_back_too(stack, tokens) -> None:
     """Also where the choice leaves every mask as it was, and only once."""
     first = copy.deepcopy(stack.state_dict())
-    optimizer = gp.MaskedOptimizer(torch.optim.AdamW(stack.parameters(), lr=0.05))
     source = gp.masks.TopK(1.0, by="change", start=2, rewind=True, level="tensor")
-    freezer = Freezer(stack, [optimizer], {"ticket": gp.Freeze(source)})
-    for step in range(4):
-        freezer.begin_step(step)
-        if step == 2:
-            assert all(torch.equal(stack.state_dict()[name], first[name]) for name in first)
-        optimizer.zero_grad()
-        stack(tokens).square().mean().backward()
-        freezer.observe(freezer.optimizers[0])
-        optimizer.step()
+    optimizer, freezer = freezer_of(stack, {"ticket": gp.Freeze(source)})
+    train(stack, freezer, tokens, range(2))
+    freezer.begin_step(2)
+    assert all(torch.equal(stack.state_dict()[name], first[name]) for name in first)
+    train(stack, freezer, tokens, range(2, 4))
     assert optimizer.age(stack.head.weight).max() == 2
 
 
@@ -123,17 +119,16 @@ def test_a_step_with_a_gradient_that_is_not_finite_does_not_count(stack, tokens,
     choices = []
     for attempts in ([1, 1, 1], [1, 2, 1]):
         model = copy.deepcopy(stack)
-        optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05))
-        source = gp.masks.TopK(0.25, window=2)
-        freezer = Freezer(model, [optimizer], {"top": gp.Freeze(source, params="head.*")})
+        policy = gp.Freeze(gp.masks.TopK(0.25, window=2), params="head.*")
+        optimizer, freezer = freezer_of(model, {"top": policy})
         for step, times in enumerate(attempts):
             for attempt in reversed(range(times)):
                 freezer.begin_step(step)
                 optimizer.zero_grad()
-                model(tokens).square().mean().backward()
+                loss_of(model, tokens).backward()
                 if attempt:
                     model.get_parameter(place).grad[0, 0] = bad
-                freezer.observe(freezer.optimizers[0])
+                freezer.observe(optimizer)
             optimizer.step()
         choices.append(freezer.mask_of("head.weight"))
     assert torch.equal(*choices)
@@ -207,8 +202,8 @@ def test_a_window_longer_than_every_says_so_and_each_choice_waits_for_its_own(st
         if freezer.mask_of("head.weight") is not before:
             chosen.append(step)
         before = freezer.mask_of("head.weight")
-        stack(tokens).square().mean().backward()
-        freezer.observe(freezer.optimizers[0])
+        loss_of(stack, tokens).backward()
+        freezer.observe(optimizer)
         optimizer.step()
         optimizer.zero_grad()
     assert chosen == [0, 3, 6, 9]
