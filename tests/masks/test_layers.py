@@ -1,5 +1,6 @@
 """Layers are found in the names and shapes of the parameters, as the model's own blocks."""
 
+import functools
 from collections.abc import Iterable
 
 import pytest
@@ -11,33 +12,19 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.masks.layers import find_layers
 from gradpolicy.where import named_parameters, once_each
 
-TRANSFORMER = [
-    "wte.weight",
-    "wpe.weight",
-    "h.0.attn.weight",
-    "h.0.mlp.0.weight",
-    "h.1.attn.weight",
-    "h.1.mlp.0.weight",
-    "ln_f.weight",
-    "head.weight",
-]
+BLOCKS = ["h.0.attn.weight", "h.0.mlp.0.weight", "h.1.attn.weight", "h.1.mlp.0.weight"]
+TRANSFORMER = ["wte.weight", "wpe.weight", *BLOCKS, "ln_f.weight", "head.weight"]
 
 
 def tensors(names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Matrices under these names; norms and biases are vectors."""
     vectors = ("bias", "bn", "norm", "ln")
-    return {
-        name: torch.zeros(2) if any(each in name for each in vectors) else torch.zeros(2, 2) for name in names
-    }
+    return {name: torch.zeros([2] if any(each in name for each in vectors) else [2, 2]) for name in names}
 
 
-def names(layers: list) -> list[tuple[str, bool]]:
-    return [(layer.name, layer.numbered) for layer in layers]
-
-
-def written(parameters: dict[str, torch.Tensor]) -> str:
+def written(parameters: dict[str, torch.Tensor], *stacks: str | list[str]) -> str:
     """The layers in one line, with ~ before what lies outside the blocks."""
-    found = find_layers(parameters)
+    found = find_layers(parameters, *stacks)
     assert sorted(name for layer in found for name in layer.parameters) == sorted(parameters)
     return " ".join(f"{'' if layer.numbered else '~'}{layer.name}" for layer in found)
 
@@ -55,9 +42,8 @@ class Block(nn.Module):
         self.conv2 = nn.Conv2d(outputs, outputs, 3, bias=False)
         self.bn2 = nn.BatchNorm2d(outputs)
         if inputs != outputs:
-            self.downsample = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, bias=False), nn.BatchNorm2d(outputs)
-            )
+            projection = nn.Conv2d(inputs, outputs, 1, bias=False)
+            self.downsample = nn.Sequential(projection, nn.BatchNorm2d(outputs))
 
 
 def resnet(widths: tuple[int, ...] = (4, 8), stem: nn.Module | None = None) -> nn.Module:
@@ -184,19 +170,10 @@ def test_experts_one_by_one_are_one_group_and_shared_ones_belong_to_the_block() 
 
 
 def test_a_list_of_heads_in_a_block_leaves_the_block_whole() -> None:
-    parameters = {
-        f"blocks.{i}.{part}.weight": torch.zeros(shape)
-        for i in range(2)
-        for part, shape in [
-            ("heads.0.key", (2, 4)),
-            ("heads.0.query", (2, 4)),
-            ("heads.1.key", (2, 4)),
-            ("heads.1.query", (2, 4)),
-            ("feed.0", (16, 4)),
-            ("feed.2", (4, 16)),
-        ]
-    }
-    assert written(parameters) == "blocks.0 blocks.1"
+    shapes = {f"heads.{head}.{part}": (2, 4) for head in range(2) for part in ("key", "query")}
+    shapes |= {"feed.0": (16, 4), "feed.2": (4, 16)}
+    blocks = {f"blocks.{i}.{part}.weight": torch.zeros(s) for i in range(2) for part, s in shapes.items()}
+    assert written(blocks) == "blocks.0 blocks.1"
 
 
 def test_biases_alone_are_grouped_as_the_model_is() -> None:
@@ -208,9 +185,8 @@ def test_biases_alone_are_grouped_as_the_model_is() -> None:
 
 
 def test_the_outermost_number_makes_the_layer() -> None:
-    layers = find_layers(tensors(TRANSFORMER))
-    assert names(layers) == [("wte+wpe", False), ("h.0", True), ("h.1", True), ("ln_f+head", False)]
-    assert layers[1].parameters == ("h.0.attn.weight", "h.0.mlp.0.weight")
+    assert written(tensors(TRANSFORMER)) == "~wte+wpe h.0 h.1 ~ln_f+head"
+    assert find_layers(tensors(TRANSFORMER))[1].parameters == ("h.0.attn.weight", "h.0.mlp.0.weight")
 
 
 def test_without_numbers_each_module_is_a_layer_with_the_norm_behind_it() -> None:
@@ -220,14 +196,12 @@ def test_without_numbers_each_module_is_a_layer_with_the_norm_behind_it() -> Non
 
 
 def test_numbered_norms_go_with_the_convolution_before_them() -> None:
-    parameters = named_parameters(
-        nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.PReLU(4))
-    )
-    assert written(parameters) == "0+1 3+4"
+    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.PReLU(4)
+    assert written(named_parameters(nn.Sequential(*layers))) == "0+1 3+4"
 
 
 def test_the_number_of_a_parameter_in_a_list_is_no_layer() -> None:
-    assert names(find_layers(tensors(["alphas.0", "alphas.1"]))) == [("alphas", True)]
+    assert written(tensors(["alphas.0", "alphas.1"])) == "alphas"
 
 
 def test_members_of_several_stacks_are_all_layers() -> None:
@@ -245,42 +219,22 @@ def test_parameters_of_one_layer_may_lie_apart() -> None:
 
 def test_the_stacks_that_count_can_be_named() -> None:
     nested = tensors(["0.weight", "1.blocks.0.weight", "1.blocks.1.weight", "2.weight"])
-    assert names(find_layers(nested, "1.blocks")) == [
-        ("0", False),
-        ("1.blocks.0", True),
-        ("1.blocks.1", True),
-        ("2", False),
-    ]
+    assert written(nested, "1.blocks") == "~0 1.blocks.0 1.blocks.1 ~2"
 
 
 def test_members_of_a_stack_that_is_named_stay_whole() -> None:
-    found = find_layers(named_parameters(nn.Sequential(resnet(), nn.Linear(2, 2))), ["0.layer1"])
-    assert names(found) == [
-        ("0.conv1+0.bn1", False),
-        ("0.layer1.0", True),
-        ("0.layer1.1", True),
-        ("0.layer2", False),
-        ("0.fc", False),
-        ("1", False),
-    ]
+    found = written(named_parameters(nn.Sequential(resnet(), nn.Linear(2, 2))), ["0.layer1"])
+    assert found == "~0.conv1+0.bn1 0.layer1.0 0.layer1.1 ~0.layer2 ~0.fc ~1"
 
 
 GROUPED = [gp.masks.Layerwise, gp.masks.BlockCyclic, gp.masks.Gradual, gp.masks.Stable]
-
-
-def progressive(groups) -> gp.masks.MaskSource:
-    return gp.masks.Progressive(total=4, groups=groups)
-
-
-each_source = pytest.mark.parametrize(
-    "source", [*(lambda g, kind=kind: kind(groups=g) for kind in GROUPED), progressive]
-)
+each_source = pytest.mark.parametrize("source", [*GROUPED, functools.partial(gp.masks.Progressive, 4)])
 
 
 @each_source
 def test_every_source_of_layers_takes_groups_with_names(source, prepared) -> None:
     groups = {"front": ["embed.*", "blocks.0.*"], "rest": "blocks.[123].*", "top": ["head.*"]}
-    ours = prepared(source(groups))
+    ours = prepared(source(groups=groups))
     assert [layer.name for layer in ours.layer_groups] == ["front", "rest", "top"]
     assert ours.layer_groups[0].parameters == ("embed.weight", "blocks.0.weight", "blocks.0.bias")
     assert "'rest': ('blocks.[123].*',)" in repr(ours)
@@ -289,7 +243,7 @@ def test_every_source_of_layers_takes_groups_with_names(source, prepared) -> Non
 @each_source
 def test_a_parameter_in_two_groups_is_an_error(source, prepared) -> None:
     with pytest.raises(PolicyError, match=r"groups: 'head\.weight' must be in one group, not 2"):
-        prepared(source(["*", "head.*"]))
+        prepared(source(groups=["*", "head.*"]))
 
 
 def test_what_is_in_no_group_of_layerwise_always_trains(prepared) -> None:
@@ -316,7 +270,7 @@ def test_what_is_in_no_group_of_layerwise_always_trains(prepared) -> None:
 )
 def test_groups_that_are_given_name_something(source, groups, message: str) -> None:
     with pytest.raises(PolicyError, match=message):
-        source(groups)
+        source(groups=groups)
 
 
 def test_a_stack_that_does_not_exist_is_an_error_with_the_nearest() -> None:

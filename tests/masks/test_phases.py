@@ -1,7 +1,6 @@
 """Phases of training, each ended by counts or by a metric that stops improving."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from torch import nn
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
+from tests.freezing.conftest import freezer_of
 
 STALL = {"metric": "val/loss", "patience": 2, "min_delta": 0.1}
 
@@ -18,41 +18,39 @@ def thawing(phases: list) -> gp.Freeze:
     return gp.Freeze(gp.masks.Phases(phases))
 
 
+def step_once(model: nn.Module, tokens, *optimizers) -> None:
+    model(tokens).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    model.zero_grad()
+
+
 def phases_of(source, counts: list[tuple[int, int]]) -> list[int]:
     """The phase that holds at each step and epoch."""
     return [source.masks(step, epoch) and source.phase for step, epoch in counts]
 
 
 def test_a_phase_lasts_its_steps_and_then_its_epochs(prepared) -> None:
-    source = prepared(
-        gp.masks.Phases(
-            [
-                {"params": "head.*", "until": {"steps": 3}},
-                {"params": "blocks.*", "until": {"epochs": 2}},
-                {"params": "*", "until": {"epoch": 5}},
-                {"params": "embed.*"},
-            ]
-        )
-    )
+    phases = [
+        {"params": "head.*", "until": {"steps": 3}},
+        {"params": "blocks.*", "until": {"epochs": 2}},
+        {"params": "*", "until": {"epoch": 5}},
+        {"params": "embed.*"},
+    ]
     # Four steps an epoch: the second phase begins within the first epoch, and ends with the second.
     times = [(step, step // 4) for step in range(24)]
-    assert phases_of(source, times) == [0] * 3 + [1] * 5 + [2] * 12 + [3] * 4
+    assert phases_of(prepared(gp.masks.Phases(phases)), times) == [0] * 3 + [1] * 5 + [2] * 12 + [3] * 4
 
 
 def test_phases_overlap_and_freeze_again(prepared, trained) -> None:
-    source = prepared(
-        gp.masks.Phases(
-            [
-                {"params": "head.*", "until": {"steps": 1}},
-                {"params": ["head.*", "blocks.3.*"], "until": {"steps": 1}},
-                {"params": "embed.*"},
-            ]
-        )
-    )
-    own = {name.split(".weight")[0].split(".bias")[0] for name in trained(source.masks(0, 0))}
-    assert own == {"head"}
-    assert {name.split(".")[0] for name in trained(source.masks(1, 0))} == {"head", "blocks"}
-    assert {name.split(".")[0] for name in trained(source.masks(2, 0))} == {"embed"}
+    phases = [
+        {"params": "head.*", "until": {"steps": 1}},
+        {"params": ["head.*", "blocks.3.*"], "until": {"steps": 1}},
+        {"params": "embed.*"},
+    ]
+    source = prepared(gp.masks.Phases(phases))
+    for step, expected in enumerate([{"head"}, {"head", "blocks.3"}, {"embed"}]):
+        assert {name.rpartition(".")[0] for name in trained(source.masks(step, 0))} == expected
 
 
 @pytest.mark.parametrize(
@@ -84,9 +82,8 @@ def test_a_metric_may_be_best_where_it_is_greatest(prepared) -> None:
 
 
 def test_what_comes_first_ends_a_phase(prepared) -> None:
-    source = prepared(
-        gp.masks.Phases([{"params": "head.*", "until": {**STALL, "epochs": 2}}, {"params": "*"}])
-    )
+    phases = [{"params": "head.*", "until": {**STALL, "epochs": 2}}, {"params": "*"}]
+    source = prepared(gp.masks.Phases(phases))
     for epoch, phase in enumerate([0, 0, 1]):
         source.masks(epoch, epoch)
         assert source.phase == phase
@@ -135,49 +132,34 @@ def test_settings_of_phases_are_those_of_param_groups_made_by_hand(stack: nn.Mod
         {"params": {"head.*": {"lr": 0.01}, "blocks.*": {"lr": 0.002, "betas": [0.8, 0.9]}}},
     ]
     peer = copy.deepcopy(stack.double())
-
-    def train(model: nn.Module, step, scheduler, count: int) -> None:
-        for _ in range(count):
-            model(tokens).square().mean().backward()
-            step()
-            scheduler.step()
-            model.zero_grad()
-
     optimizer = torch.optim.AdamW(stack.parameters(), lr=0.1, weight_decay=0.1, fused=fused)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    with gp.training(stack, optimizer, [gp.Freeze(gp.masks.Phases(phases))]) as masked:
-        train(stack, masked.step, scheduler, 8)
+    with gp.training(stack, optimizer, [thawing(phases)]) as masked:
+        for _ in range(8):
+            step_once(stack, tokens, masked, scheduler)
     peer.embed.requires_grad_(False)
     head = {"params": peer.head.parameters(), "lr": 0.03, "weight_decay": 0.0}
     by_hand = torch.optim.AdamW([head], lr=0.1, weight_decay=0.1, fused=fused)
-    train(peer, by_hand.step, torch.optim.lr_scheduler.ExponentialLR(by_hand, 0.9), 3)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(by_hand, 0.9)
+    for _ in range(3):
+        step_once(peer, tokens, by_hand, scheduler)
     by_hand.param_groups[0] |= {"lr": 0.01 * 0.9**3, "initial_lr": 0.01, "weight_decay": 0.1}
     blocks = {"params": peer.blocks.parameters(), "lr": 0.002 * 0.9**3, "betas": (0.8, 0.9)}
     by_hand.add_param_group(blocks)
-    train(peer, by_hand.step, torch.optim.lr_scheduler.ExponentialLR(by_hand, 0.9, last_epoch=-1), 5)
-    for ours, theirs in zip(stack.parameters(), peer.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(by_hand, 0.9, last_epoch=-1)
+    for _ in range(5):
+        step_once(peer, tokens, by_hand, scheduler)
+    torch.testing.assert_close(stack.state_dict(), peer.state_dict(), rtol=0, atol=1e-12)
 
 
 def test_finetuning_scheduler_6_another_optimizer_begins_with_another_block(stack: nn.Module, tokens) -> None:
-    def train(optimizer, params) -> None:
-        with gp.training(stack, optimizer, [gp.Freeze(gp.masks.Phases([{"params": params}]))]) as masked:
-            stack(tokens).square().mean().backward()
-            masked.step()
-            masked.zero_grad()
-
     peer = copy.deepcopy(stack)
-    train(torch.optim.SGD(stack.parameters(), lr=0.1), "head.*")
-    train(torch.optim.Adam(stack.parameters(), lr=0.1), "*")
-    for parameters, kind in (
-        (peer.head.parameters(), torch.optim.SGD),
-        (peer.parameters(), torch.optim.Adam),
-    ):
-        optimizer = kind(list(parameters), lr=0.1)
-        peer(tokens).square().mean().backward()
-        optimizer.step()
-        peer.zero_grad()
-    assert all(map(torch.equal, stack.state_dict().values(), peer.state_dict().values()))
+    for kind, params, part in ((torch.optim.SGD, "head.*", peer.head), (torch.optim.Adam, "*", peer)):
+        policy = thawing([{"params": params}])
+        with gp.training(stack, kind(stack.parameters(), lr=0.1), [policy]) as masked:
+            step_once(stack, tokens, masked)
+        step_once(peer, tokens, kind(part.parameters(), lr=0.1))
+    assert all(map(torch.equal, stack.parameters(), peer.parameters()))
 
 
 def test_finetuning_scheduler_6_what_a_phase_thaws_may_have_another_optimizer(stack, tokens) -> None:
@@ -189,29 +171,18 @@ def test_finetuning_scheduler_6_what_a_phase_thaws_may_have_another_optimizer(st
     thaw = [{"params": "head.*", "until": {"steps": 3}}, {"params": ["head.*", "blocks.*"]}]
     with gp.training(stack, gp.Optimizers(stack, entries), [thawing(thaw)]) as optimizer:
         for _ in range(6):
-            stack(tokens).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_once(stack, tokens, optimizer)
     sgd = torch.optim.SGD(peer.head.parameters(), lr=0.1, momentum=0.9)
     adamw = torch.optim.AdamW(peer.blocks.parameters(), lr=0.01)
     for step in range(6):
-        peer(tokens).square().mean().backward()
-        sgd.step()
-        if step >= 3:
-            adamw.step()
-        peer.zero_grad()
-    for ours, theirs in zip(stack.parameters(), peer.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+        step_once(peer, tokens, sgd, *([adamw] if step >= 3 else []))
+    torch.testing.assert_close(stack.state_dict(), peer.state_dict(), rtol=0, atol=1e-12)
 
 
 def test_a_setting_that_the_optimizer_has_not_is_refused_before_the_first_step(stack: nn.Module) -> None:
-    phases = gp.masks.Phases([{"params": "*", "until": {"steps": 1}}, {"params": "*", "weight_dcay": 0.1}])
-    optimizer = torch.optim.AdamW(stack.parameters())
-    with (
-        pytest.raises(PolicyError, match=r"policy\.thaw: .*'weight_dcay'; did you mean 'weight_decay'"),
-        gp.training(stack, optimizer, {"thaw": gp.Freeze(phases)}),
-    ):
-        pass
+    thaw = thawing([{"params": "*", "until": {"steps": 1}}, {"params": "*", "weight_dcay": 0.1}])
+    with pytest.raises(PolicyError, match=r"policy\.thaw: .*'weight_dcay'; did you mean 'weight_decay'"):
+        freezer_of(stack, {"thaw": thaw})
 
 
 def test_the_last_phase_too_gives_its_best_weights_at_the_end(stack: nn.Module, tokens) -> None:
@@ -219,27 +190,19 @@ def test_the_last_phase_too_gives_its_best_weights_at_the_end(stack: nn.Module, 
     optimizer = torch.optim.SGD(stack.parameters(), lr=0.1)
     with gp.training(stack, optimizer, [gp.Freeze(phases)]) as optimizer:
         for value in (1.0, 0.5, 0.8):
-            stack(tokens).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_once(stack, tokens, optimizer)
             phases.report({"val/loss": value})
             if value == 0.5:
                 best = copy.deepcopy(stack.state_dict())
     assert all(torch.equal(value, best[name]) for name, value in stack.state_dict().items())
 
 
-def test_a_training_that_ends_early_says_which_phases_never_began(stack: nn.Module, tokens) -> None:
-    phases = gp.masks.Phases([{"params": "head.*", "until": STALL}, {"params": "*"}])
-    optimizer = torch.optim.SGD(stack.parameters())
-    with (
-        warnings.catch_warnings(record=True) as caught,
-        gp.training(stack, optimizer, [gp.Freeze(phases)]) as optimizer,
-    ):
-        stack(tokens).sum().backward()
-        optimizer.step()
-    assert [str(each.message) for each in caught] == [
-        "Phases: the training ended in phase 0 (params head.*); 1 more never began"
-    ]
+def test_a_training_that_ends_early_says_which_phases_never_began(stack, tokens, recwarn) -> None:
+    policy = thawing([{"params": "head.*", "until": STALL}, {"params": "*"}])
+    with gp.training(stack, torch.optim.SGD(stack.parameters()), [policy]) as optimizer:
+        step_once(stack, tokens, optimizer)
+    (warning,) = [str(each.message) for each in recwarn]
+    assert warning == "Phases: the training ended in phase 0 (params head.*); 1 more never began"
 
 
 @pytest.mark.parametrize(
