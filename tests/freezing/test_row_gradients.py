@@ -66,10 +66,7 @@ def of_shape(*shape: int) -> Callable[[], Tensor]:
 CASES: dict[str, tuple[Build, Callable[[], Tensor]]] = {
     "linear": (lambda: nn.Linear(6, 6), of_shape(2, 3, 6)),
     "linear of vectors, no bias": (lambda: nn.Linear(6, 6, bias=False), of_shape(6)),
-    "in-place function behind": (
-        lambda: nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True)),
-        of_shape(2, 3, 6),
-    ),
+    "in-place function": (lambda: nn.Sequential(nn.Linear(6, 6), nn.ReLU(True)), of_shape(2, 3, 6)),
     "addmm": (lambda: Formula(lambda x, w: torch.addmm(torch.ones(6), x, w)), of_shape(5, 6)),
     "conv1d": (lambda: nn.Conv1d(4, 6, 3, padding=1), of_shape(2, 4, 7)),
     "conv2d": (lambda: nn.Conv2d(4, 6, (3, 2), stride=2, dilation=(1, 2), bias=False), of_shape(2, 4, 9, 9)),
@@ -101,11 +98,7 @@ CASES: dict[str, tuple[Build, Callable[[], Tensor]]] = {
         of_shape(2, 6),
     ),
 }
-
-
-@pytest.fixture(params=[0, 1, None], ids=["rows", "columns", "entries"])
-def dim(request: pytest.FixtureRequest) -> int | None:
-    return request.param
+each_dim = pytest.mark.parametrize("dim", [0, 1, None], ids=["rows", "columns", "entries"])
 
 
 WHOLE = {
@@ -147,6 +140,7 @@ def check_equal(module: nn.Module, reference: nn.Module, dim: int | None) -> Non
             torch.testing.assert_close(own.grad.held, every_other(whole, dim).select(whole.grad))
 
 
+@each_dim
 @pytest.mark.parametrize("case", CASES)
 def test_the_gradient_is_that_of_the_rows(case: str, dim: int | None) -> None:
     build, inputs = CASES[case]
@@ -164,6 +158,7 @@ def test_the_gradient_is_that_of_the_rows(case: str, dim: int | None) -> None:
     torch.testing.assert_close(gradients[1], gradients[0])
 
 
+@each_dim
 @pytest.mark.parametrize("case", sorted(CASES.keys() - WHOLE))
 def test_no_whole_gradient_is_computed(case: str, dim: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     build, inputs = CASES[case]
@@ -175,35 +170,36 @@ def test_no_whole_gradient_is_computed(case: str, dim: int | None, monkeypatch: 
     assert bool(computed) is (dim is None)
 
 
-def test_a_gradient_of_a_gradient_goes_through_the_rows() -> None:
+@pytest.fixture
+def pair() -> tuple[nn.Module, nn.Module]:
+    """A network of which rows train, and the same as a whole."""
     reference = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6))
-    module = with_rows(reference)
-    for each in (reference, module):
+    return with_rows(reference), reference
+
+
+def test_a_gradient_of_a_gradient_goes_through_the_rows(pair) -> None:
+    for each in pair:
         x = of_shape(3, 4)().requires_grad_()
         (gradient,) = torch.autograd.grad(each(x).tanh().sum(), x, create_graph=True)
         (gradient.square().sum() + each(x).sum()).backward()
-    check_equal(module, reference, 0)
+    check_equal(*pair, 0)
 
 
 @pytest.mark.supports("checkpointing", loop="plain")
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_rows_under_activation_checkpointing(reentrant: bool) -> None:
-    reference = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6))
-    module = with_rows(reference)
-    for each in (reference, module):
+def test_rows_under_activation_checkpointing(pair, reentrant: bool) -> None:
+    for each in pair:
         checkpoint(each, of_shape(3, 4)().requires_grad_(), use_reentrant=reentrant).sum().backward()
-    check_equal(module, reference, 0)
+    check_equal(*pair, 0)
 
 
-def test_rows_under_autocast_have_the_parameters_dtype() -> None:
-    reference = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6))
-    module = with_rows(reference)
-    for each in (reference, module):
+def test_rows_under_autocast_have_the_parameters_dtype(pair) -> None:
+    for each in pair:
         with torch.autocast("cpu", torch.bfloat16):
             output = each(of_shape(3, 4)())
         output.float().square().sum().backward()
     assert output.dtype is torch.bfloat16
-    check_equal(module, reference, 0)
+    check_equal(*pair, 0)
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])

@@ -10,10 +10,14 @@ import gradpolicy as gp
 from tests.fixtures import through_a_file
 
 
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4))
+
+
 @pytest.fixture
 def pruned() -> nn.Module:
     """A network of which 90 % of the weights are 0, and all biases."""
-    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4))
+    model = network()
     with torch.no_grad():
         for layer in (model[0], model[3]):
             layer.weight.mul_(torch.rand_like(layer.weight) < 0.1)
@@ -40,9 +44,8 @@ def zeros(model: nn.Module) -> list[torch.Tensor]:
 @pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
 def test_no_zero_is_revived_and_all_others_train(pruned: nn.Module, frozen_state: str) -> None:
     before, values = zeros(pruned), copy.deepcopy(pruned)
-    with gp.training(
-        pruned, adamw(pruned), [gp.Freeze(gp.masks.Zeros(), frozen_state=frozen_state)]
-    ) as optimizer:
+    policy = gp.Freeze(gp.masks.Zeros(), frozen_state=frozen_state)
+    with gp.training(pruned, adamw(pruned), [policy]) as optimizer:
         train(pruned, optimizer, range(20))
     assert all(map(torch.equal, zeros(pruned), before))
     assert not (pruned[0].weight == values[0].weight)[~before[0]].any()
@@ -57,7 +60,7 @@ def test_a_resumed_run_keeps_the_zeros_of_its_start(pruned: nn.Module) -> None:
     with gp.training(other, adamw(other), copy.deepcopy(policies)) as optimizer:
         train(other, optimizer, range(5))
         weights, state = through_a_file((other.state_dict(), optimizer.state_dict()))
-    resumed = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4))
+    resumed = network()
     with gp.training(resumed, adamw(resumed), copy.deepcopy(policies)) as optimizer:
         resumed.load_state_dict(weights)
         optimizer.load_state_dict(state)
