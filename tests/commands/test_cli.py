@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -30,35 +31,18 @@ def project(written: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(written, tmp_path / "spirals_demo"))
 
 
-@pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, list[str]]]:
-    """The configs and command lines that the program would have run."""
-    calls: list[tuple[Path, list[str]]] = []
-
-    def run(config_dir: Path, arguments: list[str]) -> int:
-        calls.append((config_dir, arguments))
-        return 0
-
+def test_without_a_subcommand_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Mock(return_value=0)
     monkeypatch.setattr(app, "main", run)
-    return calls
-
-
-def test_without_a_subcommand_it_trains(trained: list[tuple[Path, list[str]]]) -> None:
     assert main(["policy=guided"]) == 0
     assert main([]) == 0
     assert main(["plan", "policy=guided"], CONF) == 0
-    assert trained == [
-        (CONF, ["policy=guided"]),
-        (CONF, []),
-        (CONF, ["policy=guided", "plan_only=true"]),
-    ]
+    commands = (["policy=guided"], [], ["policy=guided", "plan_only=true"])
+    assert run.call_args_list == [call(CONF, words) for words in commands]
 
 
 def test_ctrl_c_in_a_subcommand_is_no_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def write(runs: list[Path], output: Path) -> Path:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(report, "write", write)
+    monkeypatch.setattr(report, "write", Mock(side_effect=KeyboardInterrupt))
     (tmp_path / "config.yaml").touch()
     assert main(["report", str(tmp_path)]) == 130
 

@@ -4,6 +4,7 @@ import re
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ import gradpolicy as gp
 from gradpolicy.insight import attribution_pictures
 from gradpolicy.insight.attribution import integrated
 from gradpolicy.insight.attribution_pictures import AttributionPictures
-from gradpolicy.insight.pictures import Sample, picture_grid
+from gradpolicy.insight.pictures import picture_grid
 from gradpolicy.tasks import Classifier, DigitsDataModule, QuantizedConvNet
 
 POLICIES = {
@@ -36,20 +37,13 @@ def module() -> Classifier:
     return Classifier(QuantizedConvNet(width=4), partial(torch.optim.SGD, lr=0.1))
 
 
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Sample]:
-    """The samples that the callback draws."""
-    samples: list[Sample] = []
+def watched():
+    """Keeps what the callback draws within a block."""
+    return patch.object(attribution_pictures, "picture_grid", wraps=picture_grid)
 
-    def keep(given: list[Sample], title: str, columns: int) -> object:
-        samples.extend(given)
-        assert re.search(
-            r"insertion 0\.\d\d \(random order 0\.\d\d\), deletion 0\.\d\d \(random order", title
-        )
-        return picture_grid(given[:1], "one")
 
-    monkeypatch.setattr(attribution_pictures, "picture_grid", keep)
-    return samples
+def attributions(grid: Mock) -> Tensor:
+    return torch.stack([sample.attribution for sample in grid.call_args.args[0]])
 
 
 def give_gradients(trainer: Trainer, pl_module: LightningModule) -> None:
@@ -69,43 +63,37 @@ def test_a_test_run_leaves_a_grid_and_the_model_as_it_was(module, make_trainer, 
     assert all(torch.equal(p.grad, torch.ones_like(p)) for p in module.parameters())
 
 
-def test_the_attribution_is_that_of_the_policies_of_the_run(module, make_trainer, drawn) -> None:
+def test_the_attribution_is_that_of_the_policies_of_the_run(module, make_trainer) -> None:
     data = DigitsDataModule(batch_size=4)
     trainer = make_trainer(callbacks=[gp.GradientPolicies(POLICIES), AttributionPictures(count=6)])
-    trainer.test(module, data, verbose=False)
+    with watched() as grid:
+        trainer.test(module, data, verbose=False)
+    samples, title, _ = grid.call_args.args
+    assert re.search(r"insertion 0\.\d\d \(random order 0\.\d\d\), deletion 0\.\d\d \(random order", title)
     images, labels = (part[:6] for part in data.test_set.tensors)
     expected = integrated(module, images, policies=[gp.StraightThrough(ops=["round"]), gp.Guided()])
     assert expected.any()
-    torch.testing.assert_close(torch.stack([sample.attribution for sample in drawn]), expected)
-    assert [sample.truth for sample in drawn] == [str(int(label)) for label in labels]
+    torch.testing.assert_close(attributions(grid), expected)
+    assert [sample.truth for sample in samples] == [str(int(label)) for label in labels]
 
 
 def attributions_of_ranks(strategy: str, folder: str) -> Tensor:
     """Tests on all ranks, and gives the attributions that this one has computed."""
     torch.manual_seed(0)
-    drawn: list[Sample] = []
-
-    def keep(given: list[Sample], *rest: object) -> object:
-        drawn.extend(given)
-        return picture_grid(given[:1], "one")
-
-    attribution_pictures.picture_grid = keep
-    try:
-        trainer = Trainer(
-            accelerator="gpu" if here().type == "cuda" else "cpu",
-            devices=dist.get_world_size(),
-            strategy=STRATEGIES[strategy](),
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            default_root_dir=folder,
-            callbacks=[gp.GradientPolicies(POLICIES), AttributionPictures(count=4)],
-        )
-        model = Classifier(QuantizedConvNet(width=4), partial(torch.optim.SGD, lr=0.1))
+    trainer = Trainer(
+        accelerator="gpu" if here().type == "cuda" else "cpu",
+        devices=dist.get_world_size(),
+        strategy=STRATEGIES[strategy](),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        default_root_dir=folder,
+        callbacks=[gp.GradientPolicies(POLICIES), AttributionPictures(count=4)],
+    )
+    model = Classifier(QuantizedConvNet(width=4), partial(torch.optim.SGD, lr=0.1))
+    with watched() as grid:
         trainer.test(model, DigitsDataModule(batch_size=2), verbose=False)
-    finally:
-        attribution_pictures.picture_grid = picture_grid
-    return torch.stack([sample.attribution for sample in drawn]).cpu()
+    return attributions(grid).cpu()
 
 
 @pytest.mark.slow
