@@ -38,7 +38,6 @@ def test_a_directory_has_no_command_run_by_a_shell(tmp_path: Path, monkeypatch) 
 
 
 @pytest.mark.parametrize("words", [["a", "b"], ["nowhere"], []])
-def test_what_is_no_run_is_refused(tmp_path, monkeypatch, capsys, words) -> None:
+def test_what_is_no_run_is_refused(tmp_path, monkeypatch, refusal, words) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["resume", *words], CONF) == 2
-    assert capsys.readouterr().err.startswith("error: ")
+    assert refusal("resume", *words)

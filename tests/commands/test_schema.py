@@ -173,19 +173,17 @@ def test_schemas_are_written_again_over_the_ones_that_this_command_wrote(tmp_pat
         assert json.loads((tmp_path / f"{name}.schema.json").read_text()).items() >= schemas()[name].items()
 
 
-def test_a_place_that_cannot_be_written_is_one_line(tmp_path, capsys) -> None:
+def test_a_place_that_cannot_be_written_is_refused(tmp_path, refusal) -> None:
     (tmp_path / "file").touch()
-    assert main(["schema", str(tmp_path / "file" / "below")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    assert refusal("schema", str(tmp_path / "file" / "below"))
 
 
 @pytest.mark.parametrize("text", ["mine", ""])
-def test_a_file_that_is_no_schema_of_ours_is_kept(tmp_path, text, capsys, monkeypatch) -> None:
+def test_a_file_that_is_no_schema_of_ours_is_kept(tmp_path, text, refusal, monkeypatch) -> None:
     monkeypatch.setattr(command, "schemas", schemas)
     path = tmp_path / "trainer.schema.json"
     path.write_text(text)
-    assert main(["schema", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"error: DIR: {path} is there already and is no schema")
+    assert refusal("schema", str(tmp_path)).startswith(f"DIR: {path} is there already and is no schema")
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
     assert path.read_text() == text
 
