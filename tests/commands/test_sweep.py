@@ -3,11 +3,9 @@
 import csv
 import os
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
+from subprocess import Popen
 
 import optuna
 import pytest
@@ -18,7 +16,7 @@ from gradpolicy.commands.sweep import Search, show
 from gradpolicy.insight.run_files import RESULT, Result
 from gradpolicy.insight.sweep_summary import SUMMARY, collect
 from gradpolicy.lightning.runs import RunRecord
-from tests.launch.conftest import CONF, QUICK, ROOT, Ended
+from tests.launch.conftest import CONF, QUICK, ROOT, Ended, end, start, stop_when
 from tests.launch.own_callbacks import chosen
 
 
@@ -90,42 +88,32 @@ def test_the_command_line_that_wandb_writes_is_understood(train) -> None:
     assert sweep["metric"]["name"] in ended.result.metrics
 
 
-def search(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [
-            *(
-                sys.executable,
-                str(ROOT / "scripts/sweep.py"),
-                "sweep=learning_rate",
-                "--directory",
-                str(folder),
-            ),
-            *QUICK,
-            *arguments,
-        ],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+def start_search(folder: Path, *arguments: str) -> Popen:
+    words = ("sweep=learning_rate", "--directory", str(folder), *QUICK, *arguments)
+    return start(folder.parent, f"{ROOT}/scripts/sweep.py", *words)
+
+
+def search(folder: Path, *arguments: str) -> Ended:
+    return end(start_search(folder, *arguments), folder)
 
 
 @pytest.mark.slow
 def test_a_search_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
-    assert search(tmp_path, "--trials", "2").returncode == 0
+    assert search(tmp_path, "--trials", "2").code == 0
     done = search(tmp_path, "--trials", "3")
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     study = optuna.load_study(study_name="learning_rate", storage=f"sqlite:///{tmp_path}/study.db")
     assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 3
     assert study.best_value == max(trial.value for trial in study.trials)
     assert all(trial.intermediate_values for trial in study.trials)
-    assert "best" in done.stdout
+    assert "best" in done.out
 
 
 @pytest.mark.slow
 def test_wrong_input_ends_a_search_before_it_begins(tmp_path: Path) -> None:
     ended = search(tmp_path / "none", "--trials", "1", "policy=guided")
-    assert ended.returncode == 2
-    assert "random_freeze" in ended.stderr
+    assert ended.code == 2
+    assert "random_freeze" in ended.err
     assert not (tmp_path / "none").exists()
 
 
@@ -139,7 +127,7 @@ def test_a_trial_below_the_median_of_five_others_is_pruned(tmp_path: Path) -> No
             optuna.trial.create_trial(value=1.0, intermediate_values=dict.fromkeys(range(9), 1.0))
         )
     done = search(tmp_path, "--trials", "6", "trainer.max_epochs=9")
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     assert study.trials[5].state.name == "PRUNED"
     assert len(study.trials[5].intermediate_values) == 3
     assert Result.load(tmp_path / "learning_rate/5" / RESULT).status == "pruned"
@@ -148,41 +136,14 @@ def test_a_trial_below_the_median_of_five_others_is_pruned(tmp_path: Path) -> No
 LONG = ("trainer.max_epochs=1000", "trainer.limit_train_batches=5")
 
 
-def stop_when(process: subprocess.Popen, made: Callable[[], bool], number: signal.Signals) -> tuple[str, str]:
-    """Sends a program a signal as soon as it has made something; what it said."""
-    deadline = time.monotonic() + 150
-    while not made() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(number)
-    return process.communicate(timeout=100)
-
-
-def heed_interrupts() -> None:
-    """Undoes in a child what a shell does to programs in the background: they ignore Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def program(folder: Path, script: str, *arguments: str, **environment: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / script), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        preexec_fn=heed_interrupts,
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_search_that_is_stopped_goes_on_with_the_values_of_its_trial(tmp_path, number, code) -> None:
-    place = ("sweep=learning_rate", "--directory", str(tmp_path), "--trials", "2")
-    process = program(tmp_path, "scripts/sweep.py", *place, *QUICK, *LONG)
-    _, err = stop_when(process, lambda: any(tmp_path.rglob("last.ckpt")), number)
-    assert process.returncode == code, err
-    assert "Traceback" not in err
-    assert search(tmp_path, "--trials", "1", "trainer.max_epochs=1").returncode == 0
+    process = start_search(tmp_path, "--trials", "2", *LONG)
+    ended = stop_when(process, lambda: any(tmp_path.rglob("last.ckpt")), number, tmp_path)
+    assert ended.code == code, ended.err
+    assert "Traceback" not in ended.err
+    assert search(tmp_path, "--trials", "1", "trainer.max_epochs=1").code == 0
     study = optuna.load_study(study_name="learning_rate", storage=f"sqlite:///{tmp_path}/study.db")
     assert [trial.state.name for trial in study.trials] == ["FAIL", "COMPLETE"]
     assert study.trials[0].params == study.trials[1].params
@@ -193,16 +154,16 @@ def test_a_search_that_is_stopped_goes_on_with_the_values_of_its_trial(tmp_path,
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_sweep_that_is_told_to_stop_stops_and_says_what_was_done(tmp_path, launcher, number, code) -> None:
     jobs = ("-m", "trainer.max_epochs=1,1000,1000,1000", "trainer.limit_train_batches=5", *launcher)
-    process = program(tmp_path, "train.py", f"paths.log_dir={tmp_path}", *QUICK, *jobs)
-    done = "train/sweeps/*/results/0.json"
-    out, err = stop_when(
-        process,
-        lambda: any(tmp_path.glob(done)) and any(tmp_path.glob("train/sweeps/*/1/checkpoints/last.ckpt")),
-        number,
-    )
-    assert process.returncode == code, err
-    assert "Traceback" not in err
-    assert "Sweep" in out
+    process = start(tmp_path, f"{ROOT}/train.py", f"paths.log_dir={tmp_path}", *QUICK, *jobs)
+
+    def one_is_done_and_one_trains() -> bool:
+        made = ("train/sweeps/*/results/0.json", "train/sweeps/*/1/checkpoints/last.ckpt")
+        return all(any(tmp_path.glob(pattern)) for pattern in made)
+
+    ended = stop_when(process, one_is_done_and_one_trains, number, tmp_path)
+    assert ended.code == code, ended.err
+    assert "Traceback" not in ended.err
+    assert "Sweep" in ended.out
     (sweep,) = tmp_path.glob("train/sweeps/*")
     with (sweep / SUMMARY).open() as file:
         assert next(csv.DictReader(file))["status"] == "completed"
@@ -215,10 +176,10 @@ def test_ctrl_c_while_a_program_imports_ends_it_without_a_traceback(tmp_path: Pa
         "import pathlib, time\npathlib.Path('importing').touch()\ntime.sleep(100)\n"
     )
     path = os.pathsep.join([str(tmp_path), *sys.path])
-    process = program(tmp_path, script, "plan_only=true", PYTHONPATH=path)
-    _, err = stop_when(process, (tmp_path / "importing").exists, signal.SIGINT)
-    assert process.returncode == 130
-    assert len(err.splitlines()) <= 1
+    process = start(tmp_path, f"{ROOT}/{script}", "plan_only=true", PYTHONPATH=path)
+    ended = stop_when(process, (tmp_path / "importing").exists, signal.SIGINT, tmp_path)
+    assert ended.code == 130
+    assert len(ended.err.splitlines()) <= 1
 
 
 def test_a_job_of_a_sweep_is_recorded_as_one(train) -> None:

@@ -1,11 +1,13 @@
 """Runs the program within the test's own process, a second a run, or as a process of its own."""
 
 import os
-import subprocess
+import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 import pytest
 
@@ -86,28 +88,46 @@ def train(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., En
     return run
 
 
+def heed_interrupts() -> None:
+    """Undoes in a child what a shell does to programs in the background: they ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def start(folder: Path, *command: str, launcher: tuple[str, ...] = (), **environment: str) -> Popen:
+    """Starts a program of this project as a person does."""
+    return Popen(
+        [*(launcher or (sys.executable,)), *command],
+        stdout=PIPE,
+        stderr=PIPE,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        preexec_fn=heed_interrupts,
+    )
+
+
+def end(process: Popen, folder: Path) -> Ended:
+    """Waits until a program has ended."""
+    out, err = process.communicate(timeout=200)
+    return Ended(process.returncode, out, err, folder)
+
+
+def stop_when(process: Popen, made: Callable[[], bool], number: signal.Signals, folder: Path) -> Ended:
+    """Sends a program a signal as soon as it has made something."""
+    deadline = time.monotonic() + 150
+    while not made() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    return end(process, folder)
+
+
 @pytest.fixture
 def train_process(tmp_path: Path) -> Callable[..., Ended]:
     """Runs the program as a person does."""
 
-    def run(
-        *overrides: str, quick: bool = True, launcher: tuple[str, ...] = (sys.executable,), timeout: int = 120
-    ) -> Ended:
+    def run(*overrides: str, launcher: tuple[str, ...] = ()) -> Ended:
         place = tmp_path / "outputs"
-        done = subprocess.run(
-            [
-                *launcher,
-                str(ROOT / "train.py"),
-                f"paths.log_dir={place}",
-                *(QUICK if quick else ()),
-                *overrides,
-            ],
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        return Ended(done.returncode, done.stdout, done.stderr, place)
+        command = (f"{ROOT}/train.py", f"paths.log_dir={place}", *QUICK, *overrides)
+        return end(start(tmp_path, *command, launcher=launcher), place)
 
     return run

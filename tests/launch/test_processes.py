@@ -4,9 +4,7 @@ import json
 import logging
 import os
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +17,7 @@ from gradpolicy.launch.processes import job_arguments, termination_exits
 from gradpolicy.launch.trainer import RunBegins
 from tests.launch.own_callbacks import chosen
 
-from .conftest import QUICK, ROOT
+from .conftest import QUICK, ROOT, start, stop_when
 
 PROBE = chosen("Probe", directory="${paths.output_dir}")
 
@@ -147,28 +145,13 @@ def test_two_ranks_log_to_every_dashboard(train_process) -> None:
 @pytest.mark.parametrize("trainer", ["cpu", pytest.param("ddp_sim", marks=pytest.mark.slow)])
 def test_in_training_it_saves_a_checkpoint_from_which_the_run_goes_on(tmp_path, train, trainer) -> None:
     endless = [line for line in QUICK if "max_epochs" not in line and "limit_train" not in line]
-    process = subprocess.Popen(
-        [
-            *(sys.executable, str(ROOT / "train.py"), f"paths.log_dir={tmp_path}", *endless),
-            f"trainer={trainer}",
-            "trainer.max_epochs=1000",
-            "trainer.log_every_n_steps=1",
-        ],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    deadline = time.monotonic() + 100
-    while not list(tmp_path.glob("train/runs/*/checkpoints/best.ckpt")) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 143, err
-    (run,) = tmp_path.glob("train/runs/*")
-    last = run / "checkpoints/last.ckpt"
-    assert f"SIGTERM: saved {last}" in err
+    settings = (f"trainer={trainer}", "trainer.max_epochs=1000", "trainer.log_every_n_steps=1")
+    process = start(tmp_path, f"{ROOT}/train.py", f"paths.log_dir={tmp_path}", *endless, *settings)
+    saved = "train/runs/*/checkpoints/best.ckpt"
+    ended = stop_when(process, lambda: any(tmp_path.glob(saved)), signal.SIGTERM, tmp_path)
+    assert ended.code == 143, ended.err
+    last = ended.run / "checkpoints/last.ckpt"
+    assert f"SIGTERM: saved {last}" in ended.err
     step = torch.load(last, weights_only=True)["global_step"]
     assert step > 0
     resumed = train(
