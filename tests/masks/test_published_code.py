@@ -5,6 +5,7 @@ the repository and its commit. `git show e1e659a:tests/masks/recorded/record.py`
 those of scores (snip, wanda, salun, lift) were recorded like these, on a CPU.
 """
 
+import functools
 import importlib
 import importlib.util
 import math
@@ -120,9 +121,8 @@ def steps_with(
         masked.zero_grad()
 
 
-def child_tuning_adamw(parameters) -> torch.optim.Optimizer:
-    # Theirs adds eps before the bias correction; so small a one has no effect in either place.
-    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-12, weight_decay=0.0)
+# Theirs adds eps before the bias correction; so small a one has no effect in either place.
+child_tuning_adamw = functools.partial(torch.optim.AdamW, lr=0.01, eps=1e-12, weight_decay=0.0)
 
 
 def test_child_tuning_d_chooses_the_same_entries_and_takes_the_same_steps() -> None:
@@ -281,10 +281,7 @@ def test_badam_takes_the_same_steps(order: str, mode: str) -> None:
     _, under = recorded("badam")
     policy = gp.Freeze(gp.masks.BlockCyclic(order, every=4), frozen_state="zero")
     gradients = [under(f"gradient/{number}") for number in range(20)]
-
-    def adamw(parameters) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
-
+    adamw = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
     for step, (parameters, _) in enumerate(steps_with(policy, adamw, under("weight"), gradients, first=1)):
         for name, theirs in under(f"{mode}/{step}").items():
             torch.testing.assert_close(parameters[name].detach(), theirs, rtol=1e-6, atol=1e-7)
@@ -316,7 +313,7 @@ def test_autofreeze_freezes_the_same_layers_until_nothing_changes(percentile: in
     ]
     weights = {name: torch.zeros(2, 2) for name in names}
     policy = gp.Freeze(gp.masks.Stable(percentile, every=3))
-    course = steps_with(policy, lambda parameters: torch.optim.SGD(parameters, lr=0.1), weights, gradients)
+    course = steps_with(policy, torch.optim.SGD, weights, gradients)
     for step, (_, freezer) in enumerate(course):
         trains = [freezer.mask_of(name) for name in names]
         first = starts[min(step, 26)]
@@ -356,9 +353,7 @@ def test_a_lottery_ticket_is_the_same_and_takes_the_same_steps() -> None:
         ticket = gp.masks.TopK(density, by="change", start=6, rewind=True)
         policies[place] = gp.Freeze(ticket, params=f"{place}*", frozen_state="zero")
 
-    def adamw(parameters) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.0)
-
+    adamw = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0)
     for step, (parameters, freezer) in enumerate(steps_with(policies, adamw, under("weight"), gradients)):
         for name, theirs in under(f"after/{step}").items():
             torch.testing.assert_close(parameters[name].detach(), theirs, rtol=1e-6, atol=1e-7)

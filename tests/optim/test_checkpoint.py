@@ -30,6 +30,13 @@ def model_and_optimizer(kind, frozen_state, dtype=torch.float32):
     return model, MaskedOptimizer(KINDS[kind](model.parameters()), frozen_state=frozen_state)
 
 
+def resumed_from(model, kind, frozen_state):
+    """Another model with the same weights, and a new optimizer for it."""
+    resumed, optimizer = model_and_optimizer(kind, frozen_state)
+    resumed.load_state_dict(model.state_dict())
+    return resumed, optimizer
+
+
 def run(model, optimizer, steps, change=True):
     """Training whose masks and gradients follow from the step's number alone."""
     shapes = [lambda w: w.shape, lambda w: w.shape[:1] + (1,) * (w.dim() - 1), lambda w: ()]
@@ -56,8 +63,7 @@ def test_resume_at_any_step_is_bit_for_bit(kind, form, stop):
     frozen_state, _, form = form.partition(", ")
     model, optimizer = model_and_optimizer(kind, frozen_state)
     run(model, optimizer, range(stop))
-    resumed, other = model_and_optimizer(kind, "keep")
-    resumed.load_state_dict(model.state_dict())
+    resumed, other = resumed_from(model, kind, "keep")
     saved = through_a_file(optimizer.state_dict(dense=form == "dense"))
     if form == "made dense":
         saved = dense(saved)
@@ -109,8 +115,7 @@ def test_steps_of_torch_alone_leave_no_masks_and_ages_behind(kind):
     plain = KINDS[kind](model.parameters())
     plain.load_state_dict(through_a_file(optimizer.state_dict()))
     run(model, plain, range(5, 8), change=False)
-    resumed, again = model_and_optimizer(kind, "zero")
-    resumed.load_state_dict(model.state_dict())
+    resumed, again = resumed_from(model, kind, "zero")
     again.load_state_dict(through_a_file(plain.state_dict()))
     assert again.active_share() == 1.0
     run(model, plain, range(8, 11), change=False)
@@ -132,19 +137,21 @@ BEGINNING_ODDLY = {
 def test_looking_at_the_state_before_the_first_step_changes_nothing(kind, way):
     """Neither what makes the state of the first step, nor what was loaded before it."""
     full, ends = StateDictOptions(full_state_dict=True), []
+
+    def masked(model):
+        return MaskedOptimizer(BEGINNING_ODDLY[kind](model.parameters()), frozen_state="zero")
+
     for looks in (False, True):
         model, _ = model_and_optimizer("sgd", "keep")
-        if way == "load what others saved later":
-            other = copy.deepcopy(model)
-            trained = MaskedOptimizer(BEGINNING_ODDLY[kind](other.parameters()))
-            run(other, trained, range(3), change=False)
-        optimizer = MaskedOptimizer(BEGINNING_ODDLY[kind](model.parameters()), frozen_state="zero")
+        other = copy.deepcopy(model)
+        optimizer, trained = masked(model), masked(other)
+        run(other, trained, range(3), change=False)
         if looks:
             state = get_optimizer_state_dict(model, optimizer, options=full)
-        if way == "save and load" and looks:
-            optimizer = MaskedOptimizer(BEGINNING_ODDLY[kind](model.parameters()), frozen_state="zero")
+        if looks and way == "save and load":
+            optimizer = masked(model)
             set_optimizer_state_dict(model, optimizer, state, options=full)
-        elif way == "load what others saved later" and looks:
+        if looks and way == "load what others saved later":
             state = get_optimizer_state_dict(other, trained, options=full)
             set_optimizer_state_dict(model, optimizer, state, options=full)
         elif way == "load what others saved later":
@@ -234,8 +241,7 @@ def test_full_states_reach_optimizers_that_have_nothing_of_ours_yet(kind, frozen
     run(model, optimizer, range(5))
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     saved = through_a_file(get_optimizer_state_dict(model, optimizer, options=options))
-    resumed, other = model_and_optimizer(kind, "zero")
-    resumed.load_state_dict(model.state_dict())
+    resumed, other = resumed_from(model, kind, "zero")
     if target == "with other masks":
         _, *masked = resumed.parameters()
         other.set_masks({weight: torch.rand(weight.shape) < 0.5 for weight in masked})
@@ -252,21 +258,13 @@ def test_full_states_reach_optimizers_that_have_nothing_of_ours_yet(kind, frozen
 
 
 def test_a_target_without_room_for_masks_is_told_so():
-    def prepared():
-        torch.manual_seed(0)
-        weight = torch.nn.Parameter(torch.ones(6, 5))
-        optimizer = MaskedOptimizer(torch.optim.AdamW([("weight", weight)]))
-        optimizer.set_mask(weight, torch.rand(6, 5) < 0.5)
-        weight.grad = torch.ones(6, 5)
-        optimizer.step()
-        return optimizer
-
-    optimizer, other = prepared(), prepared()
+    model, optimizer = model_and_optimizer("adamw", "keep")
+    run(model, optimizer, range(4))
     saved = optimizer.state_dict(dense=True)
     # What torch.distributed.checkpoint.load leaves out where its target has no such entry.
-    del saved["param_groups"][0]["gradpolicy"]["parameters"]["0"]["ages"]
-    with pytest.raises(PolicyError, match=r"ages of shape \(6, 5\) did not come through"):
-        other.load_state_dict(saved)
+    del saved["param_groups"][0]["gradpolicy"]["parameters"]["2"]["ages"]
+    with pytest.raises(PolicyError, match=r"ages of shape \(3, 7\) did not come through"):
+        model_and_optimizer("adamw", "keep")[1].load_state_dict(saved)
 
 
 def change_settings(tensors, **changed):
@@ -283,9 +281,7 @@ def give_ages(tensors, ages):
 
 def change_version(saved, version):
     general = json.dumps({"version": version, "effective_steps": 3}).encode()
-    saved["param_groups"][0]["gradpolicy"]["general"] = torch.frombuffer(
-        bytearray(general), dtype=torch.uint8
-    )
+    saved["param_groups"][0]["gradpolicy"]["general"] = torch.tensor(list(general), dtype=torch.uint8)
 
 
 def move_record(saved, place):
@@ -374,8 +370,7 @@ def test_what_was_saved_stays_as_it_was_while_those_who_loaded_it_go_on():
     saved = copy.deepcopy(optimizer.state_dict())
     ends = []
     for _ in range(2):
-        resumed, other = model_and_optimizer("adamw", "keep")
-        resumed.load_state_dict(copy.deepcopy(model.state_dict()))
+        resumed, other = resumed_from(model, "adamw", "keep")
         other.load_state_dict({**saved, "state": copy.deepcopy(saved["state"])})
         run(resumed, other, range(4, 9))
         ends.append(resumed)
@@ -423,7 +418,6 @@ def test_plain_torch_refuses_a_small_state_and_steps_from_the_dense_one_as_from_
     alone.load_state_dict(optimizer.state_dict())
     with pytest.raises(KeyError, match="exp_avg"):
         alone.step()
-    alone = torch.optim.AdamW([plain], lr=0.1, fused=True)
     alone.load_state_dict(optimizer.state_dict(dense=True))
     alone.step()
     state = alone.state[plain]
