@@ -20,10 +20,8 @@ def state(model: nn.Module) -> State:
 
 def same_bits(one: State, other: State) -> bool:
     assert one.keys() == other.keys()
-    bits = [
-        {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in each.items()} for each in (one, other)
-    ]
-    return all(torch.equal(bits[0][name], bits[1][name]) for name in one)
+    pairs = [(tensor.reshape(-1), other[name].reshape(-1)) for name, tensor in one.items()]
+    return all(torch.equal(left.view(torch.uint8), right.view(torch.uint8)) for left, right in pairs)
 
 
 def change_entries(model: nn.Module, share: float, seed: int = 0) -> None:

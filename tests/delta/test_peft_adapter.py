@@ -303,10 +303,8 @@ def test_damaged_adapters_and_other_bases_are_refused(adapter: Path, tmp_path: P
         {"shira_weight": torch.ones(1), "shira_indices": torch.tensor([[20], [0]], dtype=torch.int32)},
         {"shira_weight": torch.ones(2), "shira_indices": torch.tensor([[1], [0]], dtype=torch.int32)},
     ):
-        save_file(
-            {f"base_model.model.a.{key}": tensor for key, tensor in summands.items()},
-            adapter / "adapter_model.safetensors",
-        )
+        named = {f"base_model.model.a.{key}": tensor for key, tensor in summands.items()}
+        save_file(named, adapter / "adapter_model.safetensors")
         with pytest.raises(PolicyError, match=r"'a\.weight' does not fit \[20, 4\]"):
             gp.delta.from_peft(adapter, tmp_path / "b", {"a.weight": torch.zeros(20, 4)})
     (adapter / "adapter_config.json").write_text("{")

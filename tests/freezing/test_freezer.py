@@ -371,9 +371,8 @@ CHANGED = [
 def test_a_policy_that_has_become_another_starts_anew(stack, tokens, before, first, after, then) -> None:
     optimizer, freezer = freezer_of(stack, {"it": gp.Freeze(copy.deepcopy(before), params=first)})
     train(stack, freezer, tokens, range(2))
-    fresh, resumed = (
-        Freezer(stack, [optimizer], {"it": gp.Freeze(copy.deepcopy(after), params=then)}) for _ in range(2)
-    )
+    policies = [{"it": gp.Freeze(copy.deepcopy(after), params=then)} for _ in range(2)]
+    fresh, resumed = (Freezer(stack, [optimizer], each) for each in policies)
     with pytest.warns(UserWarning, match=r"policy.it: .* it starts anew"):
         resumed.load_state_dict(freezer.state_dict())
     for each in (fresh, resumed):

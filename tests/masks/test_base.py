@@ -22,12 +22,8 @@ from gradpolicy.masks.base import MaskSource
 def test_masks_may_change_at_the_counts_of_the_timetable(timetable: dict, expected: list[int]) -> None:
     source = MaskSource(**timetable)
     assert [step for step in range(8) if source.due(step, epoch=0)] == expected
-    changes = [
-        step
-        for step in range(8)
-        if step == expected[0] or source.period(step, 0) > max(source.period(step - 1, 0), 0)
-    ]
-    assert [step for step in changes if step in range(8) and source.period(step, 0) >= 0] == expected
+    periods = [-1, *(source.period(step, 0) for step in range(8))]
+    assert [step for step in range(8) if periods[step + 1] > periods[step]] == expected
 
 
 def test_the_first_masks_hold_before_start_and_the_last_after_stop() -> None:

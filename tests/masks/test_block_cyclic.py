@@ -32,10 +32,8 @@ def test_random_order_visits_each_block_once_a_cycle_in_a_new_order(prepared) ->
 def test_exactly_one_block_trains_for_every_steps(prepared, trained, stack) -> None:
     source = prepared(gp.masks.BlockCyclic(every=3))
     for step in range(18):
-        block = BLOCKS[step // 3]
-        assert trained(source.masks(step, 0)) == [
-            name for name, _ in stack.named_parameters() if name.startswith(block)
-        ]
+        expected = [name for name, _ in stack.named_parameters() if name.startswith(BLOCKS[step // 3])]
+        assert trained(source.masks(step, 0)) == expected
 
 
 def test_neighbouring_layers_may_form_a_block(prepared) -> None:

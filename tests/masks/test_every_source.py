@@ -34,6 +34,12 @@ def example(kind: type[MaskSource], **more: int) -> MaskSource:
     return kind(**{name: REQUIRED[name] for name in needed}, **timetable, **more)
 
 
+def begun(kind: type[MaskSource], model: nn.Module) -> MaskSource:
+    source = example(kind)
+    source.setup(dict(model.named_parameters()), seed=3)
+    return source
+
+
 def course(source: MaskSource, model: nn.Module, steps: range) -> list[Mapping[str, Mask]]:
     """The masks of some steps, under gradients that depend on the step alone."""
     given = []
@@ -51,17 +57,13 @@ def course(source: MaskSource, model: nn.Module, steps: range) -> list[Mapping[s
 @each_source
 def test_a_resumed_run_and_another_rank_have_the_same_masks(kind: type[MaskSource], stack: nn.Module) -> None:
     whole = copy.deepcopy(stack)
-    source = example(kind)
-    source.setup(dict(whole.named_parameters()), seed=3)
-    expected = course(source, whole, range(9))
+    expected = course(begun(kind, whole), whole, range(9))
     for cut in range(1, 8):
         model = copy.deepcopy(stack)
-        first, second = example(kind), example(kind)
-        first.setup(dict(model.named_parameters()), seed=3)
+        first = begun(kind, model)
         course(first, model, range(cut))
-        saved = through_a_file(first.state_dict())
-        second.setup(dict(model.named_parameters()), seed=3)
-        second.load_state_dict(saved)
+        second = begun(kind, model)
+        second.load_state_dict(through_a_file(first.state_dict()))
         for ours, theirs in zip(course(second, model, range(cut, 9)), expected[cut:], strict=True):
             assert ours.keys() == theirs.keys()
             for name, parameter in model.named_parameters():
@@ -72,9 +74,7 @@ def test_a_resumed_run_and_another_rank_have_the_same_masks(kind: type[MaskSourc
 
 @each_source
 def test_its_masks_fit_and_layers_freeze_only_where_it_says_so(kind, stack):
-    source, parameters = example(kind), dict(stack.named_parameters())
-    source.setup(parameters, seed=0)
-    frozen = set()
+    source, parameters, frozen = begun(kind, stack), dict(stack.named_parameters()), set()
     for masks in course(source, stack, range(8)):
         for name, mask in masks.items():
             check_mask(mask, parameters[name], name)
@@ -87,11 +87,9 @@ def test_its_masks_fit_and_layers_freeze_only_where_it_says_so(kind, stack):
 @each_source
 def test_it_describes_itself_and_names_the_nearest_argument(kind: type[MaskSource]) -> None:
     assert repr(example(kind)).startswith(f"{kind.__name__}(")
+    needed = REQUIRED.keys() & inspect.signature(kind).parameters
     with pytest.raises(PolicyError, match=rf"^{kind.__name__}: takes no argument 'evry'; .*'every'"):
-        kind(
-            **{name: REQUIRED[name] for name in inspect.signature(kind).parameters if name in REQUIRED},
-            evry=2,
-        )
+        kind(**{name: REQUIRED[name] for name in needed}, evry=2)
 
 
 @each_source

@@ -109,9 +109,8 @@ def test_the_exchanged_share_is_annealed(anneal: str, left) -> None:
 def test_the_density_may_fall_as_in_gradual_pruning(prepared) -> None:
     """With nothing exchanged this is Zhu and Gupta's magnitude pruning: active entries only leave."""
     density = gp.masks.Cubic(start=1.0, stop=0.1, steps=8)
-    source = prepared(
-        sources(density=density, fraction=0.0, every=2, stop=10, grow="random"), {"w": torch.randn(10, 10)}
-    )
+    falling = sources(density=density, fraction=0.0, every=2, stop=10, grow="random")
+    source = prepared(falling, {"w": torch.randn(10, 10)})
     counts, last = [], torch.ones(10, 10, dtype=torch.bool)
     for step in range(0, 12, 2):
         mask = source.masks(step, 0)["w"]

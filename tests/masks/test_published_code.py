@@ -107,9 +107,8 @@ def steps_with(
     """Trains parameters with given gradients; yields after each step, with its masked gradients."""
     parameters = {name: nn.Parameter(weight.clone()) for name, weight in weights.items()}
     masked = gp.MaskedOptimizer(optimizer(parameters.values()))
-    freezer = Freezer(
-        module_of(parameters), [masked], policy if isinstance(policy, dict) else {"policy": policy}
-    )
+    policies = policy if isinstance(policy, dict) else {"policy": policy}
+    freezer = Freezer(module_of(parameters), [masked], policies)
     for number, given in enumerate(gradients):
         freezer.begin_step(first + number)
         for name, parameter in parameters.items():
@@ -130,9 +129,8 @@ def test_child_tuning_d_chooses_the_same_entries_and_takes_the_same_steps() -> N
     gradients = [under(f"gradient/{number}") for number in range(8)]
     source = gp.masks.TopK(0.3, by="fisher", window=8, before="freeze")
     # The first pass gathers; in theirs, what is no "layer" does not take part and always trains.
-    course = steps_with(
-        gp.Freeze(source, params="layer.*"), child_tuning_adamw, under("weight"), gradients + gradients
-    )
+    policy = gp.Freeze(source, params="layer.*")
+    course = steps_with(policy, child_tuning_adamw, under("weight"), gradients + gradients)
     theirs = under("mask/inf")
     for step, (parameters, freezer) in enumerate(course):
         if step < 8:
@@ -307,10 +305,8 @@ def test_autofreeze_freezes_the_same_layers_until_nothing_changes(percentile: in
     everything, _ = recorded("autofreeze")
     starts, made = everything[f"starts/{percentile}"].tolist(), everything[f"made/{percentile}"].tolist()
     names = ["embeddings.weight", *(f"layer.{i}.weight" for i in range(12)), "classifier.weight"]
-    gradients = [
-        dict(zip(names, [torch.ones(2, 2), *row, torch.ones(2, 2)], strict=True))
-        for row in everything["gradients"]
-    ]
+    ones, rows = torch.ones(2, 2), everything["gradients"]
+    gradients = [dict(zip(names, [ones, *row, ones], strict=True)) for row in rows]
     weights = {name: torch.zeros(2, 2) for name in names}
     policy = gp.Freeze(gp.masks.Stable(percentile, every=3))
     course = steps_with(policy, torch.optim.SGD, weights, gradients)

@@ -25,9 +25,8 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 def gradients(model: nn.Module, batch) -> dict[str, Tensor]:
     weights = {name: p for name, p in model.named_parameters() if "weight" in name}
-    return dict(
-        zip(weights, torch.autograd.grad(cross_entropy(model, batch), list(weights.values())), strict=True)
-    )
+    found = torch.autograd.grad(cross_entropy(model, batch), list(weights.values()))
+    return dict(zip(weights, found, strict=True))
 
 
 def by_hand(values: dict[str, Tensor], density: float) -> dict[str, Tensor]:

@@ -35,9 +35,7 @@ def highest_together(scores: dict[str, torch.Tensor], kept: int) -> dict[str, to
 )
 @settings(max_examples=80, deadline=None)
 def test_exactly_so_many_are_marked_and_none_left_out_is_higher(scores: list[float], kept: int) -> None:
-    order = sorted(
-        range(len(scores)), key=lambda i: (-(-math.inf if math.isnan(scores[i]) else scores[i]), i)
-    )
+    order = sorted(range(len(scores)), key=lambda i: math.inf if math.isnan(scores[i]) else -scores[i])
     expected = sorted(order[: max(kept, 0)])
     marked = highest(torch.tensor(scores), kept)
     assert marked.nonzero().flatten().tolist() == expected

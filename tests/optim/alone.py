@@ -124,11 +124,8 @@ class PutBack(Alone):
 
 def without_rule(kinds):
     """Those of some functions that make optimizers whose optimizer has no update rule (yet)."""
-    found = {
-        name: make
-        for name, make in kinds.items()
-        if rule_for(make([torch.nn.Parameter(torch.zeros(2, 2))])) is None
-    }
+    weights = [torch.nn.Parameter(torch.zeros(2, 2))]
+    found = {name: make for name, make in kinds.items() if rule_for(make(weights)) is None}
     assert found, f"each of {', '.join(kinds)} has an update rule: add one that has none"
     return found
 

@@ -8,9 +8,7 @@ from tests.optim.alone import run_alone
 
 
 def test_the_tensors_count_begins_anew_where_its_state_is_removed_while_it_rests(parameter):
-    optimizer = MaskedOptimizer(
-        torch.optim.Adam([parameter], lr=0.1), frozen_state="drop", bias_correction="tensor"
-    )
+    optimizer = MaskedOptimizer(torch.optim.Adam([parameter], lr=0.1), "drop", "tensor")
     for rest in (False, False, True):
         optimizer.set_mask(parameter, torch.tensor(not rest))
         before = parameter.detach().clone()

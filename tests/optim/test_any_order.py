@@ -242,12 +242,7 @@ class RulesInAnyOrder(InAnyOrder):
 
 
 class OthersInAnyOrder(InAnyOrder):
-    kinds = without_rule(
-        {
-            "accumulating": lambda weights: Accumulating(weights, lr=0.1),
-            "adadelta": lambda weights: torch.optim.Adadelta(weights, lr=1.0),
-        }
-    )
+    kinds = without_rule({"accumulating": made(Accumulating), "adadelta": made(torch.optim.Adadelta)})
     reference_kind = PutBack
     ages_are_entries = False
 

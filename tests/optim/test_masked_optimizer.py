@@ -304,9 +304,8 @@ def test_fused_sgd_takes_a_tensor_with_weight_decay_of_its_own_that_joins_later(
         torch.manual_seed(0)
         first, later = (torch.nn.Parameter(torch.randn(4)) for _ in range(2))
         settings = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1, "fused": True}
-        groups = (
-            [{"params": [first]}, {"params": [later], "weight_decay": 0.4}] if by_hand else [first, later]
-        )
+        by_group = [{"params": [first]}, {"params": [later], "weight_decay": 0.4}]
+        groups = by_group if by_hand else [first, later]
         optimizer = MaskedOptimizer(torch.optim.SGD(groups, **settings))
         optimizer.set_settings({} if by_hand else {later: {"weight_decay": 0.4}})
         for step in range(3):
@@ -354,9 +353,8 @@ def test_the_callers_modes_and_default_device_do_not_matter(kernels, kind, froze
             with torch.device(device):
                 optimizer.mask_gradients()
                 optimizer.step()
-        assert not any(
-            value is not None and value.is_inference() for value in optimizer.state[weight].values()
-        )
+        state = optimizer.state[weight].values()
+        assert not any(value is not None and value.is_inference() for value in state)
         ends.append(weight.detach())
     assert torch.equal(*ends)
 

@@ -49,9 +49,7 @@ def test_a_new_mask_turns_the_signs_of_ages(blocks, forget, dtype):
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.int16])
 def test_values_are_repacked_from_one_index_to_another(blocks, dtype):
     for block, *shares in itertools.product((1, 3), (None, 0.1, 0.9), (None, 0.0, 0.5)):
-        source, target = (
-            torch.ones(blocks) > 0 if each is None else torch.rand(blocks) < each for each in shares
-        )
+        source, target = (torch.rand(blocks) < (2 if each is None else each) for each in shares)
         values = (torch.randn(blocks, block) * 100).to(dtype)
         expected = torch.where(source.unsqueeze(1), values, 7)[target]
         for kernels, form in itertools.product((NATIVE, REFERENCE), (pack_bits, positions)):

@@ -110,15 +110,11 @@ def test_half_precision_has_no_rule():
 
 def test_train_and_eval_of_several_optimizers_reach_each():
     model = torch.nn.Linear(3, 4)
-    optimizer = gp.MaskedOptimizer(
-        gp.Optimizers(
-            model,
-            [
-                {"params": "weight", "optimizer": schedulefree.SGDScheduleFree, "lr": 0.1},
-                {"params": "*", "optimizer": torch.optim.AdamW},
-            ],
-        )
-    )
+    entries = [
+        {"params": "weight", "optimizer": schedulefree.SGDScheduleFree, "lr": 0.1},
+        {"params": "*", "optimizer": torch.optim.AdamW},
+    ]
+    optimizer = gp.MaskedOptimizer(gp.Optimizers(model, entries))
     optimizer.train()
     optimizer.set_mask(model.weight, torch.arange(4).view(4, 1) < 2)
     for _ in range(2):
