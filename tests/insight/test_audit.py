@@ -30,14 +30,12 @@ def turning(every=1):
 
 
 @pytest.fixture
-def fit(two_layers, loader, make_trainer, tmp_path):
+def fit(fit, tmp_path):
     """Trains with an audit and gives what it wrote."""
 
-    def run(policies, *others, audit=(), max_epochs=3, model=two_layers, ckpt_path=None, **settings):
+    def run(policies, *others, audit=(), max_epochs=3, **settings):
         watcher = Audit(tmp_path, **dict(audit))
-        callbacks = [watcher, gp.GradientPolicies(policies), *others]
-        trainer = make_trainer(callbacks=callbacks, max_epochs=max_epochs, **settings)
-        trainer.fit(model, loader, ckpt_path=ckpt_path, weights_only=True)
+        fit(watcher, gp.GradientPolicies(policies), *others, max_epochs=max_epochs, **settings)
         return written(tmp_path)
 
     return run

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 from torchmetrics import MeanMetric
 
@@ -12,25 +13,25 @@ import gradpolicy as gp
 from gradpolicy.insight.log_curvature import LogCurvature
 
 
-class Recorder(Callback):
-    """Keeps what is logged at each step, and each step's loss as the module saw it."""
+@pytest.fixture
+def logged(fit):
+    """Trains under callbacks, and gives what is logged of the curvature at each step."""
 
-    def __init__(self):
-        self.rows = {}
+    def run(*callbacks, **settings):
+        rows = {}
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        found = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("curvature")}
-        self.rows[trainer.global_step] = found
+        def keep(trainer, *_):
+            found = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("curvature")}
+            rows[trainer.global_step] = found
 
+        fit(*callbacks, LambdaCallback(on_train_batch_end=keep), **settings)
+        return rows
 
-def fit(model, loader, make_trainer, *callbacks, **settings):
-    recorder = Recorder()
-    make_trainer(callbacks=[*callbacks, recorder], **settings).fit(model, loader)
-    return recorder.rows
+    return run
 
 
 @pytest.mark.parametrize("policies", [{}, {"pass": gp.StraightThrough(ops=["round"])}])
-def test_what_is_logged_is_the_curvature_under_the_runs_policies(two_layers, loader, make_trainer, policies):
+def test_what_is_logged_is_the_curvature_under_the_runs_policies(logged, policies):
     expected = {}
 
     class Reference(Callback):
@@ -45,21 +46,20 @@ def test_what_is_logged_is_the_curvature_under_the_runs_policies(two_layers, loa
 
     measured = LogCurvature(every=2, quantities=["trace"], samples=4, seed=7)
     callbacks = [gp.GradientPolicies(policies)] if policies else []
-    rows = fit(two_layers, loader, make_trainer, *callbacks, Reference(), measured)
+    rows = logged(*callbacks, Reference(), measured)
     assert rows[1] == {}
-    logged = rows[2]
-    assert [logged["curvature/trace"], logged["curvature/trace_error"]] == pytest.approx(expected["row"])
+    assert [*rows[2].values()] == pytest.approx(expected["row"])
     assert rows[3] == rows[2] != rows[4]
 
 
-def test_all_quantities_are_logged_once_an_effective_step(two_layers, loader, make_trainer):
-    rows = fit(two_layers, loader, make_trainer, LogCurvature(every=1, samples=2), accumulate_grad_batches=2)
+def test_all_quantities_are_logged_once_an_effective_step(logged):
+    rows = logged(LogCurvature(every=1, samples=2), accumulate_grad_batches=2)
     assert rows[0] == {}
     assert len(rows[1]) == 6
     assert set(rows) == {0, 1, 2}
 
 
-def test_training_is_as_without_it(two_layers, loader, make_trainer):
+def test_training_is_as_without_it(fit, two_layers):
     class Counting(type(two_layers)):
         def __init__(self):
             super().__init__()
@@ -75,17 +75,17 @@ def test_training_is_as_without_it(two_layers, loader, make_trainer):
     measured = copy.deepcopy(plain)
     for model, callbacks in ((plain, []), (measured, [LogCurvature(every=1, samples=2)])):
         torch.manual_seed(4)
-        fit(model, loader, make_trainer, *callbacks)
+        fit(*callbacks, model=model)
     for name, tensor in plain.state_dict().items():
         assert torch.equal(tensor, measured.state_dict()[name]), name
     assert float(plain.seen.compute()) == float(measured.seen.compute())
     assert "log" not in vars(measured)
 
 
-def test_a_module_that_optimizes_by_hand_is_refused(two_layers, loader, make_trainer):
+def test_a_module_that_optimizes_by_hand_is_refused(fit, two_layers):
     two_layers.automatic_optimization = False
     with pytest.raises(gp.PolicyError, match=r"callbacks\.curvature: TwoLayers optimizes by hand"):
-        fit(two_layers, loader, make_trainer, LogCurvature())
+        fit(LogCurvature())
 
 
 @pytest.mark.parametrize(

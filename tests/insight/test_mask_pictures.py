@@ -6,7 +6,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from PIL import Image
 
@@ -105,24 +104,12 @@ def policies() -> gp.GradientPolicies:
     return gp.GradientPolicies({"half": gp.Freeze(gp.masks.Random(density=0.5, every=1), params="trunk.*")})
 
 
-@pytest.fixture
-def fit(two_layers, loader, make_trainer, policies):
-    """Trains under policies, and draws their masks as the keyword arguments say."""
-
-    def run(given=policies, max_epochs=1, ckpt_path=None, **drawing) -> Trainer:
-        trainer = make_trainer(callbacks=[MaskPictures(**drawing), given], max_epochs=max_epochs)
-        trainer.fit(two_layers, loader, ckpt_path=ckpt_path)
-        return trainer
-
-    return run
-
-
 def drawn_steps(folder: Path) -> list[int]:
     return [int(path.stem.removeprefix("mask_")) for path in sorted(folder.glob("mask_*.png"))]
 
 
 def test_a_run_leaves_the_masks_that_were_in_force(fit, two_layers, policies, tmp_path) -> None:
-    trainer = fit(every=3, max_epochs=2)
+    trainer = fit(MaskPictures(every=3), policies, max_epochs=2)
     folder = tmp_path / "masks" / "trunk.2.weight"
     # Every third change of eight, beginning with the first.
     assert drawn_steps(folder) == [1, 4, 7]
@@ -132,8 +119,8 @@ def test_a_run_leaves_the_masks_that_were_in_force(fit, two_layers, policies, tm
     assert (colours(Image.open(folder / "mask_000000007.png")) == colours(mask_image(mask))).all()
 
 
-def test_a_long_run_keeps_few_pictures(fit, tmp_path: Path) -> None:
-    fit(every=1, frames=4, count=1, max_epochs=8)
+def test_a_long_run_keeps_few_pictures(fit, policies, tmp_path: Path) -> None:
+    fit(MaskPictures(every=1, frames=4, count=1), policies, max_epochs=8)
     steps = drawn_steps(tmp_path / "masks" / "trunk.0.weight")
     assert len(steps) <= 4
     assert steps[0] == 1
@@ -141,12 +128,13 @@ def test_a_long_run_keeps_few_pictures(fit, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "masks").iterdir()] == ["trunk.0.weight"]
 
 
-def test_a_resumed_run_has_the_pictures_of_one_that_was_left_alone(fit, tmp_path: Path) -> None:
-    drawing = {"every": 2, "count": 1, "directory": tmp_path / "masks"}
-    fit(**drawing).save_checkpoint(tmp_path / "one.ckpt")
+def test_a_resumed_run_has_the_pictures_of_one_that_was_left_alone(fit, policies, tmp_path: Path) -> None:
+    drawing = MaskPictures(every=2, count=1)
+    fit(drawing, policies).save_checkpoint(tmp_path / "one.ckpt")
     late = tmp_path / "masks" / "trunk.0.weight" / "mask_000000007.png"
     late.write_bytes(b"of a step that is taken again")
-    fit(**drawing, max_epochs=2, ckpt_path=tmp_path / "one.ckpt")
+    drawing = MaskPictures(every=2, count=1)
+    fit(drawing, policies, max_epochs=2, ckpt_path=tmp_path / "one.ckpt")
     steps = drawn_steps(tmp_path / "masks" / "trunk.0.weight")
     assert steps == [1, 3, 5, 7]
     Image.open(late).load()
@@ -157,16 +145,16 @@ def test_weights_that_train_and_freeze_as_a_whole_have_no_pictures(fit, tmp_path
         "layers": gp.Freeze(gp.masks.Layerwise(active=1, every=1), params="trunk.0.*"),
         "half": gp.Freeze(gp.masks.Random(0.5, every=9), params="trunk.2.*", when=gp.When(start=2)),
     }
-    fit(gp.GradientPolicies(policies), every=1, count=1)
+    fit(MaskPictures(every=1, count=1), gp.GradientPolicies(policies))
     assert [path.name for path in (tmp_path / "masks").iterdir()] == ["trunk.2.weight"]
     assert drawn_steps(tmp_path / "masks" / "trunk.2.weight") == [3]  # until then every entry trained
 
 
-def test_wrong_input_names_the_key(fit) -> None:
+def test_wrong_input_names_the_key(fit, policies) -> None:
     with pytest.raises(gp.PolicyError, match=r"MaskPictures.every"):
         MaskPictures(every=0)
     with pytest.raises(gp.PolicyError, match=r"MaskPictures.params.*trunk.0.weight"):
-        fit(params="trunk.0.wieght")
+        fit(MaskPictures(params="trunk.0.wieght"), policies)
 
 
 def test_loggers_that_take_images_get_them(tmp_path: Path) -> None:

@@ -25,16 +25,12 @@ def freeze(**settings: Any) -> gp.Freeze:
 
 
 @pytest.fixture
-def fit(two_layers, loader, make_trainer, tmp_path):
+def fit(fit, tmp_path):
     """Trains under policies, and records that."""
 
-    def run(policies, *more, model=two_layers, ckpt_path=None, **settings):
-        trainer = make_trainer(
-            callbacks=[*more, Record(tmp_path), gp.GradientPolicies(policies)],
-            **{"max_epochs": 2, "log_every_n_steps": 4, **settings},
-        )
-        trainer.fit(model, loader, ckpt_path=ckpt_path, weights_only=True)
-        return trainer
+    def run(policies, *more, **settings):
+        settings = {"max_epochs": 2, "log_every_n_steps": 4, **settings}
+        return fit(*more, Record(tmp_path), gp.GradientPolicies(policies), **settings)
 
     return run
 
