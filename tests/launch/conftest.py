@@ -54,6 +54,12 @@ class Ended:
         return Result.load(self.run / RESULT)
 
     @property
+    def completed(self) -> "Ended":
+        """The same, if nothing went wrong."""
+        assert self.code == 0, self.err
+        return self
+
+    @property
     def left_nothing(self) -> bool:
         """Whether it left no file."""
         return not self.folder.exists() or not any(self.folder.rglob("*"))

@@ -50,8 +50,7 @@ def test_its_module_must_be_allowed_by_the_person_who_runs_it(train) -> None:
 
 
 def test_then_its_rules_go_by_their_names_and_errors_list_them(train) -> None:
-    ended = train("policy=none", BY_NAME, NAMED, ALLOWED)
-    assert ended.code == 0, ended.err
+    assert train("policy=none", BY_NAME, NAMED, ALLOWED).completed
     assert "ExtensionGrad" in gp.rule_names()
     misspelt = BY_NAME.replace("ExtensionGrad", "ExtensionGrat")
     message = train("policy=none", misspelt, NAMED, ALLOWED).refusal
@@ -60,8 +59,7 @@ def test_then_its_rules_go_by_their_names_and_errors_list_them(train) -> None:
 
 
 def test_a_relaxation_goes_by_the_path_of_its_function_if_that_is_allowed(train) -> None:
-    ended = train("policy=none", BY_FUNCTION, ALLOWED, "plan_only=true")
-    assert ended.code == 0, ended.err
+    assert train("policy=none", BY_FUNCTION, ALLOWED, "plan_only=true").completed
     assert "allowed_targets=[extension_rules]" in train("policy=none", BY_FUNCTION).refusal
 
 
@@ -69,8 +67,7 @@ def test_a_relaxation_goes_by_the_path_of_its_function_if_that_is_allowed(train)
 @pytest.mark.parametrize("name", ["torch.load", "torch.hub.load", "torch.ops.load_library", "torch.compile"])
 def test_a_relaxation_may_be_a_torch_function_of_tensors_and_no_other(train, name) -> None:
     softplus = BY_FUNCTION.replace("extension_rules.smooth_round", "torch.nn.functional.softplus")
-    planned = train("policy=none", softplus, "plan_only=true")
-    assert planned.code == 0, planned.err
+    assert train("policy=none", softplus, "plan_only=true").completed
     message = train("policy=none", softplus.replace("torch.nn.functional.softplus", name)).refusal
     assert f"'{name}' is not allowed" in message
 

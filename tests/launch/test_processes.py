@@ -32,8 +32,7 @@ def said(run: Path) -> list[list[dict]]:
 
 @pytest.mark.slow
 def test_in_a_sweep_each_rank_trains_its_own_job_once(train_process) -> None:
-    ended = train_process("-m", "optimizer.lr=0.001,0.002", "trainer=ddp_sim", *PROBE)
-    assert ended.code == 0, ended.err
+    ended = train_process("-m", "optimizer.lr=0.001,0.002", "trainer=ddp_sim", *PROBE).completed
     (sweep,) = ended.folder.glob("train/sweeps/*")
     for job, rate in (("0", 0.001), ("1", 0.002)):
         assert said(sweep / job) == [[{"rank": rank, "lr": rate}] for rank in (0, 1)]
@@ -44,8 +43,7 @@ def test_in_a_sweep_each_rank_trains_its_own_job_once(train_process) -> None:
 @pytest.mark.slow
 def test_torchrun_writes_one_run_directory(train_process) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    ended = train_process("trainer=ddp_sim", *PROBE, launcher=torchrun)
-    assert ended.code == 0, ended.err
+    ended = train_process("trainer=ddp_sim", *PROBE, launcher=torchrun).completed
     assert [lines[0]["rank"] for lines in said(ended.run)] == [0, 1]
     assert (ended.run / "checkpoints/last.ckpt").is_file()
 
@@ -136,8 +134,7 @@ def test_a_run_that_is_stopped_says_so_in_one_line_and_in_its_report(
 @pytest.mark.slow
 def test_two_ranks_log_to_every_dashboard(train_process) -> None:
     loggers = ("logger=[csv,wandb,tensorboard,mlflow]", "trainer.log_every_n_steps=1")
-    ended = train_process("trainer=ddp_sim", *loggers, "callbacks=default")
-    assert ended.code == 0, ended.err
+    ended = train_process("trainer=ddp_sim", *loggers, "callbacks=default").completed
     assert {"csv", "wandb", "tensorboard", "mlflow.db"} <= {path.name for path in ended.run.iterdir()}
 
 
@@ -154,12 +151,11 @@ def test_in_training_it_saves_a_checkpoint_from_which_the_run_goes_on(tmp_path, 
     assert f"SIGTERM: saved {last}" in ended.err
     step = torch.load(last, weights_only=True)["global_step"]
     assert step > 0
-    resumed = train(
+    assert train(
         f"ckpt_path={last}",
         f"trainer={trainer}",
         f"trainer.max_steps={step + 2}",
         "trainer.max_epochs=-1",
         "trainer.limit_train_batches=null",
-    )
-    assert resumed.code == 0
+    ).completed
     assert torch.load(last, weights_only=True)["global_step"] == step + 2

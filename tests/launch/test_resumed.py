@@ -64,11 +64,11 @@ def test_what_lightning_cannot_take_up_is_told_in_one_line(train, trained, tmp_p
 @pytest.mark.slow
 def test_weights_alone_can_be_tested_and_trained_on(train, trained, tmp_path: Path) -> None:
     path = saved({"state_dict": trained["state_dict"]}, tmp_path / "weights.ckpt")
-    tested = train(f"ckpt_path={path}", "train=false")
-    assert tested.code == 0
+    tested = train(f"ckpt_path={path}", "train=false").completed
     assert "test/accuracy" in tested.result.metrics
-    begun = train("callbacks=[initial_weights]", f"callbacks.initial_weights.path={path}", "test=false")
-    assert begun.code == 0
+    assert train(
+        "callbacks=[initial_weights]", f"callbacks.initial_weights.path={path}", "test=false"
+    ).completed
     assert "holds no optimizer_states" in train(f"ckpt_path={path}").refusal
 
 
@@ -182,8 +182,7 @@ def test_a_resumed_run_goes_on_in_its_directory(train) -> None:
         "trainer.gradient_clip_val=1",
         "data.workers=1",
         folder=first.folder,
-    )
-    assert ended.code == 0, ended.err
+    ).completed
     assert f"going on from {first.run}/checkpoints/last.ckpt" in ended.out
     assert ended.run == first.run
     assert steps(first.run) == [0, 1, 2, 3]
@@ -221,8 +220,7 @@ def test_another_model_data_or_policy_makes_a_new_run_from_the_checkpoint(
 ) -> None:
     before = content(last.parents[1])
     given = override.replace("NEW", str(tmp_path / "outputs0/train/runs/new"))
-    ended = train(f"ckpt_path={last}", "trainer.max_epochs=2", *QUIET, given)
-    assert ended.code == 0, ended.err
+    ended = train(f"ckpt_path={last}", "trainer.max_epochs=2", *QUIET, given).completed
     assert f"a new run from {last}, since " in ended.out
     assert NEW[override] in ended.out
     assert content(last.parents[1]) == before
@@ -241,8 +239,7 @@ def test_a_checkpoint_is_tested_in_a_directory_of_its_own(train, last: Path) -> 
 def test_a_job_of_a_sweep_goes_on_in_its_directory(train) -> None:
     folder = train("-m", "seed=1,2", *QUIET).folder
     (job,) = folder.glob("train/sweeps/*/1")
-    ended = train("seed=2", f"ckpt_path={job}", "trainer.max_epochs=2", *QUIET, folder=folder)
-    assert ended.code == 0, ended.err
+    assert train("seed=2", f"ckpt_path={job}", "trainer.max_epochs=2", *QUIET, folder=folder).completed
     assert torch.load(job / "checkpoints/last.ckpt", weights_only=True)["global_step"] == 4
     assert not list(folder.glob("train/runs/*"))
     assert RunRecord.load(job).kind == "sweep"

@@ -17,8 +17,7 @@ from .conftest import SHORT
 
 @pytest.mark.slow
 def test_a_profilers_report_is_said(train, caplog) -> None:
-    ended = train(*SHORT, "debug=profiler", quick=False)
-    assert ended.code == 0
+    assert train(*SHORT, "debug=profiler", quick=False).completed
     assert "Profiler Report" in caplog.text
 
 
@@ -89,8 +88,7 @@ def test_the_log_of_a_run_that_failed_says_why(train, tmp_path) -> None:
 
 def test_a_report_that_fails_is_one_warning(train, monkeypatch) -> None:
     monkeypatch.setattr("gradpolicy.insight.report.write", Mock(side_effect=OSError("no space\nleft")))
-    ended = train("extras.report=true")
-    assert ended.code == 0
+    ended = train("extras.report=true").completed
     assert "warning: no report: OSError: no space left" in ended.out.splitlines()
 
 
