@@ -31,21 +31,25 @@ def cases(differentiable):
                 yield pytest.param(info, case.kwargs, id=name.replace(" ", "_"))
 
 
-def small_model(dtype=torch.float32):
+def small_model():
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2)).to(dtype)
+    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
+
+
+def closure_of(optimizer, loss):
+    def closure():
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        return value
+
+    return closure
 
 
 def train(model, optimizer, steps, needs_closure=False, first=0):
     for step in range(first, first + steps):
         inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-
-        def closure(inputs=inputs):
-            optimizer.zero_grad()
-            loss = model(inputs).square().mean()
-            loss.backward()
-            return loss
-
+        closure = closure_of(optimizer, lambda inputs=inputs: model(inputs).square().mean())
         if needs_closure:
             optimizer.step(closure)
         else:
@@ -234,14 +238,7 @@ def test_lbfgs_moves_only_active_entries():
     weight = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
     optimizer = MaskedOptimizer(torch.optim.LBFGS([weight], line_search_fn="strong_wolfe"))
     optimizer.set_mask(weight, torch.tensor([True, False, True]))
-
-    def closure():
-        optimizer.zero_grad()
-        loss = weight.square().sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
+    optimizer.step(closure_of(optimizer, lambda: weight.square().sum()))
     torch.testing.assert_close(weight.detach(), torch.tensor([0.0, 2.0, 0.0]))
     with pytest.raises(PolicyError, match="closure"):
         optimizer.step()
@@ -251,13 +248,7 @@ def test_lbfgs_moves_only_active_entries():
 def test_lbfgs_leaves_a_tensor_alone_that_freezes_after_it_has_moved(frozen_state):
     first, second = (torch.nn.Parameter(torch.randn(3)) for _ in range(2))
     optimizer = MaskedOptimizer(torch.optim.LBFGS([first, second], lr=0.5, max_iter=3), frozen_state)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = (first.square() + (first - second).pow(4)).sum()
-        loss.backward()
-        return loss
-
+    closure = closure_of(optimizer, lambda: (first.square() + (first - second).pow(4)).sum())
     optimizer.step(closure)
     optimizer.set_mask(second, torch.tensor(False))
     before = [first.detach().clone(), second.detach().clone()]
