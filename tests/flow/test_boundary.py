@@ -52,6 +52,10 @@ CONTAINERS = {
     "ordered dict": (lambda x: OrderedDict(x=x), lambda tree: tree["x"]),
     "read-only dict": (lambda x: MappingProxyType({"x": x}), lambda tree: tree["x"]),
     "dataclass": (Frozen, lambda tree: tree.left),
+    "dataclass that is a dict": (
+        lambda x: pytest.importorskip("transformers.modeling_outputs").BaseModelOutput(x),
+        lambda tree: (tree["last_hidden_state"] + tree.last_hidden_state) / 2,
+    ),
 }
 
 
@@ -168,21 +172,6 @@ def test_what_is_no_gradient_s_business_is_passed_on_as_it_is():
         assert model(given) is given
 
 
-def test_transformers_like_outputs_that_are_dicts_and_dataclasses(gradient):
-    transformers = pytest.importorskip("transformers.modeling_outputs")
-
-    class Encoder(nn.Module):
-        def forward(self, x):
-            return transformers.BaseModelOutput(last_hidden_state=x)
-
-    model = Encoder()
-    with gp.install(model, [gp.Scale(2.0, modules=Encoder, at="output")]):
-        found, _ = gradient(
-            lambda x: model(x)["last_hidden_state"] + model(x).last_hidden_state, torch.ones(2)
-        )
-    assert torch.equal(found, torch.full((2,), 4.0))
-
-
 @pytest.mark.parametrize(
     ("calls", "name"),
     [
@@ -196,14 +185,14 @@ def test_transformers_like_outputs_that_are_dicts_and_dataclasses(gradient):
     ],
 )
 def test_tensors_in_other_objects_are_reported_once_not_silently_plain(calls, name):
-    model = PassOn()
+    model, x = PassOn(), torch.ones(2, requires_grad=True)
     with gp.install(model, {"double": gp.Scale(2.0, modules=PassOn)}) as installed:
         for call in calls[:-1]:
-            model(call(torch.ones(2, requires_grad=True)))
+            model(call(x))
         with pytest.warns(UserWarning, match=f"'double' cannot see into {name} at input of"):
-            model(calls[-1](torch.ones(2, requires_grad=True)))
+            model(calls[-1](x))
         assert list(installed.report().rows[0].opaque_calls) == [f"{name} at input of module ''"]
-        model(calls[-1](torch.ones(2, requires_grad=True)))
+        model(calls[-1](x))
 
 
 class Criterion(nn.Module):
@@ -214,16 +203,13 @@ class Criterion(nn.Module):
         return total if weight is None else total + (3 * weight["value"]).sum()
 
 
-def of_criterion(policy, *, by_name=False):
-    p, z = torch.tensor([2.0], requires_grad=True), torch.tensor([5.0], requires_grad=True)
-    rest, weight = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
-    with gp.install(criterion := Criterion(), [policy]):
-        if by_name:
-            result = criterion(z=z, p=p, weight={"value": weight})
-        else:
-            result = criterion(p, z, rest, weight={"value": weight})
-        result.backward()
-    return [tensor.grad if tensor.grad is None else tensor.grad.item() for tensor in (p, z, rest, weight)]
+def of_criterion(*policies, by_name=False):
+    """The gradients of p, z, the rest and the weight; the rest cannot be named."""
+    p, z, rest, weight = (torch.tensor([value], requires_grad=True) for value in (2.0, 5.0, 1.0, 1.0))
+    more = {"weight": {"value": weight}}
+    with gp.install(criterion := Criterion(), policies):
+        (criterion(z=z, p=p, **more) if by_name else criterion(p, z, rest, **more)).backward()
+    return [None if tensor.grad is None else tensor.grad.item() for tensor in (p, z, rest, weight)]
 
 
 @pytest.mark.parametrize(
@@ -240,29 +226,20 @@ def test_one_argument_by_name_or_position_however_it_is_given(policy, expected):
     assert of_criterion(policy) == expected
     if policy.argument != 2:
         assert of_criterion(policy, by_name=True) == [*expected[:2], None, expected[3]]
-    x = torch.tensor([3.0], requires_grad=True)
-    if isinstance(policy, gp.Stop):
-        # The same tensor as two arguments is stopped at one.
-        with gp.install(criterion := Criterion(), [policy]):
-            criterion(x, x).backward()
-        assert x.grad == 3.0
+
+
+def test_a_tensor_that_is_two_arguments_is_stopped_at_one(gradient):
+    with gp.install(criterion := Criterion(), [gp.Stop(modules=Criterion, argument="z")]):
+        found, _ = gradient(lambda x: criterion(x, x), torch.tensor([3.0]))
+    assert found == 3.0
 
 
 def test_policies_on_different_arguments_go_together_and_with_one_on_all():
-    policies = [
-        gp.Scale(10.0, modules=Criterion, argument="p"),
-        gp.Stop(modules=Criterion, argument="z"),
-    ]
-    p, z = torch.tensor([2.0], requires_grad=True), torch.tensor([5.0], requires_grad=True)
-    with gp.install(criterion := Criterion(), [*policies]):
-        criterion(p, z).backward()
-    assert (p.grad, z.grad) == (50.0, None)
-    with gp.install(criterion, [gp.Clip(value=4.0, modules=Criterion), policies[0]]):
-        p.grad = None
-        criterion(p, z).backward()
-    assert (p.grad, z.grad) == (40.0, 2.0)
+    ten, cut = gp.Scale(10.0, modules=Criterion, argument="p"), gp.Stop(modules=Criterion, argument="z")
+    assert of_criterion(ten, cut) == [50.0, None, 2.0, 3.0]
+    assert of_criterion(gp.Clip(value=4.0, modules=Criterion), ten) == [40.0, 2.0, 2.0, 3.0]
     with pytest.raises(gp.PolicyError, match="contradict each other at the input of module ''"):
-        gp.install(criterion, [gp.Scale(2.0, modules=Criterion), policies[1]])
+        gp.install(Criterion(), [gp.Scale(2.0, modules=Criterion), cut])
 
 
 class Collects(nn.Module):

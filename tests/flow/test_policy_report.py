@@ -1,5 +1,6 @@
 """Policies that act nowhere: a warning when the block ends, an error if strict, a line of the plan."""
 
+import contextlib
 import re
 import warnings
 
@@ -23,8 +24,7 @@ def warned():
     """Run a function and return the texts of its warnings."""
 
     def of(function):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             function()
         return [str(warning.message) for warning in caught]
 
@@ -64,15 +64,12 @@ def sampled(x):
 def test_a_block_names_what_ran_near_the_operation_that_was_never_met(
     operation, run, message, strict, x, warned
 ):
-    def block():
-        with gp.gradient_override({operation: RARE}, strict=strict):
-            run(x)
-
+    block = gp.gradient_override({operation: RARE}, strict=strict)(run)
     if strict:
         with pytest.raises(gp.PolicyError, match=message):
-            warned(block)
+            block(x)
     else:
-        (text,) = warned(block)
+        (text,) = warned(lambda: block(x))
         assert re.search(message, text)
 
 
@@ -93,17 +90,14 @@ def test_blocks_that_met_what_they_name_or_that_record_no_gradient_say_nothing(x
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_nothing_is_said_while_an_exception_leaves_the_block(x, warned, strict):
-    def fails(model):
+    def block():
         with (
-            gp.install(model, [gp.Guided()], strict=strict),
+            contextlib.suppress(KeyError),
+            gp.install(model := Steps(), [gp.Guided()], strict=strict),
             gp.gradient_override({"floor": "identity"}, strict=strict),
         ):
             model(x)
-            raise KeyError("own")
-
-    def block():
-        with pytest.raises(KeyError, match="own"):
-            fails(Steps())
+            raise KeyError
 
     assert warned(block) == []
 
@@ -217,11 +211,6 @@ class Bypassed(nn.Module):
         return torch.relu(nn.functional.linear(x, self.second.weight))
 
 
-class Relu(nn.Module):
-    def forward(self, x):
-        return torch.relu(x)
-
-
 class Generates(nn.Module):
     def forward(self, x):
         yield torch.relu(2 * x)
@@ -236,12 +225,18 @@ class Consumes(nn.Module):
         return sum(self.many(x))
 
 
-def _scripted(make):
-    return nn.Sequential(nn.Linear(4, 4), make(nn.Sequential(nn.Linear(4, 4), nn.ReLU())))
-
-
 def _plain():
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+
+def _scripted():
+    return nn.Sequential(nn.Linear(4, 4), torch.jit.script(_plain()))
+
+
+def _run_before():
+    model = _plain()
+    model.earlier = model(torch.ones(4, 4)).sum()
+    return model
 
 
 def _frozen_trunk():
@@ -260,11 +255,10 @@ def _run(model, x):
     model(x).sum().backward()
 
 
-BACKWARD_ONLY = "a block round backward only"
 # Where nothing can act: the model, what runs in the block, the policies, and what is said.
 NOWHERE = {
     "in a ScriptModule": (
-        lambda: _scripted(torch.jit.script),
+        _scripted,
         _run,
         [gp.Scale(0.5, modules="1.0"), gp.StraightThrough(modules="1.0"), gp.Guided()],
         r"cannot see into ScriptModule '1'",
@@ -312,7 +306,7 @@ NOWHERE = {
         r"module 'second' never ran through its forward",
     ),
     "bypassed, with a rule on operations": (
-        lambda: nn.ModuleDict({"used": Relu(), "not": Relu()}),
+        lambda: nn.ModuleDict({"used": nn.ReLU(), "not": nn.ReLU()}),
         lambda model, x: model["used"](x).sum().backward(),
         [gp.Guided(modules=["used", "not"])],
         r"module 'not' never ran through its forward",
@@ -323,8 +317,8 @@ NOWHERE = {
         [gp.Scale(0.5, modules="*"), gp.Guided(), gp.StraightThrough(modules="second")],
         r"the model never ran while the policies were on it",
     ),
-    BACKWARD_ONLY: (
-        _plain,
+    "a block round backward only": (
+        _run_before,
         lambda model, x: model.earlier.backward(),
         [gp.Scale(0.5, modules="1"), gp.Guided(), gp.StraightThrough(modules="1")],
         r"the model never ran while the policies were on it",
@@ -368,8 +362,6 @@ def test_where_nothing_can_act_there_is_a_warning_and_an_error_if_strict(kind, n
 
     def block(strict):
         model, x = make(), torch.randn(4, 4, requires_grad=True)
-        if kind == BACKWARD_ONLY:
-            model.earlier = model(x).sum()
         with gp.install(model, {"it": policies[number]}, strict=strict):
             run(model, x)
 
@@ -403,7 +395,7 @@ def test_the_plan_says_so_beforehand(kind, number):
 @pytest.mark.filterwarnings("ignore")
 def test_the_plan_of_an_operation_within_a_traced_module_is_an_error():
     with pytest.raises(gp.PolicyError, match=r"it may run within \"ScriptModule '1'\""):
-        gp.plan(_scripted(torch.jit.script), {"it": gp.Guided()}, lambda model: model(torch.ones(1, 4)).sum())
+        gp.plan(_scripted(), {"it": gp.Guided()}, lambda model: model(torch.ones(1, 4)).sum())
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -114,10 +114,8 @@ def test_inside_own_leaves_parameters_and_other_outputs_their_gradient():
 
 
 def test_any_rule_goes_through_with_all_inputs_and_the_output(as_module):
-    seen = {}
-
     def rule(grad, inputs, output):
-        seen.update(inputs=inputs, output=output)
+        assert all(map(torch.equal, (*inputs, output), (x, shift, flags, result)))
         return 2 * grad, 3 * grad.sum(0), None
 
     layer = as_module(lambda x, shift, flags: torch.round(x + shift) * flags)
@@ -126,8 +124,6 @@ def test_any_rule_goes_through_with_all_inputs_and_the_output(as_module):
     with gp.install(layer, [gp.UseRule(rule, modules="*", at="through")]):
         result = layer(x, shift, flags=flags)
         result.sum().backward()
-    assert [tensor.shape for tensor in seen["inputs"]] == [(4, 3), (3,), (3,)]
-    assert torch.equal(seen["output"], result)
     assert torch.equal(x.grad, torch.full((4, 3), 2.0))
     assert torch.equal(shift.grad, torch.full((3,), 12.0))
 
