@@ -48,6 +48,17 @@ def forgotten():
     torch._dynamo.reset()
 
 
+@pytest.fixture
+def agree(gradient):
+    """A check that compiled code has the result and the gradient of eager mode."""
+
+    def check(compiled, function, x):
+        weights = torch.randn(function(x).shape)
+        torch.testing.assert_close(gradient(compiled, x, weights), gradient(function, x, weights))
+
+    return check
+
+
 @pytest.mark.supports("flow", loop="plain", compiled=True)
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", SLOW_BACKENDS)
@@ -94,7 +105,7 @@ def test_schedules_and_measured_norms_do_not_recompile(batch, parameter_gradient
 # What runs in eager mode calls what is compiled again.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo (detected a call|does not know how to trace)")
-def test_installing_within_compiled_code_is_refused_or_left_to_eager_mode(batch, gradient):
+def test_installing_within_compiled_code_is_refused_or_left_to_eager_mode(batch, agree):
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
 
     def run(x):
@@ -104,9 +115,7 @@ def test_installing_within_compiled_code_is_refused_or_left_to_eager_mode(batch,
     with pytest.raises(Exception, match="cannot be installed within compiled code"):
         torch.compile(run, backend="eager", fullgraph=True)(batch)
     torch._dynamo.reset()
-    expected, _ = gradient(run, batch)
-    found, _ = gradient(torch.compile(run, backend="eager"), batch)
-    torch.testing.assert_close(found, expected)
+    agree(torch.compile(run, backend="eager"), run, batch)
 
 
 def function_of_many(x):
@@ -116,17 +125,12 @@ def function_of_many(x):
 OVERRIDES = {"round": "identity", "relu": "guided_relu", "sign": torch.tanh}
 
 
-def test_compiled_code_within_a_block_and_again_without_it(batch, gradient):
+def test_compiled_code_within_a_block_and_again_without_it(batch, agree):
     compiled = torch.compile(function_of_many, backend="eager", fullgraph=True)
-    weights = torch.randn_like(batch)
-    plain, _ = gradient(function_of_many, batch, weights)
     for _ in range(2):
         with gp.gradient_override(OVERRIDES):
-            expected, _ = gradient(function_of_many, batch, weights)
-            found, _ = gradient(compiled, batch, weights)
-        torch.testing.assert_close(found, expected)
-        found, _ = gradient(compiled, batch, weights)
-        torch.testing.assert_close(found, plain)
+            agree(compiled, function_of_many, batch)
+        agree(compiled, function_of_many, batch)
 
 
 def thrice(grad, inputs, output):
@@ -174,27 +178,22 @@ def any_forward(x):
         ),
     ],
 )
-def test_a_block_within_compiled_code_holds_at_each_compilation(function, backend, batch, gradient):
-    weights = torch.randn_like(batch)
-    expected, _ = gradient(function, batch, weights)
+def test_a_block_within_compiled_code_holds_at_each_compilation(function, backend, batch, agree):
     for _ in range(2):
         compiled = torch.compile(function, backend=backend, fullgraph=True)
         for _ in range(2):
-            found, _ = gradient(compiled, batch, weights)
-            torch.testing.assert_close(found, expected)
+            agree(compiled, function, batch)
     assert not torch.overrides._get_current_function_mode_stack()
 
 
 @pytest.mark.slow
-def test_a_block_round_compiled_code_uses_its_own_rule_and_compiles_once_for_each(batch, gradient):
+def test_a_block_round_compiled_code_uses_its_own_rule_and_compiles_once_for_each(batch, agree):
     compiled = torch.compile(function_of_many, backend="eager", fullgraph=True)
     graphs = []
     for factor in (2.0, 3.0, 2.0):
         for _ in range(2):
             with gp.gradient_override({"round": gp.get_rule("scale", factor=factor), "sign": torch.tanh}):
-                expected, _ = gradient(function_of_many, batch)
-                found, _ = gradient(compiled, batch)
-            torch.testing.assert_close(found, expected)
+                agree(compiled, function_of_many, batch)
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs[-1] - graphs[0] == 1
 
@@ -211,7 +210,7 @@ def test_an_eager_block_says_what_never_ran_though_compiled_code_met_it_before(r
         torch.tanh(x)
 
 
-def test_a_block_within_code_that_breaks_is_left_to_eager_mode(batch, gradient):
+def test_a_block_within_code_that_breaks_is_left_to_eager_mode(batch, agree):
     def breaks(x):
         with gp.gradient_override({"round": "identity"}):
             first = torch.round(x)
@@ -219,9 +218,7 @@ def test_a_block_within_code_that_breaks_is_left_to_eager_mode(batch, gradient):
             second = torch.round(2 * x)
         return first + second + torch.round(3 * x)
 
-    expected, _ = gradient(breaks, batch)
-    found, _ = gradient(torch.compile(breaks, backend="eager"), batch)
-    torch.testing.assert_close(found, expected)
+    agree(torch.compile(breaks, backend="eager"), breaks, batch)
 
 
 @pytest.mark.parametrize(
@@ -291,19 +288,12 @@ def test_inductor_with_changing_shapes(parameter_gradients, same):
 
 
 @pytest.mark.slow
-def test_a_model_of_many_modules_within_each_other_compiles():
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3))
+def test_a_model_of_many_modules_within_each_other_compiles(batch, parameter_gradients, same):
+    model = nn.Sequential(nn.Linear(4, 4))
     for _ in range(10):
-        model = torch.nn.Sequential(model, torch.nn.ReLU())
-    inputs = torch.randn(4, 3)
-
-    def gradients(run):
-        model.zero_grad()
-        run(inputs).sum().backward()
-        return [parameter.grad.clone() for parameter in model.parameters()]
-
+        model = nn.Sequential(model, nn.ReLU())
     with gp.install(model, [gp.Guided()]):
-        expected = gradients(model)
-        compiled = gradients(torch.compile(model, backend="aot_eager", fullgraph=True))
-    torch.testing.assert_close(compiled, expected)
-    assert any(gradient.any() for gradient in expected)
+        expected = parameter_gradients(model, batch)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert same(parameter_gradients(model, batch, call=compiled), expected)
+    assert any(gradient.any() for gradient in expected.values())
