@@ -15,22 +15,10 @@ def ten_times(grad, inputs, output):
 
 @pytest.mark.parametrize(("rule", "expected"), [(doubled, 2.0), (ten_times, 10.0)])
 def test_other_paths_of_an_input_that_is_returned_as_it_is_stay_plain(rule, expected, gradient):
-    def both_paths(x):
-        y = 3 * x
-        with gp.gradient_override({"contiguous": rule}):
-            z = y.contiguous()
-        return y + z
-
-    found, value = gradient(both_paths, torch.ones(2))
+    contiguous = gp.gradient_override({"contiguous": rule})(torch.Tensor.contiguous)
+    found, value = gradient(lambda x: (y := 3 * x) + contiguous(y), torch.ones(2))
     assert torch.equal(found, torch.full((2,), 3.0 * (1 + expected)))
     assert torch.equal(value, torch.full((2,), 6.0))
-
-
-def test_a_filter_acts_before_the_operation_s_own_gradient(gradient):
-    x = torch.randn(4)
-    with gp.gradient_override({"tanh": doubled}):
-        found, _ = gradient(torch.tanh, x)
-    torch.testing.assert_close(found, 2 * (1 - torch.tanh(x) ** 2))
 
 
 def test_a_filter_acts_on_every_floating_point_result(gradient):
@@ -40,11 +28,10 @@ def test_a_filter_acts_on_every_floating_point_result(gradient):
 
 
 def test_a_call_that_hides_an_operation_may_be_an_operation_with_a_rule_itself(gradient):
+    weights = torch.tensor([1.0, 2.0, 3.0])
     with gp.gradient_override({"softmax": "stop", F.gumbel_softmax: "identity"}):
-        found, _ = gradient(
-            lambda x: F.gumbel_softmax(x, hard=True), torch.randn(3), torch.tensor([1.0, 2.0, 3.0])
-        )
-    assert found.tolist() == [1.0, 2.0, 3.0]
+        found, _ = gradient(lambda x: F.gumbel_softmax(x, hard=True), torch.randn(3), weights)
+    assert torch.equal(found, weights)
 
 
 @pytest.mark.parametrize(
@@ -67,12 +54,6 @@ def test_inputs_are_in_the_order_of_the_parameters_in_whichever_order_a_call_nam
         to_a, to_b = torch.autograd.grad(y.sum(), (a, b))
         assert torch.equal(to_a, torch.full((2, 2), 2.0))
         assert torch.equal(to_b, torch.full((2, 2), 3.0))
-
-
-def test_tensors_in_lists_are_inputs(gradient):
-    with gp.gradient_override({"cat": lambda grad, inputs, output: (2 * grad[:2], 3 * grad[2:])}):
-        found, _ = gradient(lambda x: torch.cat([x, x]), torch.ones(2))
-    assert found.tolist() == [5.0, 5.0]
 
 
 class NoGradient(torch.autograd.Function):
