@@ -51,24 +51,19 @@ def test_several_results_give_the_rule_tuples_and_keep_their_container():
 
 def test_tensors_within_containers_are_inputs_in_order():
     x, y = torch.randn(2, requires_grad=True), torch.randn(2, requires_grad=True)
-
-    def rule(grad, inputs, output):
-        return 2 * grad, 3 * grad
-
+    rule = lambda grad, inputs, output: (2 * grad, 3 * grad)  # noqa: E731
     gp.apply(rule, lambda pair, scale: pair["x"] + scale[0], {"x": x}, scale=[y]).sum().backward()
     assert torch.equal(x.grad, torch.full((2,), 2.0))
     assert torch.equal(y.grad, torch.full((2,), 3.0))
 
 
 def test_under_func_and_with_a_second_derivative():
-    def times_cube(grad, inputs, output):
-        return grad * inputs[0] ** 3
+    def rounded(x):
+        return gp.apply(lambda grad, inputs, output: grad * inputs[0] ** 3, torch.round, x)
 
-    x = torch.tensor([1.0, 2.0])
-    first = torch.func.vmap(torch.func.grad(lambda x: gp.apply(times_cube, torch.round, x)))(x)
-    assert torch.equal(first, x**3)
-    second = torch.func.grad(torch.func.grad(lambda x: gp.apply(times_cube, torch.round, x)))(x[1])
-    assert second == 3 * 2.0**2
+    first = torch.func.grad(rounded)
+    assert torch.func.vmap(first)(torch.tensor([1.0, 2.0])).tolist() == [1.0, 8.0]
+    assert torch.func.grad(first)(torch.tensor(2.0)) == 3 * 2.0**2
 
 
 @pytest.mark.parametrize(
@@ -159,11 +154,14 @@ def test_numpy_code_that_gets_tensors_fails_with_the_way_to_get_arrays(call):
     assert "NumPy code needs numpy=True" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize("forward", [np.floor, lambda x: x.astype(np.float64), lambda x: x[::-1].copy()])
-def test_arrays_of_bfloat16_are_float32(forward):
+def test_arrays_of_bfloat16_are_float32():
+    def forward(x):
+        assert x.dtype == np.float32
+        return x.astype(np.float64)
+
     x = torch.tensor([0.5, 1.5], dtype=torch.bfloat16, requires_grad=True)
     y = gp.apply("identity", forward, x, numpy=True)
-    assert torch.equal(y.detach().double(), torch.as_tensor(forward(x.detach().float().numpy())).double())
+    assert y.tolist() == [0.5, 1.5]
     y.sum().backward()
     assert x.grad.dtype == torch.bfloat16
 
