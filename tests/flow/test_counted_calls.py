@@ -97,9 +97,7 @@ def test_one_call_of_a_module_by_its_number_in_every_forward(at, calls):
     rule = gp.UseRule("scale", parameters={"factor": 5.0}, modules="encoder", at=at, calls=calls)
     with gp.install(model, [rule], strict=True):
         found = list(encoder_gradients(model))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one[1], other[1])
-        assert one[0] is None if other[0] is None else torch.allclose(one[0], other[0])
+    torch.testing.assert_close(found, expected)
 
 
 def test_two_policies_on_different_calls_of_one_operation_or_module():
@@ -123,11 +121,6 @@ def test_two_policies_on_different_calls_of_one_operation_or_module():
     [
         (Model(), {"ops": ["sub"]}, "'sub' ran 0 times in the forward of .*, so there is no call 2"),
         (Model(), {"ops": ["sub"], "modules": ["first"]}, "'sub' ran 0 times in the forward of .* no call 2"),
-        (
-            nn.Sequential(nn.Identity()),
-            {"ops": "add", "modules": "0"},
-            "'add' ran 0 times in the forward of module '0'",
-        ),
         (
             nn.Sequential(nn.ReLU()),
             {"ops": "relu", "modules": "0"},
@@ -158,8 +151,7 @@ def test_compiled_code_counts_operations_and_leaves_modules_to_eager_mode(compil
             assert found == expected
     with gp.install(model := Twice(), [five_times(modules="encoder", calls=1)]):
         run = compiled(model, backend="eager", fullgraph=False)
-        for one, other in zip(encoder_gradients(model, run), encoder_gradients(model), strict=True):
-            torch.testing.assert_close(one, other)
+        torch.testing.assert_close([*encoder_gradients(model, run)], [*encoder_gradients(model)])
         torch._dynamo.reset()
         with pytest.raises(Exception, match="calls= cannot count the calls of a module in compiled code"):
             compiled(model)(torch.ones(1, 2))

@@ -11,32 +11,20 @@ import gradpolicy as gp
 
 
 @pytest.fixture
-def network():
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(4, 4, 3),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(64, 3),
-    )
-
-
-@pytest.fixture
-def images():
-    return torch.randn(3, 1, 6, 6)
+def layers():
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
 
 
 @pytest.mark.parametrize(
     ("policy", "of_captum", "of_zennit"),
     [(gp.Guided, "GuidedBackprop", "GuidedBackprop"), (gp.Deconv, "Deconvolution", "DeconvNet")],
 )
-def test_input_gradients_agree_with_captum_and_zennit(
-    network, images, gradient, zennit, policy, of_captum, of_zennit
-):
+def test_input_gradients_agree_with_captum_and_zennit(gradient, zennit, policy, of_captum, of_zennit):
     attr = pytest.importorskip("captum.attr")
     from zennit import composites
 
+    convolutions = nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU()
+    network, images = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(64, 3)), torch.randn(3, 1, 6, 6)
     with gp.install(network, [policy()]):
         ours, _ = gradient(lambda x: network(x)[:, 1], images)
     with getattr(composites, of_zennit)().context(network):
@@ -44,11 +32,6 @@ def test_input_gradients_agree_with_captum_and_zennit(
     by_captum = getattr(attr, of_captum)(network).attribute(images.clone().requires_grad_(), target=1)
     torch.testing.assert_close(ours, by_zennit, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(ours, by_captum, rtol=1e-6, atol=1e-6)
-
-
-@pytest.fixture
-def layers():
-    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
 
 
 class GuidedByHand(torch.autograd.Function):
@@ -75,17 +58,10 @@ class Written(nn.Module):
         return x
 
 
-@pytest.fixture
-def by_hand(layers):
-    return Written(layers, GuidedByHand.apply)
-
-
 @pytest.mark.parametrize("write", [nn.Sequential, Written, lambda layers: Written(layers, F.relu)])
 @pytest.mark.parametrize("inplace", [False, True])
-def test_every_way_to_write_a_network_is_guided_alike(
-    write, inplace, layers, by_hand, batch, parameter_gradients, same
-):
-    wanted = parameter_gradients(by_hand, batch)
+def test_every_way_to_write_a_network_is_guided_alike(write, inplace, layers, batch, parameter_gradients):
+    wanted = parameter_gradients(Written(layers, GuidedByHand.apply), batch)
     layers[1].inplace = layers[3].inplace = inplace
     with gp.install(model := write(layers), [gp.Guided()]) as installed:
         found = parameter_gradients(model, batch)
@@ -93,8 +69,7 @@ def test_every_way_to_write_a_network_is_guided_alike(
         with gp.gradient_override({"relu": "stop"}):
             again = parameter_gradients(model, batch)
     for gradients in (found, again):
-        for one, other in zip(gradients.values(), wanted.values(), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close([*gradients.values()], [*wanted.values()], rtol=1e-6, atol=1e-6)
     assert installed.report().rows[0].matched == {"relu": 4}
 
 

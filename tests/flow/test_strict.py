@@ -94,6 +94,11 @@ REPLACES = {
     "the input": (lambda **where: gp.UseRule(three_times_input, **where), lambda g, x: 3.0 * g * x),
     "deconv": (gp.Deconv, lambda g, x: torch.relu(g)),
 }
+# What only an operation of several inputs takes.
+FOR_SEVERAL = {
+    "own function": lambda **where: gp.UseRule(lambda own, i, o: (own[0], 3.0 * own[1]), own=True, **where),
+    "a function of both": lambda **where: gp.UseRule(for_both_inputs, **where),
+}
 OWN = ("stop", "stop by zeros", "scale", "reverse", "clip by value", "clip by norm")
 WHERE = {
     "operation": {"ops": "relu", "modules": "part"},
@@ -119,13 +124,7 @@ WAYS = (
 )
 KINDS = {
     "operation": [*OWN, *REPLACES, "guided"],
-    "operation of several inputs": [
-        *OWN,
-        "straight through",
-        "the input",
-        "own function",
-        "a function of both",
-    ],
+    "operation of several inputs": [*OWN, "straight through", "the input", *FOR_SEVERAL],
     "input": list(CHANGES),
     "output": list(CHANGES),
     "through": [*OWN, "straight through", "the input"],
@@ -134,16 +133,8 @@ KINDS = {
 
 
 def policy_of(kind, place):
-    where = WHERE[place]
-    if kind == "guided":
-        return gp.Guided(modules="part")
-    if kind == "deconv":
-        return gp.Deconv(modules="part")
-    if kind == "own function":
-        return gp.UseRule(lambda own, i, o: (own[0], 3.0 * own[1]), own=True, **where)
-    if kind == "a function of both":
-        return gp.UseRule(for_both_inputs, **where)
-    return {**CHANGES, **REPLACES}[kind][0](**where)
+    make = {"guided": gp.Guided, **FOR_SEVERAL}.get(kind) or {**CHANGES, **REPLACES}[kind][0]
+    return make(**WHERE[place])
 
 
 def expected_part(kind, place, h, weight, gain):
@@ -261,13 +252,7 @@ def test_a_strict_policy_acts_as_the_reference_says_or_raises(way, place, kind):
         with pytest.raises((gp.PolicyError, RuntimeError), match=r"policy 'it'|this checkpoint\(\)"):
             strict_gradients(model, run, policy, x)
         return
-    found = strict_gradients(model, run, policy, x)
-    assert found.keys() == wanted.keys()
-    for name, one in wanted.items():
-        other = found[name]
-        assert (one is None) == (other is None), name
-        if one is not None:
-            torch.testing.assert_close(other, one, msg=lambda text, name=name: f"{name}: {text}")
+    torch.testing.assert_close(strict_gradients(model, run, policy, x), wanted)
 
 
 def strict_gradients(model, run, policies, x):
