@@ -41,41 +41,43 @@ def batch_of(rank):
     return torch.randn(6, 4, generator=torch.Generator().manual_seed(rank))
 
 
+def gradients(model, rank):
+    """The gradients of a rank's batch."""
+    model.zero_grad(set_to_none=True)
+    model(batch_of(rank)).square().mean().backward()
+    return {name.removeprefix("module."): p.grad for name, p in model.named_parameters()}
+
+
+def shard(model):
+    fully_shard(model.first)
+    fully_shard(model)
+
+
 def expected(world):
     """The mean of the ranks' gradients, in one process: each rank's rules act before the mean is taken."""
     model = make_model()
-    total = dict.fromkeys((name for name, _ in model.named_parameters()), 0.0)
     with gp.install(model, POLICIES):
-        for rank in range(world):
-            model.zero_grad(set_to_none=True)
-            model(batch_of(rank)).square().mean().backward()
-            total = {name: total[name] + p.grad / world for name, p in model.named_parameters()}
-    return total
+        of_ranks = [gradients(model, rank) for rank in range(world)]
+    return {name: sum(each[name] for each in of_ranks) / world for name in of_ranks[0]}
 
 
 def run(rank, world, kind, folder):
     """Take two backward passes on a rank; rank 0 saves the second's gradients."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    model = make_model()
+    wrapped = model = make_model()
     installed = gp.install(model, POLICIES) if kind.endswith("before") else None
-    wrapped: nn.Module = model
     if kind.startswith("ddp"):
         wrapped = nn.parallel.DistributedDataParallel(model)
     else:
-        fully_shard(model.first)
-        fully_shard(model)
+        shard(model)
     if installed is None:
         installed = gp.install(wrapped, POLICIES)
-    for _ in range(2):
-        wrapped.zero_grad(set_to_none=True)
-        wrapped(batch_of(rank)).square().mean().backward()
-    gradients = {
-        name.removeprefix("module."): p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-        for name, p in wrapped.named_parameters()
-    }
+    gradients(wrapped, rank)
+    found = gradients(wrapped, rank)
+    whole = {name: one.full_tensor() if hasattr(one, "full_tensor") else one for name, one in found.items()}
     if rank == 0:
-        torch.save(gradients, f"{folder}/gradients.pt")
+        torch.save(whole, f"{folder}/gradients.pt")
     installed.remove()
     assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in wrapped.parameters())
     dist.destroy_process_group()

@@ -50,34 +50,29 @@ class Bare:
         self.codes, self.loss = codes, loss
 
 
+# What packs the outputs, the name of one, and what unpacks them.
 PACKS = {
-    "tuple": (lambda *parts: parts, 0),
-    "list": (lambda *parts: list(parts), -3),
-    "dict": (lambda codes, loss, _: {"codes": codes, "loss": loss}, "codes"),
-    "named tuple": (Coded, "codes"),
-    "dataclass": (lambda codes, loss, _: Output(codes, loss), "codes"),
-    "position in a dataclass": (lambda codes, loss, _: Output(codes, loss), 0),
-    "attribute": (Bare, "codes"),
+    "tuple": (lambda *parts: parts, 0, lambda result: result[:2]),
+    "list": (lambda *parts: list(parts), -3, lambda result: result[:2]),
+    "dict": (lambda codes, loss, _: {"codes": codes, "loss": loss}, "codes", lambda result: result.values()),
+    "named tuple": (Coded, "codes", lambda result: result[:2]),
+    "dataclass": (lambda *parts: Output(*parts[:2]), "codes", lambda result: (result.codes, result.loss)),
+    "position": (lambda *parts: Output(*parts[:2]), 0, lambda result: (result.codes, result.loss)),
+    "attribute": (Bare, "codes", lambda result: (result.codes, result.loss)),
 }
 
 
 @pytest.mark.parametrize("kind", PACKS)
 def test_the_named_output_gets_the_rule_and_the_others_keep_their_own(kind):
-    pack, output = PACKS[kind]
+    pack, output, unpack = PACKS[kind]
     quantizer, x = Quantizer(pack), torch.randn(4, 3, requires_grad=True)
     weights = torch.randn(4, 3)
-
-    def parts(result):
-        if isinstance(result, dict):
-            return result["codes"], result["loss"]
-        return (result.codes, result.loss) if hasattr(result, "codes") else result[:2]
-
-    codes, loss = parts(quantizer(x))
+    codes, loss = unpack(quantizer(x))
     own, own_of_codebook = torch.autograd.grad(loss, [x, quantizer.codebook])
     with gp.install(quantizer, [gp.StraightThrough(modules="*", output=output)]):
         result = quantizer(x)
         assert type(result) is type(pack(x, x, x))
-        again, loss = parts(result)
+        again, loss = unpack(result)
         ((again * weights).sum() + loss).backward()
     assert torch.equal(again, codes)
     torch.testing.assert_close(x.grad, weights + own)
@@ -137,23 +132,20 @@ def test_the_rotation_trick_across_a_quantiser_is_the_rule_s_own_formula(gradien
 
 
 STE = gp.StraightThrough(modules="*")
-TWO = lambda x: (torch.round(x), torch.floor(x))  # noqa: E731
+HALF_OF_THE_SECOND = gp.Scale(0.5, modules="*", at="through", output=1)
+
+
+def two(x):
+    return torch.round(x), torch.floor(x)
 
 
 @pytest.mark.parametrize(
     ("function", "policies", "factors"),
     [
         # Several outputs of one input add up.
-        (TWO, [STE], (1, 1)),
+        (two, [STE], (1, 1)),
         # Two policies through one module act on outputs of their own.
-        (
-            TWO,
-            [
-                gp.StraightThrough(modules="*", output=0),
-                gp.Scale(0.5, modules="*", at="through", output=1),
-            ],
-            (1, 0.5),
-        ),
+        (two, [gp.StraightThrough(modules="*", output=0), HALF_OF_THE_SECOND], (1, 0.5)),
         # Boundaries of the same module act before and after.
         (
             lambda x: (torch.round(x),),
@@ -180,16 +172,12 @@ def test_outputs_belong_to_the_inputs_of_their_shapes(as_module):
 
 
 def test_a_rule_gets_two_inputs_by_name_in_the_order_of_the_parameters():
-    class Difference(nn.Module):
-        def forward(self, left, right):
-            return left - right
-
     def first_and_second(grad, inputs, output):
         return 2.0 * grad * inputs[0], 3.0 * grad * inputs[1]
 
     left, right = torch.tensor([5.0], requires_grad=True), torch.tensor([7.0], requires_grad=True)
-    with gp.install(model := Difference(), [gp.UseRule(first_and_second, modules="*", at="through")]):
-        model(right=right, left=left).backward()
+    with gp.install(loss := nn.L1Loss(), [gp.UseRule(first_and_second, modules="*", at="through")]):
+        loss(target=right, input=left).backward()
     assert (left.grad, right.grad) == (10.0, 21.0)
 
 
@@ -233,19 +221,11 @@ def test_what_does_not_fit_names_module_rule_and_shapes(policy, message):
 
 
 def test_what_contradicts_itself_or_gives_another_shape_is_refused(as_module):
-    half = gp.Scale(0.5, modules="*", at="through", output=1)
     with pytest.raises(gp.PolicyError, match="both make the gradient through module ''"):
-        gp.install(as_module(TWO), [STE, half])
-    layer = nn.Linear(3, 2)
+        gp.install(as_module(two), [STE, HALF_OF_THE_SECOND])
     policy = gp.UseRule(lambda grad, inputs, output: grad, modules="*", at="through")
-    with (
-        gp.install(layer, {"mine": policy}),
-        pytest.raises(
-            gp.PolicyError,
-            match=r"'mine': rule '<lambda>' at module '', from output to input: .*"
-            r"\(4, 2\) for an input of shape \(4, 3\)",
-        ),
-    ):
+    message = r"'mine': rule '<lambda>' at module '', from output to input: .* \(4, 2\) for .* \(4, 3\)"
+    with gp.install(layer := nn.Linear(3, 2), {"mine": policy}), pytest.raises(gp.PolicyError, match=message):
         layer(torch.randn(4, 3, requires_grad=True)).sum().backward()
 
 
