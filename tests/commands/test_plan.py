@@ -1,7 +1,8 @@
 """`gradpolicy plan`: it shows the plan, and writes a schedule to edit and to train with."""
 
-import csv
 from pathlib import Path
+
+import pandas
 
 from gradpolicy.commands.cli import main
 from tests.launch.conftest import CONF, QUICK
@@ -20,8 +21,7 @@ def test_the_schedule_that_it_writes_trains_before_and_after_it_is_edited(train,
             "trainer.log_every_n_steps=1",
         ).completed
         (log,) = ended.run.glob("csv/**/metrics.csv")
-        rows = csv.DictReader(log.read_text().splitlines())
-        return [float(row[key]) for row in rows if row.get(key := "policy/slowly/active_share")]
+        return pandas.read_csv(log)["policy/slowly/active_share"].dropna().tolist()
 
     grown = shares()
     assert grown[::2] == grown[1::2] == sorted(set(grown))

@@ -218,19 +218,11 @@ def test_labels_have_three_digits_and_the_names_of_policies() -> None:
         return [group.label for group in groups_of(runs)]
 
     none, half = {"policy": "none"}, {"policy": "half", "policy.half.mask.density": 0.123456}
-    assert labels(none, half, half | {"policy": "half + cut", "policy.cut.a": 1}) == [
-        "none",
-        "half",
-        "half + cut",
-    ]
-    assert labels(half | {"optimizer.lr": 0.02}, half | {"optimizer.lr": 0.003756}) == [
-        "lr=0.02",
-        "lr=0.00376",
-    ]
-    assert labels(half, half | {"policy.half.mask.density": 0.5}) == [
-        "half.density=0.123",
-        "half.density=0.5",
-    ]
+    both, other = half | {"policy": "half + cut", "policy.cut.a": 1}, half | {"policy.half.mask.density": 0.5}
+    rates = [half | {"optimizer.lr": rate} for rate in (0.02, 0.003756)]
+    assert labels(none, half, both) == ["none", "half", "half + cut"]
+    assert labels(*rates) == ["lr=0.02", "lr=0.00376"]
+    assert labels(half, other) == ["half.density=0.123", "half.density=0.5"]
     assert labels(none, none) == ["0"]
 
 

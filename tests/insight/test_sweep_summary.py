@@ -1,9 +1,9 @@
 """The summary of a sweep: a column for each override, and means over seeds."""
 
-import csv
 import math
 from pathlib import Path
 
+import pandas
 import pytest
 from rich.console import Console
 
@@ -53,12 +53,11 @@ def test_the_table_has_a_column_for_what_differs_and_marks_the_best(tmp_path: Pa
     assert any("no memory" in line for line in lines)
     assert "all with logger=csv" in lines
     summary.write(tmp_path / SUMMARY, Console(quiet=True))
-    with (tmp_path / SUMMARY).open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["best"] for row in rows] == ["False", "False", "False", "True"]
-    assert rows[3]["val/accuracy"] == "0.75"
-    assert [row["seed"] for row in rows] == ["1", "2", "3", "4"]
-    assert {row["logger"] for row in rows} == {"csv"}
+    table = pandas.read_csv(tmp_path / SUMMARY)
+    assert table["best"].tolist() == [False, False, False, True]
+    assert table["val/accuracy"][3] == 0.75
+    assert table["seed"].tolist() == [1, 2, 3, 4]
+    assert set(table["logger"]) == {"csv"}
 
 
 def test_values_are_printed_with_three_digits_and_kept_in_full() -> None:
