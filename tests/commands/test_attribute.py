@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import Trainer
 from PIL import Image
 
 from gradpolicy import Guided, Scale, Stop, StraightThrough, When
@@ -110,19 +110,13 @@ def test_pictures_of_one_name_are_told_apart(run: Path, tmp_path: Path) -> None:
     ]
 
 
-class Tokens(LightningDataModule):
-    """Sequences of numbers, as for a language model."""
-
-    batch: Any = (torch.zeros(4, 16, dtype=torch.long), torch.zeros(4, 16, dtype=torch.long))
-
-    def test_dataloader(self) -> Any:
-        return [self.batch] if self.batch is not None else None
+TOKENS = torch.zeros(4, 16, dtype=torch.long)
 
 
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (Tokens.batch, r"holds no images: .* begins with a tensor of int64 with the shape \(4, 16\)"),
+        ([TOKENS, TOKENS], r"holds no images: .* begins with a tensor of int64 with the shape \(4, 16\)"),
         ({"image": torch.zeros(4, 1, 8, 8)}, "holds no images: .* begins with dict"),
         (torch.zeros(4, 2, 8, 8), "images: the model takes 2 channels"),
         (None, "has no test images"),
@@ -132,8 +126,8 @@ class Tokens(LightningDataModule):
 def test_data_that_are_no_images_are_refused(
     run, photographs, images, batch, message, monkeypatch, refusal
 ) -> None:
-    monkeypatch.setattr(Tokens, "batch", batch)
-    monkeypatch.setattr(DigitsDataModule, "test_dataloader", lambda self: Tokens().test_dataloader())
+    loader = None if batch is None else [batch]
+    monkeypatch.setattr(DigitsDataModule, "test_dataloader", lambda self: loader)
     monkeypatch.chdir(photographs.parent)
     said = refusal("attribute", f"ckpt_path={run}", f"images={images}")
     assert re.search(message, said)

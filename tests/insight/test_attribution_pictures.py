@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from PIL import Image
 from process_pool import ProcessPool, here
@@ -123,13 +123,6 @@ def test_a_policy_that_is_absent_or_does_not_hold_is_refused(policy, message, mo
         AttributionPictures(count=0)
 
 
-class Named(LightningDataModule):
-    """Batches that do not begin with images."""
-
-    def test_dataloader(self) -> Any:
-        return DataLoader([{"image": torch.rand(1, 8, 8)}] * 4, batch_size=2)
-
-
 class OfNamed(Classifier):
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.model(batch["image"])
@@ -137,10 +130,11 @@ class OfNamed(Classifier):
 
 def test_data_without_images_are_refused_where_pictures_are_required(make_trainer, tmp_path) -> None:
     module = OfNamed(QuantizedConvNet(width=4), partial(torch.optim.SGD, lr=0.1))
+    data = DataLoader([{"image": torch.rand(1, 8, 8)}] * 4, batch_size=2)
     policies = gp.GradientPolicies({"guided": gp.Guided(when=gp.When(phases=("test",)))})
     with pytest.raises(gp.PolicyError, match="AttributionPictures: the data holds no images"):
-        make_trainer(callbacks=[policies, AttributionPictures()]).test(module, Named(), verbose=False)
+        make_trainer(callbacks=[policies, AttributionPictures()]).test(module, data, verbose=False)
     trainer = make_trainer(callbacks=[policies, AttributionPictures(required=False)])
     with pytest.warns(UserWarning, match="holds no images.*there are no pictures"):
-        trainer.test(module, Named(), verbose=False)
+        trainer.test(module, data, verbose=False)
     assert not (tmp_path / "pictures").exists()
