@@ -70,7 +70,9 @@ def test_the_compiler_named_may_have_arguments(source: Path, monkeypatch: pytest
     assert compiled(source).gradpolicy_twice(21) == 42
 
 
-def test_a_process_without_a_home_shares_a_folder_with_others_of_its_user(source, monkeypatch) -> None:
+def test_a_process_without_a_home_shares_a_folder_with_others_of_its_user(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
     monkeypatch.setattr("tempfile.tempdir", str(source.parent))
@@ -81,7 +83,9 @@ def test_a_process_without_a_home_shares_a_folder_with_others_of_its_user(source
     assert library.stat().st_mtime_ns == stamp
 
 
-def test_no_library_is_run_from_a_folder_that_others_can_write_to(source, monkeypatch) -> None:
+def test_no_library_is_run_from_a_folder_that_others_can_write_to(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(source.parent))
     for folder in (source.parent / "cache" / "gradpolicy", source.parent / f"gradpolicy-{os.getuid()}"):
         folder.mkdir(parents=True)

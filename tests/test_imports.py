@@ -59,7 +59,7 @@ def test_within_a_limit_a_rule_of_an_allowed_package_is_found(package: str) -> N
     ],
 )
 def test_within_a_limit_a_known_package_gives_no_rules_but_registered_ones_and_operations(
-    path, reason
+    path: str, reason: str
 ) -> None:
     with limited_to(()):
         assert gp.get_rule("gradpolicy.rules.passing.identity") is gp.get_rule("identity")
@@ -93,5 +93,7 @@ def test_within_a_limit_module_classes_come_from_known_and_allowed_packages(pack
         ),
     ],
 )
-def test_what_is_not_installed_is_named_with_the_command_that_installs_it(error, said) -> None:
+def test_what_is_not_installed_is_named_with_the_command_that_installs_it(
+    error: ModuleNotFoundError, said: str
+) -> None:
     assert to_install(error) == said

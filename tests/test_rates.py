@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -173,7 +174,9 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(stack, tokens, k
 
 
 @pytest.mark.supports("rates", loop="lightning")
-def test_the_callback_sets_rates_and_lifts_them(two_layers, loader, make_trainer) -> None:
+def test_the_callback_sets_rates_and_lifts_them(
+    two_layers, loader, make_trainer: Callable[..., Trainer]
+) -> None:
     peer = copy.deepcopy(two_layers)
     callback = gp.GradientPolicies({"rates": gp.Rates({"trunk.*": 0.1, "*": {"weight_decay": 0.0}})})
     make_trainer(callbacks=[callback]).fit(two_layers, loader)

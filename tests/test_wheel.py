@@ -84,7 +84,9 @@ def test_the_wheel_holds_every_config_and_the_kernels(wheel: Path) -> None:
     assert not any("/local/" in name for name in names)
 
 
-def test_the_wheel_passes_the_check_of_the_workflow(environment, tmp_path, monkeypatch) -> None:
+def test_the_wheel_passes_the_check_of_the_workflow(
+    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     workflow = (ROOT / ".github" / "workflows" / "wheels.yml").read_text()
     (check,) = re.findall(r"<<'END'\n(.*?)\n +END\n", workflow, flags=re.DOTALL)
     (tmp_path / "check.py").write_text(textwrap.dedent(check))

@@ -79,7 +79,7 @@ def test_pictures_of_a_directory_are_brought_to_the_size_of_the_model(run: Path,
 
 
 def test_pictures_that_are_not_normalised_as_the_test_images_give_a_warning(
-    run, photographs, monkeypatch
+    run: Path, photographs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = DigitsDataModule.test_dataloader
 

@@ -65,7 +65,9 @@ def test_each_subcommand_explains_itself(command: str, capsys: pytest.CaptureFix
     ("words", "missing", "extra"),
     [([], "hydra", "train"), (["report"], "pandas", "train"), (["sweep"], "optuna", "sweeps")],
 )
-def test_a_package_that_is_not_installed_is_named_with_its_extra(words, missing, extra) -> None:
+def test_a_package_that_is_not_installed_is_named_with_its_extra(
+    words: list[str], missing: str, extra: str
+) -> None:
     program = (
         f"import sys; sys.modules[{missing!r}] = None; from gradpolicy.commands.cli import main; "
         f"sys.exit(main({words}))"
@@ -132,7 +134,9 @@ def test_only_the_projects_own_program_reads_its_list_of_packages(project, monke
     assert "spirals_demo" not in sys.modules
 
 
-def test_the_help_of_a_project_lists_the_packages_groups_beside_its_own(project, capsys) -> None:
+def test_the_help_of_a_project_lists_the_packages_groups_beside_its_own(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--help"], project / "conf") == 0
     listed = dict(line.split(": ") for line in capsys.readouterr().out.splitlines() if ": " in line)
     assert {"spirals", "digits"} <= set(listed["data"].split(", "))
@@ -148,7 +152,9 @@ def test_a_group_that_the_defaults_list_lacks_is_named(project, refusal) -> None
     assert "+sweep=grid" in said
 
 
-def test_a_project_searches_its_own_spaces_and_the_packages(project, tmp_path, monkeypatch) -> None:
+def test_a_project_searches_its_own_spaces_and_the_packages(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from gradpolicy.commands.search_space import read_space
 
     places = [project / "conf" / "sweep", CONF / "sweep"]

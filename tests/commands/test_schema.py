@@ -188,7 +188,9 @@ def test_a_file_that_is_no_schema_of_ours_is_kept(tmp_path, text, refusal, monke
     assert path.read_text() == text
 
 
-def test_tab_completes_groups_options_and_keys(monkeypatch, capsys) -> None:
+def test_tab_completes_groups_options_and_keys(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for line, expected in (
         ("gradpolicy policy=guid", "policy=guided"),
         ("gradpolicy trainer.max_ep", "trainer.max_epochs="),

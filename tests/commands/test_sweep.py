@@ -147,7 +147,9 @@ def test_a_search_that_is_stopped_goes_on_with_the_values_of_its_trial(tmp_path,
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [(), ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_sweep_that_is_told_to_stop_stops_and_says_what_was_done(tmp_path, launcher, number, code) -> None:
+def test_a_sweep_that_is_told_to_stop_stops_and_says_what_was_done(
+    tmp_path: Path, launcher: tuple[str, ...], number: signal.Signals, code: int
+) -> None:
     jobs = ("-m", "trainer.max_epochs=1,1000,1000,1000", "trainer.limit_train_batches=5", *launcher)
     process = start(tmp_path, f"{ROOT}/train.py", f"paths.log_dir={tmp_path}", *QUICK, *jobs)
 

@@ -72,7 +72,7 @@ def captum_says(method: str, model: nn.Module, images: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("method", ["guided", "deconv", "guided_gradcam"])
 def test_relu_modules_and_functions_give_what_captum_gives_for_modules(
-    method, modules, functions, images
+    method: str, modules: Modules, functions: Functions, images: Tensor
 ) -> None:
     expected = captum_says(method, modules, images)
     for model in (modules, functions):

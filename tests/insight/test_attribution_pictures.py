@@ -1,6 +1,7 @@
 """The callback draws what the run's policies give, and changes nothing of the model."""
 
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,9 @@ def give_gradients(trainer: Trainer, pl_module: LightningModule) -> None:
         parameter.grad = torch.ones_like(parameter)
 
 
-def test_a_test_run_leaves_a_grid_and_the_model_as_it_was(module, make_trainer, tmp_path) -> None:
+def test_a_test_run_leaves_a_grid_and_the_model_as_it_was(
+    module: Classifier, make_trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
     before = {name: value.clone() for name, value in module.state_dict().items()}
     # Lightning takes gradients away before.
     gradients = LambdaCallback(on_test_start=give_gradients)
@@ -115,7 +118,9 @@ def test_a_sharded_model_is_attributed_as_a_whole_one(pair: ProcessPool, tmp_pat
         ("probe", "'probe': it does not hold in the phase 'test'"),
     ],
 )
-def test_a_policy_that_is_absent_or_does_not_hold_is_refused(policy, message, module, make_trainer) -> None:
+def test_a_policy_that_is_absent_or_does_not_hold_is_refused(
+    policy: str, message: str, module: Classifier, make_trainer: Callable[..., Trainer]
+) -> None:
     trainer = make_trainer(callbacks=[gp.GradientPolicies(POLICIES), AttributionPictures(policy)])
     with pytest.raises(gp.PolicyError, match=message):
         trainer.test(module, DigitsDataModule(), verbose=False)
@@ -128,7 +133,9 @@ class OfNamed(Classifier):
         self.model(batch["image"])
 
 
-def test_data_without_images_are_refused_where_pictures_are_required(make_trainer, tmp_path) -> None:
+def test_data_without_images_are_refused_where_pictures_are_required(
+    make_trainer: Callable[..., Trainer], tmp_path: Path
+) -> None:
     module = OfNamed(QuantizedConvNet(width=4), partial(torch.optim.SGD, lr=0.1))
     data = DataLoader([{"image": torch.rand(1, 8, 8)}] * 4, batch_size=2)
     policies = gp.GradientPolicies({"guided": gp.Guided(when=gp.When(phases=("test",)))})

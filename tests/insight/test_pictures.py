@@ -67,7 +67,9 @@ def test_a_small_overlay_is_enlarged_in_whole_steps(tmp_path: Path) -> None:
         ({"truth": "5"}, "3  90 %  (is 5)", WRONG),
     ],
 )
-def test_a_grid_has_two_pictures_a_sample_their_captions_and_one_scale(settings, caption, colour) -> None:
+def test_a_grid_has_two_pictures_a_sample_their_captions_and_one_scale(
+    settings: dict[str, str], caption: str, colour: str
+) -> None:
     figure = picture_grid([sample(**settings) for _ in range(3)], "guided", columns=2)
     assert [len(axes.images) for axes in figure.axes[:-1]] == [1] * 6 + [0] * 2
     title = figure.axes[0].get_title(loc="left")

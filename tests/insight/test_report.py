@@ -99,7 +99,9 @@ def test_what_is_no_text_stops_no_report(run: Path, tmp_path: Path) -> None:
     ("kind", "heading"),
     [("freeze", "Timeline of masks"), ("flow", "Flow policies"), ("memory", "Optimizer memory")],
 )
-def test_a_record_without_some_rows_leaves_their_figures_out(run, tmp_path, kind, heading) -> None:
+def test_a_record_without_some_rows_leaves_their_figures_out(
+    run: Path, tmp_path: Path, kind: str, heading: str
+) -> None:
     lines = (run / "record.jsonl").read_text().splitlines(keepends=True)
     kept = [line for line in lines if json.loads(line)["kind"] != kind]
     (run / "record.jsonl").write_text("".join(kept))
@@ -349,7 +351,9 @@ def test_a_run_that_broke_off_is_shown_but_in_no_mean(runs: list[Path], tmp_path
 
 
 @pytest.mark.slow
-def test_a_report_names_the_runs_that_it_does_not_show_one_by_one(runs, tmp_path, monkeypatch) -> None:
+def test_a_report_names_the_runs_that_it_does_not_show_one_by_one(
+    runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("gradpolicy.insight.report.page.RUNS", 2)
     page = page_of(runs[:3], tmp_path / "report.html")
     assert "Only in the comparison: lr0.01_2." in page
@@ -377,7 +381,9 @@ def browse(page: Path, *options: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
 @pytest.mark.parametrize("several", [False, True], ids=["one run", "many runs"])
-def test_a_browser_draws_every_figure_without_an_error(several, runs, tmp_path) -> None:
+def test_a_browser_draws_every_figure_without_an_error(
+    several: bool, runs: list[Path], tmp_path: Path
+) -> None:
     output = write(runs if several else runs[:1], tmp_path / "report.html")
     done = browse(output, "--dump-dom")
     # Parallel coordinates are drawn by WebGL, which says that it has no graphics card.

@@ -119,7 +119,9 @@ def test_what_is_no_file_is_named_and_not_waited_for(run: Path, tmp_path: Path) 
     assert {name for name, why in read_run(copy).missing.items() if "no regular file" in why} == set(FILES)
 
 
-def test_a_sweep_shows_a_damaged_result_as_a_failed_job(tmp_path, capsys) -> None:
+def test_a_sweep_shows_a_damaged_result_as_a_failed_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     from rich.console import Console
 
     (tmp_path / "results").mkdir()

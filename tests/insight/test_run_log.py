@@ -24,7 +24,9 @@ def log(tmp_path: Path) -> Iterator[Path]:
     handler.close()
 
 
-def test_what_is_printed_and_warned_of_is_logged_as_plain_text(log, capsys) -> None:
+def test_what_is_printed_and_warned_of_is_logged_as_plain_text(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     table = Table("policy")
     table.add_row("[bold]random[/bold]")
     with quieter(), logged_run() as console:

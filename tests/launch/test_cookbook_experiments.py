@@ -27,7 +27,9 @@ def metrics_of(train):
         ("domain_adversarial", 20, "test/target_accuracy", 0.2),
     ],
 )
-def test_the_policy_is_what_makes_it_learn(metrics_of, experiment, epochs, metric, gain) -> None:
+def test_the_policy_is_what_makes_it_learn(
+    metrics_of, experiment: str, epochs: int, metric: str, gain: float
+) -> None:
     declared, without = metrics_of(experiment, epochs), metrics_of(experiment, epochs, "policy=none")
     assert declared[metric] > without[metric] + gain
 

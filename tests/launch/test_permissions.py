@@ -33,7 +33,9 @@ def check(*overrides: str) -> None:
 MINE = "+user.mine={_target_: fractions.Fraction}"
 
 
-def test_packages_are_allowed_on_the_command_line_in_a_file_and_by_a_variable(tmp_path, monkeypatch) -> None:
+def test_packages_are_allowed_on_the_command_line_in_a_file_and_by_a_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "allowed_targets.txt").write_text("in_file  # why\n\n# nothing here\nalso.in_file\n")
     monkeypatch.setenv(VARIABLE, "by_variable, another")
     found = trusted_packages(["seed=1", "allowed_targets=[on_line,more]"], tmp_path)
@@ -234,7 +236,9 @@ def test_without_slurm_the_message_says_what_to_do(train, monkeypatch: pytest.Mo
     assert "hydra/launcher=submitit_local" in ended.message
 
 
-def test_without_the_plugin_the_message_names_the_extra(train, cluster, monkeypatch) -> None:
+def test_without_the_plugin_the_message_names_the_extra(
+    train, cluster: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "hydra_plugins.hydra_submitit_launcher.submitit_launcher", None)
     refusal = train("-m", "seed=1,2", "hydra/launcher=submitit_slurm").refusal
     assert refusal.startswith("needs hydra_plugins, which is not installed: pip install 'gradpolicy[sweeps]'")

@@ -121,7 +121,7 @@ def stop_after_a_batch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Ba
     [(KeyboardInterrupt(), 130, "interrupted"), (SystemExit(143), 143, "ended by SIGTERM")],
 )
 def test_a_run_that_is_stopped_says_so_in_one_line_and_in_its_report(
-    train, stop_after_a_batch, reason, code, said
+    train, stop_after_a_batch, reason: BaseException, code: int, said: str
 ) -> None:
     stop_after_a_batch(reason)
     ended = train("extras.report=true")
@@ -140,7 +140,9 @@ def test_two_ranks_log_to_every_dashboard(train_process) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["cpu", pytest.param("ddp_sim", marks=pytest.mark.slow)])
-def test_in_training_it_saves_a_checkpoint_from_which_the_run_goes_on(tmp_path, train, trainer) -> None:
+def test_in_training_it_saves_a_checkpoint_from_which_the_run_goes_on(
+    tmp_path: Path, train, trainer: str
+) -> None:
     endless = [line for line in QUICK if "max_epochs" not in line and "limit_train" not in line]
     settings = (f"trainer={trainer}", "trainer.max_epochs=1000", "trainer.log_every_n_steps=1")
     process = start(tmp_path, f"{ROOT}/train.py", f"paths.log_dir={tmp_path}", *endless, *settings)

@@ -52,7 +52,9 @@ UNFIT: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name in UNFIT for value in UNFIT[name]])
-def test_what_lightning_cannot_take_up_is_told_in_one_line(train, trained, tmp_path, name, value) -> None:
+def test_what_lightning_cannot_take_up_is_told_in_one_line(
+    train, trained, tmp_path: Path, name: str, value: Any
+) -> None:
     state = trained[name] * 2 if value == "twice" else value
     path = saved({**trained, name: state}, tmp_path / "a.ckpt")
     ended = train(f"ckpt_path={path}", "trainer.max_epochs=2", "extras.plan=false")
@@ -133,7 +135,9 @@ CHANGED = {
 
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("override", CHANGED)
-def test_a_setting_that_the_checkpoint_decides_is_refused_by_its_key(train, last, override) -> None:
+def test_a_setting_that_the_checkpoint_decides_is_refused_by_its_key(
+    train, last: Path, override: str
+) -> None:
     ended = train(f"ckpt_path={last}", "trainer.max_epochs=2", "plan_only=true", override)
     assert ended.refusal.startswith(CHANGED[override])
     assert "callbacks.initial_weights.path=" in ended.message
@@ -216,7 +220,7 @@ NEW = {
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("override", NEW)
 def test_another_model_data_or_policy_makes_a_new_run_from_the_checkpoint(
-    train, last, tmp_path, override
+    train, last: Path, tmp_path: Path, override: str
 ) -> None:
     before = content(last.parents[1])
     given = override.replace("NEW", str(tmp_path / "outputs0/train/runs/new"))

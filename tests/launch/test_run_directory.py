@@ -88,7 +88,9 @@ def test_directories_that_were_made_for_a_run_go_where_they_end_up_empty(tmp_pat
     ],
     ids=["it began", "no wrong input", "a run was there", "a log was there", "another rank"],
 )
-def test_what_was_written_stays_where(fresh, monkeypatch, before, rank, error, begun) -> None:
+def test_what_was_written_stays_where(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, before: dict, rank: int, error: Exception, begun: bool
+) -> None:
     for name, text in before.items():
         (fresh / name).write_text(text)
     monkeypatch.setattr(rank_zero_only, "rank", rank)
@@ -120,7 +122,9 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen]:
     process.communicate()
 
 
-def test_a_directory_in_which_another_process_runs_is_refused_and_the_process_named(tmp_path, holder) -> None:
+def test_a_directory_in_which_another_process_runs_is_refused_and_the_process_named(
+    tmp_path: Path, holder: subprocess.Popen
+) -> None:
     taken = tmp_path / "taken"
     refusal = rf"^hydra\.run\.dir: process {holder.pid} on \S+ runs in {taken}; wait until it ends"
     with pytest.raises(PolicyError, match=refusal), claimed(taken):
@@ -130,7 +134,9 @@ def test_a_directory_in_which_another_process_runs_is_refused_and_the_process_na
     assert [path.name for path in taken.iterdir()] == [LOCK]
 
 
-def test_a_directory_is_free_as_soon_as_the_process_in_it_was_killed(tmp_path, holder) -> None:
+def test_a_directory_is_free_as_soon_as_the_process_in_it_was_killed(
+    tmp_path: Path, holder: subprocess.Popen
+) -> None:
     holder.kill()
     holder.wait()
     with claimed(tmp_path / "taken") as directory:
@@ -139,7 +145,7 @@ def test_a_directory_is_free_as_soon_as_the_process_in_it_was_killed(tmp_path, h
 
 
 def test_one_process_may_run_in_its_directory_again_and_its_other_ranks_beside_it(
-    tmp_path, holder, monkeypatch
+    tmp_path: Path, holder: subprocess.Popen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with claimed(tmp_path / "own") as own, run_directory(own):
         assert (own / LOCK).is_file()
@@ -173,7 +179,9 @@ def test_a_directory_that_a_person_names_may_hold_a_run_already(tmp_path: Path) 
     assert (tmp_path / "mine/config.yaml").exists()
 
 
-def test_a_requeued_slurm_job_finds_its_directory_again(tmp_path, monkeypatch) -> None:
+def test_a_requeued_slurm_job_finds_its_directory_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0"}.items():
         monkeypatch.setenv(name, value)
     for _ in range(2):
@@ -203,7 +211,9 @@ def test_the_places_to_which_a_run_writes_are_named_by_their_keys() -> None:
     }
 
 
-def test_only_the_first_rank_looks_whether_a_place_can_be_written_to(tmp_path, monkeypatch) -> None:
+def test_only_the_first_rank_looks_whether_a_place_can_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     check_writable(tmp_path / "file" / "below", "paths.output_dir")

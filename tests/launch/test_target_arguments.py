@@ -30,7 +30,9 @@ from gradpolicy.launch.target_arguments import argument_names, check_arguments, 
         (object(), Any, True),
     ],
 )
-def test_text_never_stands_for_a_number_but_a_list_may_for_a_tuple(value, annotation, suits) -> None:
+def test_text_never_stands_for_a_number_but_a_list_may_for_a_tuple(
+    value: object, annotation: object, suits: bool
+) -> None:
     assert (misfits(value, annotation) == []) is suits
 
 

@@ -170,7 +170,9 @@ def test_a_reference_that_the_check_has_not_seen_is_refused(capfd: pytest.Captur
     assert "this must not run" not in capfd.readouterr().out
 
 
-def test_the_object_that_was_checked_is_built_whatever_its_name_leads_to_later(monkeypatch) -> None:
+def test_the_object_that_was_checked_is_built_whatever_its_name_leads_to_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Hydra is given objects: it looks no name up itself."""
     monkeypatch.setattr("hydra._internal.instantiate._instantiate2._locate", lambda path: pytest.fail(path))
     node = {

@@ -140,7 +140,9 @@ def test_a_message_quotes_no_more_than_a_line_of_what_was_given(train, override:
     assert len(ended.message) <= 800
 
 
-def test_an_empty_run_directory_is_refused_and_nothing_removed(train, tmp_path, monkeypatch) -> None:
+def test_an_empty_run_directory_is_refused_and_nothing_removed(
+    train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     assert train("hydra.run.dir=", "plan_only=true").refusal.startswith("hydra.run.dir:")
@@ -150,7 +152,7 @@ def test_an_empty_run_directory_is_refused_and_nothing_removed(train, tmp_path, 
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("override", NAMES_A_MODULE)
 def test_no_place_that_imports_by_name_imports_what_is_not_allowed(
-    train, tmp_path, monkeypatch, override
+    train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str
 ) -> None:
     (tmp_path / "their_code.py").write_text("raise SystemExit('this must not run')\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -216,7 +218,9 @@ def test_the_traceback_is_shown_where_it_is_asked_for(train) -> None:
         (f"ckpt_path={'c' * 5000}", "ckpt_path"),
     ],
 )
-def test_a_place_that_cannot_be_is_refused_before_anything_is_made(train, tmp_path, override, key) -> None:
+def test_a_place_that_cannot_be_is_refused_before_anything_is_made(
+    train, tmp_path: Path, override: str, key: str
+) -> None:
     (tmp_path / "file").touch()
     refusal = train(override.replace("FILE", str(tmp_path / "file"))).refusal
     assert refusal.startswith((f"{key}: ", f"{key} {tmp_path}/file/x: "))
@@ -285,7 +289,7 @@ def torchrun_store(monkeypatch) -> TCPStore:
 @pytest.mark.parametrize("override", ["seed=0", "extras.traceback=true"])
 @pytest.mark.parametrize("first_reports", [True, False])
 def test_another_rank_reports_an_error_that_the_first_does_not_have_or_if_asked_for_its_traceback(
-    train, torchrun_store, monkeypatch, override, first_reports
+    train, torchrun_store, monkeypatch, override: str, first_reports: bool
 ) -> None:
     if first_reports:
         torchrun_store.set("gradpolicy/error/0", "reported")
@@ -318,7 +322,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_is_no_wrong_input(train, monke
 @pytest.mark.parametrize("above", ["", "mine:\n"])
 @pytest.mark.parametrize("chosen", ["policy=flat", "policy=[stop,flat]"])
 def test_a_policy_that_is_not_indented_below_a_name_is_told_what_to_write(
-    train, tmp_path, above, chosen
+    train, tmp_path: Path, above: str, chosen: str
 ) -> None:
     (tmp_path / "policy").mkdir()
     text = f"# @package policy\n{above}params: model.trunk.*\n_target_: gradpolicy.Freeze\n"

@@ -50,7 +50,9 @@ def finished(runs: list[Run]) -> list[Run]:
     return runs
 
 
-def test_the_base_of_a_seed_comes_first_and_results_count_for_their_settings_only(runs, tmp_path) -> None:
+def test_the_base_of_a_seed_comes_first_and_results_count_for_their_settings_only(
+    runs: list[Run], tmp_path: Path
+) -> None:
     assert [(run.row, run.seed) for run in runs[:4]] == [("base", 0), ("slow", 0), ("fast", 0), ("base", 1)]
     assert f"ckpt_path='{tmp_path}/base/seed-1/best.ckpt'" in runs[4].overrides
     assert "seed=1" in runs[4].overrides
@@ -88,7 +90,9 @@ def test_a_band_holds_the_steps_that_all_seeds_have(finished: list[Run]) -> None
     assert values.to_dict("index") == {1: {"mean": 2.0, "min": 1.0, "max": 3.0}}
 
 
-def test_the_program_shows_and_writes_the_table_of_finished_runs(tmp_path, monkeypatch, capsys) -> None:
+def test_the_program_shows_and_writes_the_table_of_finished_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(COMPARISONS, "ways", TWO_WAYS)
     for run in runs_of(TWO_WAYS, [0, 1, 2], tmp_path):
         pretend(run)
@@ -103,7 +107,9 @@ def test_the_program_shows_and_writes_the_table_of_finished_runs(tmp_path, monke
         assert picture.width > picture.height > 100
 
 
-def test_the_program_trains_what_is_missing_and_continues_where_it_stopped(tmp_path, monkeypatch) -> None:
+def test_the_program_trains_what_is_missing_and_continues_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     columns = [{"heading": "accuracy", "metric": "test/accuracy", "digits": 1}]
     curve = {"metric": "val/accuracy", "label": "accuracy"}
     monkeypatch.setitem(
@@ -119,7 +125,9 @@ def test_the_program_trains_what_is_missing_and_continues_where_it_stopped(tmp_p
     assert result.stat().st_mtime_ns == written
 
 
-def test_a_run_that_fails_says_why_and_names_its_log(tmp_path, monkeypatch, capsys) -> None:
+def test_a_run_that_fails_says_why_and_names_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     wrong = Comparison("Wrong", {"wrong": ["policy=nothing"]}, [], {"metric": "val/loss", "label": "loss"})
     monkeypatch.setitem(COMPARISONS, "wrong", wrong)
     assert compare.main(["wrong", "--seeds", "0", "--out", str(tmp_path)]) == 2

@@ -44,7 +44,9 @@ def test_a_present_file_is_not_downloaded_again(tmp_path: Path, remote: RemoteFi
 @pytest.mark.parametrize(
     ("folder", "reason"), [("here", "has no data.bin"), ("nowhere", "is not a directory")]
 )
-def test_an_absent_file_or_directory_is_named(tmp_path, remote, folder, reason) -> None:
+def test_an_absent_file_or_directory_is_named(
+    tmp_path: Path, remote: RemoteFile, folder: str, reason: str
+) -> None:
     (tmp_path / "here").mkdir()
     with pytest.raises(PolicyError, match=f"data.data_dir: .*{folder} {reason}; .*data.download=true"):
         check_present(tmp_path / folder, [remote], download=False)

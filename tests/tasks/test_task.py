@@ -40,7 +40,9 @@ def test_the_scheduler_steps_at_its_interval(make_trainer: Callable[..., Trainer
         classifier(scheduler_interval="minute")
 
 
-def test_a_classifier_logs_losses_and_accuracies_of_head_and_probe(make_trainer) -> None:
+def test_a_classifier_logs_losses_and_accuracies_of_head_and_probe(
+    make_trainer: Callable[..., Trainer],
+) -> None:
     module, data = classifier(), DigitsDataModule(batch_size=100)
     logged = make_trainer().test(module, data, verbose=False)[0]
     images, labels = data.test_set.tensors
