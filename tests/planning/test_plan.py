@@ -15,82 +15,69 @@ def batch():
     return [torch.randn(8, 4), torch.zeros(8, dtype=torch.long)]
 
 
-def plan_of(model, batch, policies):
-    return gp.plan(model, policies, lambda copy: training_loss(copy, batch))
+@pytest.fixture
+def plan_of(two_layers, batch):
+    return lambda policies: gp.plan(two_layers, policies, lambda copy: training_loss(copy, batch))
 
 
 HALF = gp.Freeze(gp.masks.Random(0.5), params="trunk.*")
 
 
-def test_a_row_counts_operations_modules_parameters_and_the_share_that_trains(two_layers, batch):
-    plan = plan_of(
-        two_layers,
-        batch,
-        {
-            "rounding": gp.StraightThrough(ops=["round"]),
-            "cut": gp.Stop(modules="head"),
-            "random": gp.Freeze(gp.masks.Random(density=0.25), params="trunk.*"),
-        },
-    )
-    rounding, cut, random = plan.rows
+def test_a_row_counts_operations_modules_parameters_and_the_share_that_trains(plan_of):
+    policies = {
+        "rounding": gp.StraightThrough(ops=["round"]),
+        "cut": gp.Stop(modules="head"),
+        "random": gp.Freeze(gp.masks.Random(density=0.25), params="trunk.*"),
+    }
+    rounding, cut, random = plan_of(policies).rows
     assert rounding.operations == {"round": 1}
     assert cut.modules == ("head",)
     assert (len(random.parameters), random.entries) == (4, 112)
     assert random.active_share == pytest.approx(0.25)
 
 
-def test_brackets_of_a_glob_are_printed_as_they_were_written(two_layers, batch):
+def test_brackets_of_a_glob_are_printed_as_they_were_written(two_layers, plan_of):
     policies = {"cut": gp.Stop(modules="[h]ead"), "frozen": gp.Freeze(False, params="[t]runk.*")}
-    text = str(plan_of(two_layers, batch, policies))
+    text = str(plan_of(policies))
     assert "[h]ead" in text
     assert "[t]runk.*" in text
     with gp.install(two_layers, [gp.Stop(modules="[h]ead")]) as installed:
         assert "[h]ead" in str(installed.report())
 
 
-def test_it_names_the_parameters_that_get_no_gradient_and_those_that_get_only_zeros(two_layers, batch):
-    cut = plan_of(two_layers, batch, {"cut": gp.Stop(modules="head")})
+def test_it_names_the_parameters_that_get_no_gradient_and_those_that_get_only_zeros(plan_of):
+    cut = plan_of({"cut": gp.Stop(modules="head")})
     assert set(cut.without_gradient) == {f"trunk.{i}.{kind}" for i in (0, 2) for kind in ("weight", "bias")}
     assert "head" in cut.cuts[0]
     # Without a policy the rounding passes zeros.
-    plain = plan_of(two_layers, batch, {})
+    plain = plan_of({})
     assert plain.without_gradient == ()
     assert set(plain.zero_gradient) == set(cut.without_gradient)
 
 
-def test_what_several_freeze_policies_leave_to_train_is_their_intersection(two_layers, batch):
-    plan = plan_of(
-        two_layers,
-        batch,
-        {
-            "first": gp.Freeze(lambda name, p, step: torch.arange(2)[:, None] < 1, params="head.weight"),
-            "second": gp.Freeze(lambda name, p, step: torch.arange(8)[None] < 2, params="head.weight"),
-        },
-    )
-    # Of the head alone a gradient is not zero: two of its weights train, and its two biases.
-    assert plan.training_entries == 2 + 2
-
-
-def test_a_freeze_policy_shows_its_source_its_timetable_and_its_state(two_layers, batch):
-    density = gp.masks.Cubic(1.0, 0.1, steps=100)
-    sources = {
-        "random": gp.Freeze(
-            gp.masks.Random(density, every=5, start=10, stop=90), params="trunk.*", frozen_state="drop"
-        ),
-        "layers": gp.Freeze(
-            gp.masks.Fixed(["head.bias"]), params="head.*", when=gp.When(start=3, unit="epoch")
-        ),
+def test_what_several_freeze_policies_leave_to_train_is_their_intersection(plan_of):
+    policies = {
+        "first": gp.Freeze(lambda name, p, step: torch.arange(2)[:, None] < 1, params="head.weight"),
+        "second": gp.Freeze(lambda name, p, step: torch.arange(8)[None] < 2, params="head.weight"),
     }
-    plan = plan_of(two_layers, batch, sources)
-    assert plan.rows[0].course == (
+    # Of the head alone a gradient is not zero: two of its weights train, and its two biases.
+    assert plan_of(policies).training_entries == 2 + 2
+
+
+def test_a_freeze_policy_shows_its_source_its_timetable_and_its_state(plan_of):
+    random = gp.masks.Random(gp.masks.Cubic(1.0, 0.1, steps=100), every=5, start=10, stop=90)
+    fixed, later = gp.masks.Fixed(["head.bias"]), gp.When(start=3, unit="epoch")
+    policies = {
+        "random": gp.Freeze(random, params="trunk.*", frozen_state="drop"),
+        "layers": gp.Freeze(fixed, params="head.*", when=later),
+    }
+    plan = plan_of(policies)
+    assert [row.course for row in plan.rows] == [
         "Random(density=Cubic(1.0, 0.1, steps=100, begin=0), level=entry, rescale=False) may change every"
         " 5 steps from step 10 until step 90;"
-        " what freezes loses its optimizer state, with Adam the memory too"
-    )
-    assert (
-        plan.rows[1].course
-        == "Fixed(mask=['head.bias']) is chosen once; what freezes keeps its optimizer state"
-    )
+        " what freezes loses its optimizer state, with Adam the memory too",
+        "Fixed(mask=['head.bias']) is chosen once; what freezes keeps its optimizer state",
+    ]
     assert plan.rows[1].when == "every epoch from epoch 3"
     assert all(row.course in str(plan).replace("\n", " ") for row in plan.rows)
 
@@ -106,41 +93,34 @@ def test_a_freeze_policy_shows_its_source_its_timetable_and_its_state(two_layers
         ({"wrong": gp.StraightThrough(ops=["floor"])}, r"policy\.wrong\.ops.*floor.*round"),
     ],
 )
-def test_what_no_run_could_do_is_refused_with_the_policies_names(two_layers, batch, policies, message):
+def test_what_no_run_could_do_is_refused_with_the_policies_names(policies, message, plan_of):
     with pytest.raises(gp.PolicyError, match=message):
-        plan_of(two_layers, batch, policies)
+        plan_of(policies)
 
 
-def test_what_freezes_later_trains_in_the_first_step(two_layers, batch):
+def test_what_freezes_later_trains_in_the_first_step(plan_of):
     later = gp.Freeze(gp.masks.Fixed(), when=gp.When(start=3))
-    plan = plan_of(two_layers, batch, {"later": later, "round": gp.StraightThrough(ops=["round"])})
+    plan = plan_of({"later": later, "round": gp.StraightThrough(ops=["round"])})
     assert plan.training_entries == plan.entries
     assert plan.rows[0].active_share == 0.0
 
 
-def test_the_model_its_gradients_and_the_random_state_are_left_alone(two_layers, batch):
+def test_the_model_its_gradients_and_the_random_state_are_left_alone(two_layers, plan_of):
     two_layers.head.weight.grad = torch.full_like(two_layers.head.weight, 7.0)
     two_layers.trunk.append(nn.Dropout(0.5))
     state, before = torch.get_rng_state(), copy.deepcopy(two_layers.state_dict())
-    plan_of(two_layers, batch, {"rounding": gp.StraightThrough(ops=["round"])})
+    plan_of({"rounding": gp.StraightThrough(ops=["round"])})
     assert torch.equal(torch.get_rng_state(), state)
     assert (two_layers.head.weight.grad == 7).all()
     assert all(torch.equal(before[name], value) for name, value in two_layers.state_dict().items())
     assert "forward" not in two_layers.trunk.__dict__
 
 
-def test_policies_of_other_phases_are_counted_too_and_do_not_change_training(two_layers, batch):
+def test_policies_of_other_phases_are_counted_too_and_do_not_change_training(plan_of):
     guided = gp.Guided(when=gp.When(phases=["test"]))
-    plan = plan_of(two_layers, batch, {"rounding": gp.StraightThrough(ops=["round"]), "guided": guided})
+    plan = plan_of({"rounding": gp.StraightThrough(ops=["round"]), "guided": guided})
     assert plan.rows[1].operations == {"relu": 1}
     assert plan.rows[1].phases == ("test",)
-
-
-def test_a_plain_module_can_be_planned_as_well():
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    plan = gp.plan(model, {"cut": gp.Stop(modules="2", mode="zero")}, lambda m: m(torch.ones(1, 4)).sum())
-    assert plan.without_gradient == ()
-    assert plan.zero_gradient == ("0.weight", "0.bias")
 
 
 def test_a_step_that_takes_no_index_gives_its_loss(two_layers, batch):
@@ -174,9 +154,9 @@ def plan_of_normed(policy):
     return gp.plan(Normed(), {"own": policy}, lambda model: model(torch.randn(8, 4)).square().sum())
 
 
-def test_what_gets_no_gradient_is_the_first_warning_and_does_not_count_as_training(two_layers, batch):
+def test_what_gets_no_gradient_is_the_first_warning_and_does_not_count_as_training(plan_of):
     policies = {"half": HALF, "neutral": gp.Scale(1.0, modules="head")}
-    plan = plan_of(two_layers, batch, policies)
+    plan = plan_of(policies)
     assert plan.warnings[0].startswith("half: none of its 4 parameters gets a gradient (trunk.0.weight, ")
     assert "straight_through" in plan.warnings[0]
     assert (plan.rows[0].training_share, plan.training_entries) == (0.0, 18)
@@ -184,27 +164,25 @@ def test_what_gets_no_gradient_is_the_first_warning_and_does_not_count_as_traini
     assert any("params trunk.*" in line and "0.0% of 112" in line for line in lines)
     first = next(number for number, line in enumerate(lines) if line.startswith("Warning: "))
     assert lines[first].startswith("Warning: half: none of its 4")
-    cut = plan_of(two_layers, batch, {**policies, "cut": gp.Stop(modules="head")} | {"neutral": gp.Guided()})
+    cut = plan_of({**policies, "cut": gp.Stop(modules="head")} | {"neutral": gp.Guided()})
     assert "the loss does not depend on them, or a stop" in cut.warnings[0]
-    passed = plan_of(two_layers, batch, {"half": HALF, "round": gp.StraightThrough()})
+    passed = plan_of({"half": HALF, "round": gp.StraightThrough()})
     assert passed.warnings == ()
     assert passed.rows[0].training_share == pytest.approx(0.5)
 
 
-def test_only_some_parameters_without_a_gradient_are_named(two_layers, batch):
-    plan = plan_of(
-        two_layers, batch, {"all": gp.Freeze(gp.masks.Random(0.5)), "cut": gp.Scale(2.0, params="*")}
-    )
+def test_only_some_parameters_without_a_gradient_are_named(plan_of):
+    plan = plan_of({"all": gp.Freeze(gp.masks.Random(0.5)), "cut": gp.Scale(2.0, params="*")})
     assert [warning.partition(" (")[0] for warning in plan.warnings[:2]] == [
         "all: 4 of its 6 parameters get no gradient",
         "cut: 4 of its 6 parameters get no gradient",
     ]
 
 
-def test_warnings_are_in_colour_and_plain_text_where_there_is_none(two_layers, batch):
+def test_warnings_are_in_colour_and_plain_text_where_there_is_none(plan_of):
     from rich.console import Console
 
-    plan = plan_of(two_layers, batch, {"half": HALF})
+    plan = plan_of({"half": HALF})
     console = Console(force_terminal=True, color_system="standard", width=120)
     with console.capture() as captured:
         console.print(plan)
@@ -244,24 +222,24 @@ def test_layers_that_train_may_move_their_buffers(policy):
     assert plan_of_normed(policy).warnings == ()
 
 
-def test_a_model_that_has_the_policies_already_gets_the_same_plan(two_layers, batch):
+def test_a_model_that_has_the_policies_already_gets_the_same_plan(two_layers, batch, plan_of):
     policies = {"round": gp.StraightThrough(ops=["round"]), "slow": gp.Scale(0.5, modules="head")}
-    plain = plan_of(two_layers, batch, policies)
+    plain = plan_of(policies)
     with gp.install(two_layers, policies) as installed:
-        assert plan_of(two_layers, batch, policies) == plain
+        assert plan_of(policies) == plain
         two_layers(batch[0]).sum().backward()
         # The plan left the installation alone.
         assert installed.report().rows[0].operations_matched == 1
 
 
-def test_other_policies_that_are_installed_stay_in_force(two_layers, batch):
+def test_other_policies_that_are_installed_stay_in_force(two_layers, batch, plan_of):
     with gp.install(two_layers, [gp.Stop(modules="head")]) as installed:
-        plan = plan_of(two_layers, batch, {"slow": gp.Scale(0.5, modules="trunk")})
+        plan = plan_of({"slow": gp.Scale(0.5, modules="trunk")})
         assert len(plan.without_gradient) == 4
         installed.remove()
     with gp.install(two_layers, [gp.UseRule("tanh", ops="round")]):
         with pytest.raises(gp.PolicyError, match=r"policy\.mine\.ops: .*'round' was taken by another"):
-            plan_of(two_layers, batch, {"mine": gp.StraightThrough(ops=["round"])})
+            plan_of({"mine": gp.StraightThrough(ops=["round"])})
         two_layers(batch[0])
 
 
@@ -276,18 +254,18 @@ def test_what_runs_only_without_gradient_is_not_met():
         gp.plan(model, policies, lambda model: model(torch.ones(2, 4)).sum())
 
 
-def test_some_of_a_policys_operations_that_are_not_met_are_a_warning(two_layers, batch):
-    (warning,) = plan_of(two_layers, batch, {"steps": gp.StraightThrough(ops=["round", "sign"])}).warnings
+def test_some_of_a_policys_operations_that_are_not_met_are_a_warning(plan_of):
+    (warning,) = plan_of({"steps": gp.StraightThrough(ops=["round", "sign"])}).warnings
     assert warning.startswith("steps: operation 'sign' was never met")
 
 
-def test_the_policys_own_source_is_not_set_up(two_layers, batch):
+def test_the_policys_own_source_is_not_set_up(plan_of):
     source = gp.masks.TopK(0.5)
-    plan_of(two_layers, batch, {"top": gp.Freeze(source, params="head.*")})
+    plan_of({"top": gp.Freeze(source, params="head.*")})
     assert (source.parameters, source.sums, source.decided) == ({}, {}, -1)
 
 
-def test_masks_are_those_of_the_epoch_at_which_a_policy_starts(two_layers, batch):
+def test_masks_are_those_of_the_epoch_at_which_a_policy_starts(plan_of):
     thaws = gp.masks.Gradual(initial=1, groups=["trunk.0.*", "trunk.2.*", "head.*"])
-    plan = plan_of(two_layers, batch, {"later": gp.Freeze(thaws, when=gp.When(start=1, unit="epoch"))})
+    plan = plan_of({"later": gp.Freeze(thaws, when=gp.When(start=1, unit="epoch"))})
     assert plan.rows[0].active_share == pytest.approx((72 + 18) / 130)

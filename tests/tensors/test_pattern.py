@@ -30,18 +30,6 @@ def test_two_of_every_four_entries_of_a_row_are_active(source) -> None:
         assert (groups[mask.reshape(-1, 4)].reshape(-1, 2).min(1).values >= groups.median(1).values).all()
 
 
-@pytest.mark.parametrize(
-    "source", [gp.masks.Random(0.4, level="2x3"), gp.masks.TopK(0.4, level="2x3", by="weight")]
-)
-def test_blocks_are_active_as_wholes(source) -> None:
-    weight = torch.randn(8, 12)
-    source.setup({"w": weight}, seed=0)
-    mask = source.masks(0, 0)["w"]
-    mask = mask if isinstance(mask, torch.Tensor) else mask.materialize(weight.shape)
-    assert pattern_of("2x3").holds(mask)
-    assert 0 < mask.sum() < mask.numel()
-
-
 @pytest.mark.parametrize("level", ["2:4", "2x4"])
 def test_a_part_of_the_rows_can_be_drawn_by_itself(level: str) -> None:
     mask = gp.masks.RandomMask(0, 3, "w", 0.5, level)
@@ -103,34 +91,26 @@ def holds(level: str, values: torch.Tensor) -> bool:
     return torch.equal(again, padded)
 
 
-@pytest.mark.parametrize("level", ["2:4", "4x8"])
+def fixed(density: float | None, level: str) -> gp.masks.Fixed:
+    tile = gp.masks.RandomMask(0, 0, "", 0.5, level).materialize((8, 16))
+    return gp.masks.Fixed({"0.weight": tile.repeat(4, 1), "2.weight": tile.repeat(1, 2)}, level=level)
+
+
+@pytest.mark.parametrize(("level", "density"), [("2:4", None), ("4x8", 0.3)])
 @pytest.mark.parametrize(
     "source",
     [
-        lambda level: gp.masks.Random(None if level == "2:4" else 0.3, level=level, every=3),
-        lambda level: gp.masks.TopK(
-            None if level == "2:4" else 0.3, level=level, by="snip", every=3, before="freeze"
-        ),
-        lambda level: gp.masks.Fixed(
-            gp.masks.RandomMask(0, 0, "", 0.5, level).materialize((8, 16)), level=level
-        ),
-        lambda level: gp.masks.PruneAndGrow(None if level == "2:4" else 0.3, level=level, every=3, stop=9),
-        lambda level: gp.masks.PruneAndGrow(
-            None if level == "2:4" else 0.3, level=level, grow="random", every=3
-        ),
+        lambda density, level: gp.masks.Random(density, level=level, every=3),
+        lambda density, level: gp.masks.TopK(density, level=level, by="snip", every=3, before="freeze"),
+        fixed,
+        lambda density, level: gp.masks.PruneAndGrow(density, level=level, every=3, stop=9),
+        lambda density, level: gp.masks.PruneAndGrow(density, level=level, grow="random", every=3),
     ],
 )
-def test_masks_follow_the_pattern_after_every_step_and_resume(source: Callable, level: str) -> None:
-    made = source(level)
+def test_masks_follow_the_pattern_after_every_step_and_resume(source: Callable, level, density) -> None:
+    made = source(density, level)
     sparse = isinstance(made, gp.masks.PruneAndGrow)
-    fixed = isinstance(made, gp.masks.Fixed)
     policy = gp.Freeze(made, params="*.weight", frozen_state="zero")
-    if fixed:
-        given = {
-            name: made.mask[:8, :16].repeat(*times)
-            for name, times in (("0.weight", (4, 1)), ("2.weight", (1, 2)))
-        }
-        policy = gp.Freeze(gp.masks.Fixed(given, level=level), params="*.weight")
     whole = followed(policy, 12)
     for step, resumed in zip(whole, followed(policy, 12, resume=5), strict=True):
         for (mask, weight), (its_mask, its_weight) in zip(step, resumed, strict=True):
@@ -142,7 +122,7 @@ def test_masks_follow_the_pattern_after_every_step_and_resume(source: Callable, 
                 assert level != "2:4" or holds(level, weight)
                 assert not weight[~mask.expand(weight.shape)].any()
     changes = sum(not torch.equal(a[0][0], b[0][0]) for a, b in itertools.pairwise(whole))
-    assert bool(changes) != fixed
+    assert bool(changes) != (source is fixed)
 
 
 def test_pruning_and_growing_by_pattern_keeps_what_is_greatest_and_grows_in_the_same_four() -> None:
