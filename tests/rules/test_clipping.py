@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from gradpolicy import get_rule
 
 
-@pytest.mark.parametrize("value", [2.0, torch.tensor(2.0)])
-def test_clip_value_bounds_each_entry(apply_rule, value):
+def test_clip_value_bounds_each_entry(apply_rule):
     grad = torch.tensor([-5.0, -1.0, 0.0, 1.5, math.inf])
-    assert apply_rule("clip_value", grad, grad, value=value).tolist() == [-2.0, -1.0, 0.0, 1.5, 2.0]
+    assert apply_rule("clip_value", grad, grad, value=2.0).tolist() == [-2.0, -1.0, 0.0, 1.5, 2.0]
 
 
 @settings(max_examples=60, deadline=None)
@@ -56,15 +55,14 @@ def test_a_gradient_whose_square_overflows_is_shortened_all_the_same(apply_rule,
     assert float(clipped.double().norm()) == pytest.approx(1.0, rel=1e-2)
 
 
-@pytest.mark.parametrize("scale", [1024.0, torch.tensor(1024.0)])
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [("clip_norm", {"norm": 0.5}), ("clip_value", {"value": 0.5}), ("normalize", {"norm": 0.5})],
 )
-def test_thresholds_follow_the_loss_scale(apply_rule, name, parameters, scale):
+def test_thresholds_follow_the_loss_scale(apply_rule, name, parameters):
     grad = torch.randn(20)
     plain = apply_rule(name, grad, grad, **parameters)
-    scaled = apply_rule(name, grad, grad * 1024, **parameters, loss_scale=scale)
+    scaled = apply_rule(name, grad, grad * 1024, **parameters, loss_scale=1024.0)
     torch.testing.assert_close(scaled / 1024, plain)
 
 

@@ -93,12 +93,8 @@ def test_lower_precision_agrees_with_double_precision(name, dtype):
     reference = as_tuple(rule(reduced[0].double(), tuple(double), reduced[2].double()))
     got = as_tuple(rule(*reduced))
     tolerance = 8 * torch.finfo(dtype).eps
-    for low, high in zip(got, reference, strict=True):
-        if high is None:
-            assert low is None
-        else:
-            assert low.dtype == dtype
-            torch.testing.assert_close(low.double(), high, rtol=tolerance, atol=tolerance)
+    assert {part.dtype for part in got if part is not None} == {dtype}
+    torch.testing.assert_close(got, reference, check_dtype=False, rtol=tolerance, atol=tolerance)
 
 
 @settings(max_examples=15, deadline=None)
@@ -136,19 +132,14 @@ def test_what_a_rule_does_not_read_may_be_anything(name):
         inputs = tuple(torch.full_like(tensor, torch.nan) for tensor in inputs)
     if "output" not in rule.reads:
         output = torch.full_like(output, torch.nan)
-    got, expected = as_tuple(rule(grad, inputs, output)), as_tuple(rule(*example(name)))
-    assert [None if part is None else part.tolist() for part in got] == [
-        None if part is None else part.tolist() for part in expected
-    ]
+    torch.testing.assert_close(rule(grad, inputs, output), rule(*example(name)), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_nothing_given_is_changed(name):
     arguments = example(name)
-    before = [arguments[0].clone(), *(tensor.clone() for tensor in arguments[1]), arguments[2].clone()]
     configured(name)(*arguments)
-    after = [arguments[0], *arguments[1], arguments[2]]
-    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+    torch.testing.assert_close(arguments, example(name), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -193,5 +184,4 @@ def test_the_rule_traces_without_a_break(name):
     arguments = example(name, torch.float32)
     rule = functools.partial(configured(name).function, **NUMBERS.get(name, {}))
     traced = torch.compile(rule, fullgraph=True, backend="aot_eager")
-    for got, expected in zip(as_tuple(traced(*arguments)), as_tuple(rule(*arguments)), strict=True):
-        torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(traced(*arguments), rule(*arguments))

@@ -12,12 +12,8 @@ GRAD = torch.tensor([1.0, 2.0, math.inf])
 
 
 def test_gate_routes_as_where_does():
-    a, b, grad = (
-        torch.randn(3, 4, requires_grad=True),
-        torch.randn(3, 1, requires_grad=True),
-        torch.randn(3, 4),
-    )
-    condition = torch.rand(3, 1) > 0.5
+    a, b = torch.randn(3, 4, requires_grad=True), torch.randn(3, 1, requires_grad=True)
+    grad, condition = torch.randn(3, 4), torch.rand(3, 1) > 0.5
     output = torch.where(condition, a, b)
     none, *found = get_rule("gate")(grad, (condition, a, b), output)
     assert none is None
