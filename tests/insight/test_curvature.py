@@ -25,20 +25,19 @@ def problem(model):
     return lambda: functional.cross_entropy(model(inputs), labels), dict(model.named_parameters())
 
 
-def flat(named):
-    return torch.cat([tensor.flatten() for tensor in named.values()])
+def flat(tensors):
+    """All entries of tensors, or of a dict of them."""
+    return torch.cat(
+        [each.flatten() for each in (tensors.values() if isinstance(tensors, dict) else tensors)]
+    )
 
 
 def hessian(loss, parameters):
     """Row by row: autograd of each entry of the gradient."""
-    gradient = flat(
-        dict(enumerate(torch.autograd.grad(loss(), list(parameters.values()), create_graph=True)))
-    )
-    rows = [
-        torch.autograd.grad(entry, list(parameters.values()), retain_graph=True, materialize_grads=True)
-        for entry in gradient
-    ]
-    return torch.stack([flat(dict(enumerate(row))) for row in rows])
+    inputs = list(parameters.values())
+    again = {"retain_graph": True, "materialize_grads": True}
+    gradient = flat(torch.autograd.grad(loss(), inputs, create_graph=True))
+    return torch.stack([flat(torch.autograd.grad(entry, inputs, **again)) for entry in gradient])
 
 
 def field_derivative(loss, parameters):
@@ -51,7 +50,7 @@ def field_derivative(loss, parameters):
                 before = parameter.detach().clone()
                 with torch.no_grad():
                     parameter.view(-1)[entry] += step
-                sides.append(flat(dict(enumerate(torch.autograd.grad(loss(), list(parameters.values()))))))
+                sides.append(flat(torch.autograd.grad(loss(), list(parameters.values()))))
                 with torch.no_grad():
                     parameter.copy_(before)
             columns.append((sides[0] - sides[1]) / 2e-5)

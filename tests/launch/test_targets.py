@@ -197,21 +197,18 @@ def hugging_face(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     package = types.ModuleType("transformers")
     package.__path__ = []
 
-    def class_of(name: str, *bases: type) -> type:
-        def made(kind: type, *arguments: object, **named: object) -> dict:
-            return named
+    def from_pretrained(kind: type, *arguments: object, **named: object) -> dict:
+        return named
 
-        made.__module__ = "transformers.modeling_utils"
-        made.__name__ = "from_pretrained"
-        body = {"__module__": "transformers.modeling_utils", "from_pretrained": classmethod(made)}
-        return type(name, bases, body)
+    from_pretrained.__module__ = "transformers.modeling_utils"
+    body = {"__module__": "transformers.modeling_utils", "from_pretrained": classmethod(from_pretrained)}
 
-    package.PreTrainedModel = class_of("PreTrainedModel", torch.nn.Module)
-    package.PretrainedConfig = class_of("PretrainedConfig")
+    package.PreTrainedModel = type("PreTrainedModel", (torch.nn.Module,), body)
+    package.PretrainedConfig = type("PretrainedConfig", (), body)
     package.BertModel = type(
         "BertModel", (package.PreTrainedModel,), {"__module__": "transformers.models.bert"}
     )
-    package.Pipeline = class_of("Pipeline")
+    package.Pipeline = type("Pipeline", (), body)
     monkeypatch.setitem(sys.modules, "transformers", package)
     targets._found_once.cache_clear()
     yield package
