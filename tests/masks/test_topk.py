@@ -22,23 +22,6 @@ def gradients_like(parameters: dict[str, Tensor], seed: int) -> dict[str, Tensor
     return {name: torch.randn(p.shape, generator=generator) for name, p in parameters.items()}
 
 
-@pytest.mark.parametrize(
-    ("by", "score"),
-    [
-        ("gradient", lambda w, first, second: (first + second).abs()),
-        ("fisher", lambda w, first, second: first**2 + second**2),
-        ("movement", lambda w, first, second: -(w * first + w * second)),
-    ],
-)
-def test_scores_follow_their_definitions(prepared, weights, by: str, score) -> None:
-    source = prepared(gp.masks.TopK(0.25, by=by, window=2), weights)
-    first, second = gradients_like(weights, 0), gradients_like(weights, 1)
-    source.observe(first)
-    source.observe(second)
-    for name, given in source.scores().items():
-        torch.testing.assert_close(given, score(weights[name], first[name], second[name]))
-
-
 def test_weight_needs_no_gradient_and_chooses_at_once(prepared, weights) -> None:
     source = prepared(gp.masks.TopK(0.5, by="weight", within="tensor"), weights)
     masks = source.masks(0, 0)
@@ -174,13 +157,16 @@ def test_wrong_arguments_are_errors(arguments: dict, message: str) -> None:
         gp.masks.TopK(**arguments)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
 @pytest.mark.parametrize("by", ["gradient", "weight", "fisher", "movement"])
-def test_a_complex_entry_scores_by_both_its_parts(prepared, by: str) -> None:
-    weight, *gradients = (torch.randn(3, 4, dtype=torch.complex64) for _ in range(4))
+def test_scores_follow_their_definitions(prepared, by: str, dtype: torch.dtype) -> None:
+    """A complex entry scores by both its parts."""
+    weight, *gradients = (torch.randn(3, 4, dtype=dtype) for _ in range(4))
     source = prepared(gp.masks.TopK(by=by, window=3), {"w": weight})
     for gradient in gradients:
         source.observe({"w": gradient})
-    parts, slopes = torch.view_as_real(weight), [torch.view_as_real(gradient) for gradient in gradients]
+    both = torch.view_as_real if dtype.is_complex else lambda tensor: tensor.unsqueeze(-1)
+    parts, slopes = both(weight), [both(gradient) for gradient in gradients]
     expected = {
         "gradient": sum(slopes).square().sum(-1).sqrt(),
         "weight": parts.square().sum(-1).sqrt(),
