@@ -107,7 +107,9 @@ def fixed(density: float | None, level: str) -> gp.masks.Fixed:
         lambda density, level: gp.masks.PruneAndGrow(density, level=level, grow="random", every=3),
     ],
 )
-def test_masks_follow_the_pattern_after_every_step_and_resume(source: Callable, level, density) -> None:
+def test_masks_follow_the_pattern_after_every_step_and_resume(
+    source: Callable, level: str, density: float | None
+) -> None:
     made = source(density, level)
     sparse = isinstance(made, gp.masks.PruneAndGrow)
     policy = gp.Freeze(made, params="*.weight", frozen_state="zero")

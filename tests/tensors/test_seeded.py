@@ -109,7 +109,9 @@ def test_a_shard_is_a_part_of_the_whole(rows: int, columns: int, cut: tuple[int,
         ("entry", (), ()),
     ],
 )
-def test_the_level_says_what_is_drawn_together(level, shape, of_mask) -> None:
+def test_the_level_says_what_is_drawn_together(
+    level: str, shape: tuple[int, ...], of_mask: tuple[int, ...]
+) -> None:
     assert RandomMask(0, 0, "w", 0.5, level).materialize(shape).shape == of_mask
 
 
