@@ -17,7 +17,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, eq=False)
-class Change:
+class TensorChange:
     """The change of one tensor, in lines of equal width: single entries, rows, or the whole tensor.
 
     Args:
@@ -77,7 +77,7 @@ def widths_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     return math.prod(shape), math.prod(shape[1:]), 1
 
 
-def difference(base: Tensor, new: Tensor) -> Change | None:
+def difference(base: Tensor, new: Tensor) -> TensorChange | None:
     """Return the change from one tensor to another, compared by bits: 0.0 ≠ −0.0, and NaN equals itself.
 
     Args:
@@ -98,10 +98,10 @@ def difference(base: Tensor, new: Tensor) -> Change | None:
     shape = tuple(base.shape)
     width = min(widths_of(shape), key=file_bytes)
     lines = changed.view(-1, width).any(1).nonzero().flatten()
-    return Change(shape, lines, torch.stack([base, new]).view(2, -1, width)[:, lines])
+    return TensorChange(shape, lines, torch.stack([base, new]).view(2, -1, width)[:, lines])
 
 
-def of_entries(shape: tuple[int, ...], entries: Tensor, values: Tensor) -> Change:
+def of_entries(shape: tuple[int, ...], entries: Tensor, values: Tensor) -> TensorChange:
     """Return the change of some entries, in the widest lines that they fill.
 
     Args:
@@ -111,7 +111,7 @@ def of_entries(shape: tuple[int, ...], entries: Tensor, values: Tensor) -> Chang
     """
     lines = {width: torch.unique_consecutive(entries // width) for width in widths_of(shape)}
     width = next(width for width in lines if len(lines[width]) * width == len(entries))
-    return Change(shape, lines[width], values.view(2, -1, width))
+    return TensorChange(shape, lines[width], values.view(2, -1, width))
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Tensors, for each tensor NAME that changed:
 
-- ``values:NAME``: the base's values and the new ones; see :class:`gradpolicy.delta.change.Change`;
+- ``values:NAME``: the base's values and the new ones; see :class:`gradpolicy.delta.change.TensorChange`;
 - ``gaps:NAME``: the lines that they belong to; see :func:`gradpolicy.delta.change.encode`;
 - instead of both ``whole:NAME``, for a tensor that is replaced whatever the base has: the new values.
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from gradpolicy.checkpoint_file import check_kind
 from gradpolicy.checks import check_free
-from gradpolicy.delta.change import Change, decode, encode, widths_of
+from gradpolicy.delta.change import TensorChange, decode, encode, widths_of
 from gradpolicy.delta.state import DTYPES, Print, Prints, content_of, fingerprint
 from gradpolicy.errors import PolicyError, brief, shown, under
 from gradpolicy.whole_file import written_whole
@@ -48,7 +48,7 @@ class Delta:
     """
 
     base: Prints
-    changes: Mapping[str, Change]
+    changes: Mapping[str, TensorChange]
     replaced: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -217,7 +217,7 @@ def _print(name: str, entry: Any) -> Print:
     raise ValueError(f"it describes the base's {shown(name)} as {shown(entry)}")
 
 
-def _change(of: Print, values: Tensor, gaps: Tensor) -> Change:
+def _change(of: Print, values: Tensor, gaps: Tensor) -> TensorChange:
     if values.dtype != DTYPES[of.dtype]:
         raise PolicyError(f"its values are {values.dtype}, the base's are {of.dtype}")
     shape = tuple(values.shape)
@@ -226,7 +226,7 @@ def _change(of: Print, values: Tensor, gaps: Tensor) -> Change:
     lines = decode(gaps, math.prod(of.shape) // shape[2])
     if len(lines) != shape[1]:
         raise PolicyError(f"its values have the shape {shape}, for {len(lines)} lines")
-    return Change(of.shape, lines, values)
+    return TensorChange(of.shape, lines, values)
 
 
 def _compact(value: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from gradpolicy.delta.change import BASE, NEW, Change, bits, of_entries
+from gradpolicy.delta.change import BASE, NEW, TensorChange, bits, of_entries
 from gradpolicy.delta.file import Delta, check_replaceable, read, write
 from gradpolicy.delta.info import Info, describe
 from gradpolicy.errors import PolicyError, shortened, shown
@@ -51,7 +51,7 @@ def merge(paths: Sequence[str | Path], weights: Sequence[float], out: str | Path
             raise PolicyError(
                 f"delta.merge: {path} has another base than {paths[0]}: see {shortened(differing)}"
             )
-    merged: dict[tuple[int, ...], Change] = {}
+    merged: dict[tuple[int, ...], TensorChange] = {}
     changes = {}
     for name in sorted({name for delta in deltas for name in delta.changes}):
         parts = [
@@ -69,7 +69,7 @@ def merge(paths: Sequence[str | Path], weights: Sequence[float], out: str | Path
     return describe(out, result)
 
 
-def _merged(name: str, parts: list[tuple[Change, float]]) -> Change:
+def _merged(name: str, parts: list[tuple[TensorChange, float]]) -> TensorChange:
     """Return the weighted sum of the changes of one tensor."""
     if len(parts) == 1 and parts[0][1] == 1.0:
         return parts[0][0]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gradpolicy.checkpoint_file import check_kind
 from gradpolicy.checks import check_choice
-from gradpolicy.delta.change import NEW, Change
+from gradpolicy.delta.change import NEW, TensorChange
 from gradpolicy.delta.file import Delta, read, write, write_safetensors
 from gradpolicy.delta.info import Info, describe
 from gradpolicy.delta.save import place_of, save
@@ -170,7 +170,7 @@ def _shira_adapter(delta: Delta) -> _Adapter:
     return _Adapter(_config(_SHIRA, list(terms), r=rank, modules_to_save=modules or None), tensors)
 
 
-def _terms(name: str, change: Change) -> tuple[Tensor, Tensor]:
+def _terms(name: str, change: TensorChange) -> tuple[Tensor, Tensor]:
     """Return the entries and the summands whose sum with the base, in PEFT's arithmetic, is exact.
 
     PEFT adds in float32 (float64 for a base in float64), then rounds to the base's dtype. Where the sum is
@@ -222,7 +222,7 @@ def _config(kind: str, names: list[str], **values: object) -> dict[str, Any]:
     return {"peft_type": kind, "target_modules": targets, "inference_mode": True, **values}
 
 
-def _rows(change: Change) -> list[int]:
+def _rows(change: TensorChange) -> list[int]:
     return list(range(change.shape[0])) if change.form == "whole" else change.lines.tolist()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gradpolicy.delta.change import Change, difference
+from gradpolicy.delta.change import TensorChange, difference
 from gradpolicy.delta.file import Delta, check_replaceable, write
 from gradpolicy.delta.info import Info, describe
 from gradpolicy.delta.state import Print, State, check_same_tensors, print_of, tensors_of, whole
@@ -51,8 +51,8 @@ def save(
             "copy.deepcopy(model.state_dict())"
         )
     prints: dict[str, Print] = {}
-    changes: dict[str, Change] = {}
-    tied: dict[tuple[object, ...], tuple[Print, Change | None]] = {}
+    changes: dict[str, TensorChange] = {}
+    tied: dict[tuple[object, ...], tuple[Print, TensorChange | None]] = {}
     for name, tensor in after.items():
         old = before[name]
         if (old.shape, old.dtype) != (tensor.shape, tensor.dtype):
