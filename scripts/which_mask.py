@@ -6,6 +6,7 @@ so an interrupted comparison continues where it stopped.
 """
 
 import argparse
+import io
 import json
 import sys
 import time
@@ -16,16 +17,27 @@ from typing import Any
 
 import pandas as pd
 import torch
+from choosing.methods import METHODS, Method
+from choosing.tasks import TASKS, Task
 from torch import nn
 
 import gradpolicy as gp
-from benchmarks.measure import gradient_bytes, saved_bytes
-from choosing.methods import METHODS, Method
-from choosing.tasks import TASKS, Task
 from gradpolicy.insight.costs import optimizer_bytes
 
 TUNING_SEED, SEEDS = 100, (0, 1, 2)
 Trial = dict[str, Any]
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """Return the bytes of the gradients that are held, of rows only where they are."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return sum(getattr(gradient, "held", gradient).nbytes for gradient in gradients)
+
+
+def saved_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the size of an optimizer's checkpoint."""
+    torch.save(optimizer.state_dict(), file := io.BytesIO())
+    return file.tell()
 
 
 def merit(task: Task, method: Method, model: nn.Module, part: str) -> float:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import gradpolicy as gp
-from benchmarks.measure import HERE, Row, apart, device_seconds, paired_ratio, peak_bytes
-from benchmarks.optimizers import unmasked
+from benchmarks.measure import HERE, Row, device_seconds, paired_ratio
+from benchmarks.optimizers import apart, peak_bytes, unmasked
 from gradpolicy import masks
 from gradpolicy.masks.gradient_source import GradientSource
 

@@ -1,4 +1,4 @@
-"""Ratios of a candidate's time to that of a baseline, timed alternately; and bytes of memory.
+"""Ratios of a candidate's time to that of a baseline, timed alternately.
 
 A round times candidate, baseline, baseline, candidate, so that a steady change of the machine's speed cancels
 in its ratio. The result is the median over the rounds, with its quartiles and a bootstrapped 95 % interval,
@@ -6,21 +6,14 @@ and the ratio of the fastest times: other work on a machine adds to some times a
 """
 
 import contextlib
-import io
-import os
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from scipy.stats import bootstrap
-from torch import nn
 
 Row = dict[str, Any]
 Step = Callable[[], Any]
@@ -132,52 +125,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def apart(measure: Callable[..., int], *arguments: object, device: torch.device = HERE) -> int:
-    """Measure memory; on a CPU in a process of its own.
-
-    What malloc keeps of freed memory would hide a part. There it gives freed tensors back at once.
-    """
-    if device.type == "cuda":
-        return measure(*arguments)
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)
-    try:
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            return pool.submit(measure, *arguments).result()
-    finally:
-        del os.environ["MALLOC_MMAP_THRESHOLD_"]
-
-
-def peak_bytes(function: Step, device: torch.device = HERE) -> int:
-    """Return the peak of additional memory while a function runs."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        function()
-        return torch.cuda.max_memory_allocated() - before
-    Path("/proc/self/clear_refs").write_text("5")  # Linux then counts the peak from here.
-    before = _resident("VmRSS")
-    function()
-    return _resident("VmHWM") - before
-
-
-def gradient_bytes(model: nn.Module) -> int:
-    """Return the bytes of the gradients that are held, of rows only where they are."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return sum(getattr(gradient, "held", gradient).nbytes for gradient in gradients)
-
-
-def saved_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the size of a file with an optimizer's state."""
-    torch.save(optimizer.state_dict(), file := io.BytesIO())
-    return file.tell()
-
-
-def _resident(name: str) -> int:
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
 
 
 def _fastest(times: Sequence[float]) -> float:

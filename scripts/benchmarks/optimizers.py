@@ -6,15 +6,20 @@ alternately.
 
 import functools
 import itertools
+import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from math import prod
+from multiprocessing import get_context
+from pathlib import Path
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import gradpolicy as gp
-from benchmarks.measure import HERE, Row, Step, apart, device_seconds, one_thread, paired_ratio, peak_bytes
+from benchmarks.measure import HERE, Row, Step, device_seconds, one_thread, paired_ratio
 from gradpolicy import MaskedOptimizer
 from gradpolicy.freezing import Freezer
 from gradpolicy.optim.kernels import native
@@ -220,10 +225,44 @@ def peak_of_changes(state: str, density: float) -> int:
     return apart(_peak_here, state, density)
 
 
+def apart(measure: Callable[..., int], *arguments: object) -> int:
+    """Measure memory; on a CPU in a process of its own.
+
+    What malloc keeps of freed memory would hide a part. There it gives freed tensors back at once.
+    """
+    if HERE.type == "cuda":
+        return measure(*arguments)
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)
+    try:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            return pool.submit(measure, *arguments).result()
+    finally:
+        del os.environ["MALLOC_MMAP_THRESHOLD_"]
+
+
 def _peak_here(state: str, density: float) -> int:
     change = changing(masked(density=density, frozen_state=state), density)
     change()
     return peak_bytes(change)
+
+
+def peak_bytes(function: Step) -> int:
+    """The peak of additional memory while a function runs."""
+    if HERE.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        return torch.cuda.max_memory_allocated() - before
+    Path("/proc/self/clear_refs").write_text("5")  # Linux then counts the peak from here.
+    before = _resident("VmRSS")
+    function()
+    return _resident("VmHWM") - before
+
+
+def _resident(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
 
 
 def _freezer_step(freezer: Freezer, optimizer: MaskedOptimizer, steps: Iterator[int]) -> None:

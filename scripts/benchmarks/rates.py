@@ -8,8 +8,7 @@ from torch import nn
 
 import gradpolicy as gp
 from benchmarks import measure
-from benchmarks.measure import Row, Step
-from benchmarks.optimizers import transformer, weights
+from benchmarks.measure import HERE, Row, Step
 from gradpolicy.freezing import Freezer
 
 RATES = [1 + place / 465 for place in range(465)]
@@ -18,7 +17,15 @@ RATES = [1 + place / 465 for place in range(465)]
 
 def model(width: int = 768, layers: int = 38, vocabulary: int = 30_000) -> nn.ParameterList:
     """The tensors of a transformer, with gradients."""
-    return nn.ParameterList(weights([*transformer(width, layers, vocabulary, context=512), *[(width,)] * 5]))
+    vector = (width,)
+    attention = [vector, vector, (3 * width, width), (3 * width,), (width, width), vector]
+    feedforward = [vector, vector, (4 * width, width), (4 * width,), (width, 4 * width), vector]
+    ends = [(vocabulary, width), (512, width), *[vector] * 7]
+    shapes = [*ends, *[*attention, *feedforward] * layers]
+    made = nn.ParameterList(torch.randn(shape, device=HERE) for shape in shapes)
+    for parameter in made:
+        parameter.grad = torch.randn_like(parameter)
+    return made
 
 
 def adamw(groups: Iterable[object]) -> torch.optim.Optimizer:

@@ -42,7 +42,10 @@ class Task:
 
     def take(self, part: str, indices: Tensor) -> Batch:
         """Return the samples at these positions of a part."""
-        return _at(self.parts[part], indices)
+        inputs, labels = self.parts[part]
+        if isinstance(inputs, dict):
+            return {name: value[indices] for name, value in inputs.items()}, labels[indices]
+        return inputs[indices], labels[indices]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean cross-entropy of a batch."""
@@ -71,22 +74,17 @@ class Task:
         return 100.0 * float((self.parts[part][1] == most).float().mean())
 
 
-def _at(samples: Batch, indices: Tensor) -> Batch:
-    """Return the samples at some positions."""
-    inputs, labels = samples
-    if isinstance(inputs, dict):
-        return {name: value[indices] for name, value in inputs.items()}, labels[indices]
-    return inputs[indices], labels[indices]
-
-
 def _split(inputs: Any, labels: Tensor, held_out: int) -> dict[str, Batch]:
     """Shuffle samples and hold out as many for validation, and for test."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     validation, test, train = order.split([held_out, held_out, len(order) - 2 * held_out])
-    return {
-        part: _at((inputs, labels), indices)
-        for part, indices in zip(PARTS, (train, validation, test), strict=True)
-    }
+
+    def at(indices: Tensor) -> Batch:
+        if isinstance(inputs, dict):
+            return {name: value[indices] for name, value in inputs.items()}, labels[indices]
+        return inputs[indices], labels[indices]
+
+    return dict(zip(PARTS, map(at, (train, validation, test)), strict=True))
 
 
 def shakespeare(data: Path) -> Task:

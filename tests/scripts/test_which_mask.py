@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 import which_mask
+from choosing.methods import METHODS, Method
+from choosing.tasks import Task
 from torch import nn
 
 import gradpolicy as gp
-from choosing.methods import METHODS, Method
-from choosing.tasks import Task
 
 
 def start(seed: int) -> nn.Module:
