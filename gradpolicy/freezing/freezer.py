@@ -13,7 +13,7 @@ from gradpolicy.freezing.bound_policy import BoundPolicy, Kind
 from gradpolicy.freezing.diagnostics import MissingGradients
 from gradpolicy.freezing.forward_masks import ForwardMasks
 from gradpolicy.freezing.requires_grad import RequiresGrad, is_turned_off
-from gradpolicy.freezing.row_gradients import follow_shards, set_rows, set_whole
+from gradpolicy.freezing.row_gradients import follow_shards, release_rows, set_rows, set_whole
 from gradpolicy.freezing.still import StillModules
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.own_settings import check_settings
@@ -366,12 +366,14 @@ class Freezer:
         self.toggle_requires_grad = False
         self.dropped = set()
         self._requires_grad.restore()
-        self._compute_whole()
+        for parameter in self.parameters.values():
+            set_whole(parameter)
 
     def restore(self) -> None:
         """Restore ``requires_grad`` and the settings of all parameters. Masks do not change."""
         self._requires_grad.restore()
-        self._compute_whole()
+        for parameter in self.parameters.values():
+            release_rows(parameter)
         self._still.release()
         while self._shard_hooks:
             self._shard_hooks.pop().remove()
@@ -610,10 +612,6 @@ class Freezer:
                 set_whole(parameter)
             else:
                 set_rows(parameter, rows)
-
-    def _compute_whole(self) -> None:
-        for parameter in self.parameters.values():
-            set_whole(parameter)
 
     def _warn_of_missing(self, names: Collection[str]) -> None:
         """Warn of active tensors without a gradient."""

@@ -159,16 +159,21 @@ def set_rows(parameter: Tensor, rows: ActiveRows) -> None:
 
 def set_whole(parameter: Tensor) -> None:
     """Compute the whole gradient."""
+    release_rows(parameter)
+    if isinstance(parameter.grad, RowGradient):
+        # One that is not set to None would lose the other rows of the gradient that is added to it.
+        parameter.grad = parameter.grad.dense()
+
+
+def release_rows(parameter: Tensor) -> None:
+    """Make a parameter a plain one again; its gradient stays as small as it is."""
     parameter.__dict__.pop("active_rows", None)
     unsharded = parameter.__dict__.pop("unsharded", None)
     if unsharded is not None:
-        set_whole(unsharded)
+        release_rows(unsharded)
     if isinstance(parameter, RowParameter):
         parameter.__dict__.pop("row_leaf", None)
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-        if isinstance(parameter.grad, RowGradient):
-            # One that is not set to None would lose the other rows of the gradient that is added to it.
-            parameter.grad = parameter.grad.dense()
 
 
 def has_row_gradient(parameter: Tensor) -> bool:

@@ -114,6 +114,16 @@ def test_other_rows_are_added_to_gradients_that_are_not_set_to_none(source: str,
         torch.testing.assert_close(weight, reference.state_dict()[name])
 
 
+def test_a_gradient_of_rows_stays_small_at_the_end_of_a_block() -> None:
+    model = nn.Linear(3, 4)
+    freeze = gp.Freeze(gp.masks.Rows([0, 1]), params="weight")
+    with gp.training(model, torch.optim.AdamW(model.parameters()), [freeze], seed=0) as optimizer:
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    assert type(model.weight) is nn.Parameter
+    assert isinstance(model.weight.grad, RowGradient)
+
+
 MASKS = {
     "rows": torch.tensor([[False], [True], [True], [False]]),
     "columns": torch.tensor([[False, True, True]]),
