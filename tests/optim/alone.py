@@ -198,10 +198,10 @@ def follow_course(make, reference, weight, draw_mask, generator, steps, toleranc
     mask = torch.ones(weight.shape, dtype=torch.bool)
     optimizer = MaskedOptimizer(make([weight]))
     for _ in range(steps):
-        event = float(torch.rand((), generator=generator))
+        event = float(torch.rand((), generator=generator, device="cpu"))
         if event < 0.4:
             drawn = draw_mask(generator)
-            state = FROZEN_STATES[int(torch.randint(3, (), generator=generator))]
+            state = FROZEN_STATES[int(torch.randint(3, (), generator=generator, device="cpu"))]
             optimizer.set_mask(weight, drawn, frozen_state=state)
             mask = torch.ones_like(mask) if drawn is None else drawn.expand(weight.shape)
             if state != "keep":
@@ -217,7 +217,7 @@ def follow_course(make, reference, weight, draw_mask, generator, steps, toleranc
             optimizer.train()
             reference.switch(mask, "train")
         set_rate(optimizer, lr := 0.1 if event < 0.8 else 0.02)
-        gradient = torch.randn(weight.shape, generator=generator).to(weight)
+        gradient = torch.randn(weight.shape, generator=generator, device="cpu").to(weight)
         weight.grad = gradient.masked_fill(~mask, torch.nan)
         optimizer.step()
         assert torch.equal(weight.detach()[~mask], before[~mask])
