@@ -61,6 +61,9 @@ EXAMPLES = {name: partial(example, kind) for name, kind in SOURCES.items()} | SC
 
 
 @pytest.mark.parametrize("source", EXAMPLES)
+@pytest.mark.skipif(
+    torch.__version__ < (2, 13), reason="AdamW of torch makes its count of steps on the default device"
+)
 def test_each_source_trains_and_resumes(source: str, tmp_path: Path) -> None:
     expected, found = (trained(EXAMPLES[source](), default, tmp_path) for default in ("cpu", "meta"))
     assert expected.keys() == found.keys()

@@ -65,6 +65,13 @@ def skip_alone(function: AnyFunction) -> AnyFunction:
     return function
 
 
+@runs_while_tracing
+@skip_alone
+def is_exporting() -> bool:
+    """Return True during ``torch.export``; the compiler of torch 2.11 takes torch's own function as True."""
+    return torch.compiler.is_exporting()
+
+
 @skip_alone
 def in_transform() -> bool:
     """Return True under torch.compile, torch.func or forward mode, where autograd nodes are inaccessible."""

@@ -27,7 +27,15 @@ from gradpolicy.flow.dispatch import (
 from gradpolicy.flow.operation_rule import TableRule
 from gradpolicy.flow.parameters import ParameterRules, run_with_rules
 from gradpolicy.flow.rule_state import CallScope, RuleState
-from gradpolicy.flow.tracing import active_modes, in_transform, is_traced, mode_at, mode_count, skip_alone
+from gradpolicy.flow.tracing import (
+    active_modes,
+    in_transform,
+    is_exporting,
+    is_traced,
+    mode_at,
+    mode_count,
+    skip_alone,
+)
 
 # For each rule, whether it is active and the versions of its changing parameters.
 Snapshot = tuple[tuple[bool, tuple[int, ...]], ...]
@@ -123,8 +131,6 @@ def _changed(how: str) -> PolicyError:
     )
 
 
-# A local name saves the attribute lookup at every call.
-_is_exporting = torch.compiler.is_exporting
 _RELU = nn.ReLU.forward
 
 
@@ -213,7 +219,7 @@ class WrappedForward:
             # The rules are already active, in the module around this one.
             if not is_traced():
                 return self._run_in_mode(mode, args, kwargs)
-        elif self.is_script or not _is_exporting():
+        elif self.is_script or not is_exporting():
             if self.parameter_rules:
                 return run_with_rules(self.parameter_rules, self._run_in_session, args, kwargs)
             return self._run_in_session(args, kwargs)

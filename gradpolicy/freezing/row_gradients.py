@@ -224,7 +224,10 @@ _ARITHMETIC = {
 } | {"__getitem__", "__neg__", "__abs__"}
 _VIEWS = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 _OF_THE_LEAF = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward", "detach"}
-_QUESTIONS = {"dim", "size", "stride", "numel", "element_size", "data_ptr", "untyped_storage"}
+_QUESTIONS = {
+    *("dim", "size", "stride", "numel", "element_size", "get_device"),
+    *("data_ptr", "const_data_ptr", "storage_offset", "untyped_storage", "_is_view"),
+}
 
 
 def _is_differentiable(function: Any) -> bool:

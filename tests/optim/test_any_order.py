@@ -18,6 +18,8 @@ from tests.optim.alone import WITH_RULE, Alone, PutBack, without_rule
 from tests.optim.conftest import KERNELS
 
 SHAPES = [(4, 3), (3,), ()]
+# Adagrad of torch 2.11 makes its state in the constructor, so that it cannot add a group.
+NOT_IN_GROUPS = {"Adagrad", "accumulating", "decaying"} if torch.__version__ < (2, 12) else set()
 FROZEN_STATES = st.sampled_from(["keep", "zero", "drop"])
 SEEDS = st.integers(0, 2**16)
 
@@ -60,7 +62,7 @@ class InAnyOrder(RuleBasedStateMachine):
             self.patch.setattr(native, "supports", lambda *_: False)
         # What torch counts in numbers, NAdam's product for one, is exact then, also after a load.
         torch.set_default_dtype(torch.float64)
-        self.make = self.kinds[data.draw(st.sampled_from(sorted(self.kinds)))]
+        self.make = self.kinds[data.draw(st.sampled_from(sorted(set(self.kinds) - NOT_IN_GROUPS)))]
         generator = torch.Generator().manual_seed(0)
         starts = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in SHAPES]
         self.parameters = [torch.nn.Parameter(start.clone()) for start in starts]
