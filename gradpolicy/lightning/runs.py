@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
@@ -27,7 +28,7 @@ Kind = Literal["run", "sweep", "trial"]
 RUN: Kind = "run"
 # A time in the year 3058, the latest that is accepted.
 LAST_MOMENT = 2**35
-PACKAGES = ("torch", "lightning", "numpy", "hydra-core")
+PACKAGES = ("lightning", "numpy", "hydra-core")
 INITIAL_WEIGHTS = "callbacks.initial_weights.path"
 
 
@@ -61,6 +62,8 @@ class RunRecord:
         versions = {
             "gradpolicy": sys.modules["gradpolicy"].__version__,
             "python": platform.python_version(),
+            # With its build, which the metadata of torch's CUDA wheels lacks.
+            "torch": str(torch.__version__),
             **{name: version(name) for name in PACKAGES},
         }
         now = datetime.now(UTC).timestamp()
