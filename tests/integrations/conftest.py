@@ -60,6 +60,9 @@ def train(tmp_path: Path) -> Callable[..., tuple[Trainer, GradientPoliciesCallba
             "use_cpu": True,
             "disable_tqdm": True,
         }
+        if "activation_checkpointing" not in TrainingArguments.__dataclass_fields__:
+            # Older versions of transformers name it gradient_checkpointing.
+            settings = {name.replace("activation", "gradient"): value for name, value in settings.items()}
         callback = GradientPoliciesCallback(policies, log=log)
         trainer = kind(
             model,

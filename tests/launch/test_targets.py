@@ -6,7 +6,7 @@ import pkgutil
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import lightning.pytorch
 import pytest
@@ -319,6 +319,7 @@ HARMLESS_ARGUMENTS = {
     "load_diag",
     "load_full_weights",
     "load_weights",
+    "log_model_checkpoints",
     "multifile",
     "nvme_path",
     "on_load_checkpoint",
@@ -335,13 +336,18 @@ HARMLESS_ARGUMENTS = {
 }
 
 
+def walk(path: Iterable[str], prefix: str) -> Iterator[pkgutil.ModuleInfo]:
+    """Find all modules; those that cannot be imported here are left out, whatever error they raise."""
+    return pkgutil.walk_packages(path, prefix, onerror=lambda name: None)
+
+
 def public_callables(packages: tuple[str, ...] = KNOWN) -> Iterator[tuple[str, object]]:
     for package in packages:
         try:
             root = importlib.import_module(package)
         except ImportError:
             continue  # an extra that is not installed
-        modules = [package, *(info.name for info in pkgutil.walk_packages(root.__path__, f"{package}."))]
+        modules = [package, *(info.name for info in walk(root.__path__, f"{package}."))]
         for name in modules:
             if any(part.startswith("_") for part in name.split(".")):
                 continue
