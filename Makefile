@@ -29,7 +29,7 @@ test-slow: $(VENV)/.test-installed
 
 # Tests that fail leave the table, tests that pass enter it.
 support: $(VENV)/.test-installed
-	$(PYTEST) --numprocesses=2 --dist=loadgroup -m supports --support-matrix docs/support.md $(ARGS)
+	$(PYTEST) --numprocesses=2 --dist=loadgroup -m supports --support-matrix=docs/support.md $(ARGS)
 
 lint: $(VENV)/.test-installed
 	$(BIN)/ruff check .

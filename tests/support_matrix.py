@@ -1,6 +1,6 @@
 """The table in docs/support.md: which feature works in which loop, on which processes, eager and compiled.
 
-A test says by a mark what it shows, and `--support-matrix docs/support.md` adds what passed to the table:
+A test says by a mark what it shows, and `--support-matrix=docs/support.md` adds what passed to the table:
 
     @pytest.mark.supports("entries", "resume", loop="lightning", processes=("ddp", "fsdp2"))
     @pytest.mark.supports("entries", loop="huggingface", processes="deepspeed", no="the reason in short")
