@@ -30,8 +30,6 @@ IN_THE_TABLE = {
     "lamb": "no update rule",
     "one process": "one",
 }
-# Rounding decides the sign of the step of an entry that has hardly a gradient, and Muon computes in bfloat16.
-TOLERANCES = {"muon": 0.2}
 # Optimizers whose state is exact for whole tensors alone.
 OF_TENSORS = ("lamb",)
 
@@ -41,8 +39,10 @@ def train(kind: str, optimizer: str) -> dict[str, Tensor]:
     torch.manual_seed(0)
     # Rows of whole blocks, for the optimizers with 8 bits.
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3)))
-    start = copy.deepcopy(model.state_dict())
-    inputs = share(torch.randn(8, 256), kind)
+    # Muon rounds gradients to bfloat16, which makes much of differences in their last bits.
+    dtype = torch.float64 if optimizer == "muon" else torch.float32
+    start = copy.deepcopy(model.to(dtype).state_dict())
+    inputs = share(torch.randn(8, 256).to(dtype), kind)
     given = on_ranks(model, kind)
     inner = OPTIMIZERS[optimizer](model.parameters())
     source = gp.masks.Random(0.5, level="tensor" if optimizer in OF_TENSORS else "row", every=2)
@@ -66,7 +66,7 @@ def test_ranks_train_what_one_process_does(pair: ProcessPool, kind: str, optimiz
     first, second = pair(train, kind, optimizer)
     for name, moved in train("one process", optimizer).items():
         assert torch.equal(first[name], second[name]), name
-        assert (first[name] - moved).norm() < TOLERANCES.get(optimizer, 0.02) * moved.norm(), name
+        assert (first[name] - moved).norm() < 0.02 * moved.norm(), name
         assert torch.equal(first[name] == 0, moved == 0), name
 
 

@@ -212,9 +212,18 @@ def test_a_hook_on_the_parameter_gets_the_whole_gradient(register: str) -> None:
     assert not isinstance(module.weight.grad, RowGradient)
 
 
-def test_compiled_code_computes_the_whole_gradient() -> None:
+EAGER = pytest.param(
+    "eager",
+    marks=pytest.mark.skipif(
+        torch.__version__ < (2, 12), reason="it runs uncompiled functions in torch 2.11"
+    ),
+)
+
+
+@pytest.mark.parametrize("backend", [EAGER, "aot_eager"])
+def test_compiled_code_computes_the_whole_gradient(backend: str) -> None:
     module = with_rows(nn.Linear(4, 6))
-    torch.compile(module, backend="aot_eager", fullgraph=True)(torch.ones(1, 4)).sum().backward()
+    torch.compile(module, backend=backend, fullgraph=True)(torch.ones(1, 4)).sum().backward()
     assert torch.equal(module.weight.grad, torch.ones(6, 4))
 
 
