@@ -300,6 +300,7 @@ def test_a_strict_block_takes_an_index_that_only_says_where(use):
     with gp.gradient_override({"topk": "soft_sort"}, strict=True):
         values, indices = x.topk(2)
         (values.sum() + use(x, indices).sum()).backward()
+    assert (x.grad != 0).all()
 
 
 @pytest.mark.filterwarnings("ignore:.*became numbers")
