@@ -225,8 +225,14 @@ _ARITHMETIC = {
 _VIEWS = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 _OF_THE_LEAF = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward", "detach"}
 _QUESTIONS = {
-    *("dim", "size", "stride", "numel", "element_size", "get_device"),
-    *("data_ptr", "const_data_ptr", "storage_offset", "untyped_storage", "_is_view"),
+    "dim",
+    "size",
+    "stride",
+    "numel",
+    "element_size",
+    "data_ptr",
+    "untyped_storage",
+    "storage_offset",
 }
 
 
@@ -235,7 +241,7 @@ def _is_differentiable(function: Any) -> bool:
     name = getattr(function, "__name__", "")
     if name.startswith("__"):
         return name in _ARITHMETIC or function in _VIEWS
-    return not (name.endswith("_") or name.startswith("is_") or name in _OF_THE_LEAF | _QUESTIONS)
+    return not (name.endswith("_") or name.startswith(("is_", "_is_")) or name in _OF_THE_LEAF | _QUESTIONS)
 
 
 def _parameters_in(args: Any, kwargs: Any) -> list[RowParameter]:

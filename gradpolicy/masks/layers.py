@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -21,7 +22,7 @@ _EXPERTS = "experts"
 _ROUTERS = ("gate", "router")
 
 
-class LayerSource(MaskSource):
+class LayerSource(MaskSource, ABC):
     """Base class of sources that freeze and thaw whole layers.
 
     A subclass sets ``layer_groups`` in :meth:`prepare`, and defines :meth:`frozen_names`.
@@ -43,9 +44,9 @@ class LayerSource(MaskSource):
         super().__init__(**timetable)
         self.groups = read_groups(f"{type(self).__name__}.groups", groups)
 
+    @abstractmethod
     def frozen_names(self, step: int, epoch: int) -> set[str]:
-        """Return the names of parameters in layers that do not train; each subclass defines it."""
-        raise NotImplementedError
+        """Return the names of parameters in layers that do not train."""
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
         """Return one flag for each parameter."""

@@ -117,7 +117,7 @@ def sign_of(group: Group) -> float:
     return -1.0 if group.get("maximize") else 1.0
 
 
-class SubmatrixRule:
+class SubmatrixRule(ABC):
     """Which rows or columns an optimizer can update as a parameter of their own, and what state is theirs.
 
     For optimizers that compute the update of an entry from others of its tensor. They are exact for a mask
@@ -139,12 +139,9 @@ class SubmatrixRule:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
 
+    @abstractmethod
     def names(self, parameter: Tensor) -> tuple[str, ...]:
-        """Return the state that belongs to the rows or columns; any other is the tensor's, and carries on.
-
-        Each rule defines it.
-        """
-        raise NotImplementedError
+        """Return the state that belongs to the rows or columns; any other is the tensor's, and carries on."""
 
     def part(self, mask: Tensor, parameter: Tensor) -> ActiveRows | None:
         """Return the rows or columns that alone are active; None if the optimizer must step the whole tensor.
@@ -158,7 +155,7 @@ class SubmatrixRule:
         """
         return ActiveRows.of_slices(mask, self.dims)
 
-    def begin(self, state: dict[str, Any], gradient: Tensor, young: Tensor) -> None:
+    def begin(self, state: dict[str, Any], gradient: Tensor, young: Tensor) -> None:  # noqa: B027  (optional)
         """Set the state of rows before their first update, where it does not begin at 0.
 
         Args:
