@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         Scale,
         Stop,
         StraightThrough,
+        Train,
         UseRule,
     )
     from gradpolicy.rates import LayerDecay, Rates
@@ -72,6 +73,7 @@ _HOMES = {
             "Scale",
             "Stop",
             "StraightThrough",
+            "Train",
             "UseRule",
         ),
         "gradpolicy.policies",
@@ -100,6 +102,7 @@ __all__ = [
     "Scale",
     "Stop",
     "StraightThrough",
+    "Train",
     "UpdateRule",
     "UseRule",
     "When",

@@ -31,7 +31,7 @@ RuleLike = str | Rule | RuleFunction
 # Outputs of a module: indices, keys or attributes.
 Outputs = int | str | Iterable[int | str] | None
 WhenLike = When | Mapping[str, Any] | None
-MaskLike = MaskSource | Callable | Tensor | Mapping[str, Tensor]
+MaskLike = MaskSource | Callable | Tensor | Mapping[str, Tensor] | bool
 # A number, or a function of the step (or epoch) count that returns one.
 Scheduled = float | Callable[[int], float]
 # The same, or a tensor, which may be a parameter.
@@ -451,9 +451,11 @@ class MaskPolicy(Policy):
 class Freeze(MaskPolicy):
     """Freezes parameter entries by masks that may change from step to step.
 
+    Parameters that ``params`` does not match are not affected.
+
     Args:
         mask: A mask source of :mod:`gradpolicy.masks`, a function ``(name, parameter, step) -> mask``, a mask
-            tensor, or a dict of masks by parameter name. True = this entry trains.
+            tensor, or a dict of masks by parameter name. True = this entry trains. None: nothing trains.
         params: Globs on parameter names; a leading ``!`` excludes.
         frozen_state: What happens to the optimizer state of an entry while it is frozen: ``"keep"``,
             ``"zero"`` or ``"drop"``.
@@ -465,11 +467,19 @@ class Freeze(MaskPolicy):
 
     Raises:
         PolicyError: For an unknown frozen_state, bias_correction or buffers, no params, or an invalid mask.
+
+    Example:
+        >>> import gradpolicy as gp
+        >>> gp.Freeze(params="encoder.*")
+        Freeze(Fixed(mask=False), params=['encoder.*'], frozen_state='keep', bias_correction='entry')
     """
+
+    # The mask that None stands for.
+    no_mask = False
 
     def __init__(
         self,
-        mask: MaskLike,
+        mask: MaskLike | None = None,
         *,
         params: str | Iterable[str] = "*",
         frozen_state: str = "keep",
@@ -477,10 +487,16 @@ class Freeze(MaskPolicy):
         buffers: str = "move",
         when: WhenLike = None,
     ) -> None:
-        super().__init__(mask, params, when)
-        self.frozen_state = check_choice("Freeze.frozen_state", frozen_state, FROZEN_STATES)
-        self.bias_correction = check_choice("Freeze.bias_correction", bias_correction, BIAS_CORRECTIONS)
-        self.buffers = check_choice("Freeze.buffers", buffers, BUFFERS)
+        super().__init__(self.no_mask if mask is None else mask, params, when)
+        kind = type(self).__name__
+        self.frozen_state = check_choice(f"{kind}.frozen_state", frozen_state, FROZEN_STATES)
+        self.bias_correction = check_choice(f"{kind}.bias_correction", bias_correction, BIAS_CORRECTIONS)
+        self.buffers = check_choice(f"{kind}.buffers", buffers, BUFFERS)
+
+    @property
+    def restricts(self) -> tuple[str, ...]:
+        """The globs of all parameters that have a mask while the policy is active."""
+        return self.params
 
     def describe(self) -> list[str]:
         """Return the arguments that distinguish this policy from others of its class, as code."""
@@ -491,6 +507,46 @@ class Freeze(MaskPolicy):
             # As before there was a choice: checkpoints compare this.
             *([f"buffers={self.buffers!r}"] if self.buffers != "move" else []),
         ]
+
+
+class Train(Freeze):
+    """Trains only what it matches, by the mask if there is one; everything else in the model is frozen.
+
+    Several of them add up: an entry trains if one of them lets it train. :class:`Freeze` policies take away
+    from that. While no ``Train`` policy is active, as specified by ``when``, they have no effect.
+
+    Args:
+        mask: The entries that train in the parameters that ``params`` matches, as for :class:`Freeze`. None:
+            all of them.
+        params: Globs on parameter names; a leading ``!`` excludes.
+        **options: ``frozen_state``, ``bias_correction``, ``buffers`` and ``when``, as for :class:`Freeze`.
+
+    Raises:
+        PolicyError: As :class:`Freeze`.
+
+    Example:
+        >>> import torch, gradpolicy as gp
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        >>> before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with gp.training(model, optimizer, [gp.Train(params="*.bias")]) as optimizer:
+        ...     model(torch.ones(1, 2)).sum().backward()
+        ...     optimizer.step()
+        >>> [name for name, parameter in model.named_parameters() if not parameter.equal(before[name])]
+        ['0.bias', '1.bias']
+    """
+
+    no_mask = True
+
+    def __init__(
+        self, mask: MaskLike | None = None, *, params: str | Iterable[str] = "*", **options: Any
+    ) -> None:
+        super().__init__(mask, params=params, **options)
+
+    @property
+    def restricts(self) -> tuple[str, ...]:
+        """The globs of all parameters that have a mask while the policy is active."""
+        return ("*",)
 
 
 class ForwardMask(MaskPolicy):

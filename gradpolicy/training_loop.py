@@ -42,6 +42,7 @@ def training(
     steps_per_epoch: int | None = None,
     scaler: torch.amp.GradScaler | None = None,
     toggle_requires_grad: bool = True,
+    layers: bool | None = None,
 ) -> AbstractContextManager[MaskedOptimizer]: ...
 @overload
 def training(
@@ -53,6 +54,7 @@ def training(
     steps_per_epoch: int | None = None,
     scaler: torch.amp.GradScaler | None = None,
     toggle_requires_grad: bool = True,
+    layers: bool | None = None,
 ) -> AbstractContextManager[list[MaskedOptimizer]]: ...
 @contextmanager
 def training(
@@ -64,6 +66,7 @@ def training(
     steps_per_epoch: int | None = None,
     scaler: torch.amp.GradScaler | None = None,
     toggle_requires_grad: bool = True,
+    layers: bool | None = None,
 ) -> Iterator[Any]:
     """Train under policies in your own loop.
 
@@ -90,6 +93,8 @@ def training(
         scaler: The ``GradScaler``, if there is one and a policy such as ``Clip`` depends on the loss scale.
         toggle_requires_grad: Turn ``requires_grad`` off for tensors that are frozen as a whole, so that the
             backward pass skips them. Pass False if the whole training step is one compiled function.
+        layers: Print what trains, layer by layer, before the first update. None prints it if the output is a
+            terminal.
 
     Returns:
         A context manager that returns the optimizer to train with, or a list of them.
@@ -117,7 +122,7 @@ def training(
         raise PolicyError(f"training: needs the model first, then its optimizer; got {shown(model)}")
     if isinstance(policies, Policy) or not isinstance(policies, Iterable):
         raise PolicyError(f"training: needs a list or dict of policies, got {shown(policies)}")
-    loop = _Loop(model, name_policies(policies), seed, steps_per_epoch, scaler)
+    loop = _Loop(model, name_policies(policies), seed, steps_per_epoch, scaler, layers)
     finished = False
     try:
         masked = loop.begin(optimizers, toggle_requires_grad)
@@ -143,8 +148,9 @@ class _Loop(TrainingPolicies):
         seed: int,
         steps_per_epoch: int | None,
         scaler: torch.amp.GradScaler | None,
+        layers: bool | None,
     ) -> None:
-        super().__init__(policies, seed=seed, log=False)
+        super().__init__(policies, seed=seed, log=False, layers=layers)
         if steps_per_epoch is not None:
             check_whole("training.steps_per_epoch", steps_per_epoch, least=1)
         self.steps_per_epoch, self.scaler = steps_per_epoch, scaler

@@ -7,6 +7,7 @@ It is called by :class:`~gradpolicy.GradientPolicies` under Lightning,
 
 import inspect
 import io
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -19,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradpolicy.checkpoint_file import load_file
 from gradpolicy.checks import check_whole
+from gradpolicy.display import wide_console
 from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.distributed.ranks import Ranks
 from gradpolicy.errors import PolicyError, check_named, shortened
@@ -38,6 +40,7 @@ from gradpolicy.optim.zero_redundancy import as_masked
 from gradpolicy.policies import FlowPolicy, ForwardMask, Freeze, Policy
 from gradpolicy.rates import Rates
 from gradpolicy.tensors.packed_mask import pack_masks, unpack_masks
+from gradpolicy.what_trains import what_trains
 from gradpolicy.where import named_parameters, once_each, pick_each
 
 Kind = TypeVar("Kind")
@@ -55,6 +58,7 @@ class TrainingPolicies:
         log: Log measurements of the policies.
         agreement_every: With several processes, the number of updates between comparisons of the checksums of
             masks, ages and weights; None for no comparisons.
+        layers: Print what trains, layer by layer, before the first update; None: if the output is a terminal.
 
     Raises:
         PolicyError: If an entry is not a policy.
@@ -67,6 +71,7 @@ class TrainingPolicies:
         seed: int = 0,
         log: bool = True,
         agreement_every: int | None = 100,
+        layers: bool | None = True,
     ) -> None:
         policies = {} if policies is None else policies
         check_named(policies)
@@ -81,6 +86,7 @@ class TrainingPolicies:
         self.seed = seed
         self.log_policies = log
         self.agreement_every = agreement_every
+        self.layers = layers
         self.ranks: Ranks | None = None
         self.installed: Installed | None = None
         self.freezer: Freezer | None = None
@@ -96,6 +102,8 @@ class TrainingPolicies:
         self._warned_of_unmet = False
         # The model, and copies of its buffers, from the first update until its step is taken.
         self._buffers: tuple[nn.Module, dict[str, Tensor]] | None = None
+        # The model and the names of the parameters that optimizers hold, until the first masks are set.
+        self._untold: tuple[nn.Module, set[str]] | None = None
         # Warnings that the plan of the run has already shown.
         self.shown_warnings: frozenset[str] = frozenset()
         # The state of the policies in a state_dict that an optimizer is loading.
@@ -187,7 +195,10 @@ class TrainingPolicies:
     def _wrap(
         self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
     ) -> list[torch.optim.Optimizer]:
-        params = {name: policy.params for name, policy in self.optimizer_policies.items()}
+        params = {
+            name: policy.restricts if isinstance(policy, Freeze) else policy.params
+            for name, policy in self.optimizer_policies.items()
+        }
         matched = pick_each(named_parameters(model), params)
         wanted = {id(p) for parameters in matched.values() for p in parameters.values()}
         wrapped = [_masked_if_needed(optimizer, wanted) for optimizer in optimizers]
@@ -247,8 +258,15 @@ class TrainingPolicies:
         if missing:
             raise PolicyError(f"declared but not installed: policy {', '.join(sorted(missing))}")
         self._warn_of(remarks(self.flow_policies))
+        held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+        named = named_parameters(model)
+        # DeepSpeed's optimizers hold partitions.
+        trainable = {
+            name for name, p in named.items() if p.requires_grad and (self._partitioned or id(p) in held)
+        }
+        self._untold = (model, trainable) if self.policies else None
         plain = plain_optimizers(optimizers)
-        self._warn_of(divided_factors(self.policies, named_parameters(model), plain))
+        self._warn_of(divided_factors(self.policies, named, plain))
         self._buffers = None if self.freezer is None else (model, copy_buffers(model))
 
     def _join_ranks(
@@ -319,7 +337,27 @@ class TrainingPolicies:
             )
             self.ranks.begin_step(updates, cut=cut, wanted=self._wanted_gradients())
         self._updates_seen = updates
+        self._tell_what_trains()
         return True
+
+    def _tell_what_trains(self) -> None:
+        """Print what trains, layer by layer, before the first update, on one process.
+
+        Raises:
+            PolicyError: If nothing ever trains.
+        """
+        if self._untold is None:
+            return
+        (model, trainable), self._untold = self._untold, None
+        if self.freezer is not None:
+            layers = self.freezer.what_trains(trainable)
+        else:
+            layers = what_trains(named_parameters(model), dict.fromkeys(trainable, 1.0))
+        if self.freezer is None or not self.freezer.may_change:
+            layers.check()
+        shown = sys.stdout.isatty() if self.layers is None else self.layers
+        if shown and is_first_rank():
+            wide_console().print(layers)
 
     def _wanted_gradients(self) -> set[str]:
         """Return the parameters whose whole gradients mask sources need."""
@@ -440,7 +478,7 @@ class TrainingPolicies:
 
     def _warn(self, line: str) -> None:
         """Give a warning, on one process only."""
-        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        if is_first_rank():
             warnings.warn(line, stacklevel=2)
 
 
@@ -457,6 +495,11 @@ def calling(kind: type[Kind]) -> Kind | None:
             return caller
         frame = frame.f_back
     return None
+
+
+def is_first_rank() -> bool:
+    """Return True in the process that prints and warns for all."""
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
 def flat_parameters_refused() -> PolicyError:

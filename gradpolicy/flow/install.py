@@ -22,7 +22,8 @@ from gradpolicy.flow.policy_report import Report, ReportRow, report_unmet, warn_
 from gradpolicy.flow.rule_state import CallScope, RuleState
 from gradpolicy.flow.seen import FlowObserver, GradientNorms
 from gradpolicy.flow.wrapped_forward import InstallSession, WrappedForward
-from gradpolicy.where import BOUNDARIES, PLACES, STEP_OPERATIONS, plain_name
+from gradpolicy.what_trains import what_trains
+from gradpolicy.where import BOUNDARIES, PLACES, STEP_OPERATIONS, named_parameters, plain_name
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -78,7 +79,7 @@ def install(
 
 
 class Installed(Displayed):
-    """Policies that :func:`install` installed on a model. It is displayed as their report."""
+    """Policies that :func:`install` installed on a model. Displayed as their report, with what trains."""
 
     def __init__(
         self,
@@ -203,8 +204,12 @@ class Installed(Displayed):
         return {state.name: sum(state.seen.matched.values()) for state in self._states}
 
     def __rich__(self) -> "RenderableType":
-        """Render the report."""
-        return self.report().__rich__()
+        """Render the report, and what trains, layer by layer."""
+        from rich.console import Group
+
+        named = named_parameters(self.model)
+        shares = {name: 1.0 for name, parameter in named.items() if parameter.requires_grad}
+        return Group(self.report().__rich__(), what_trains(named, shares))
 
     def report(self) -> Report:
         """Return a table of the matches of each policy and the use of its rule."""

@@ -1,6 +1,6 @@
 """A policy with a mask source, bound to the parameters of a model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -10,14 +10,16 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError, nearest, shown, under
 from gradpolicy.masks.base import MaskSource, StaticSource
-from gradpolicy.policies import MaskPolicy
+from gradpolicy.policies import Freeze, MaskPolicy, Train
 from gradpolicy.tensors.mask import (
     Mask,
     active_entries,
     check_mask,
+    intersect,
     mask_from_state,
     mask_to_state,
     same_mask,
+    unite,
 )
 from gradpolicy.tensors.seeded import RandomMask, derive
 
@@ -30,8 +32,9 @@ class BoundPolicy(Generic[Kind]):
 
     Attributes:
         name: The policy's name.
-        policy: The policy; its mask source is set up on the parameters.
-        parameters: The parameters by name.
+        policy: The policy; its mask source is set up on the parameters that it matches.
+        parameters: The parameters that it restricts, by name: under ``Train`` also those that it freezes
+            because it does not match them.
         masks: The current masks by parameter name.
         in_effect: True if the policy is active in the current step.
         period: The period of the source's timetable to which the masks belong.
@@ -50,6 +53,10 @@ class BoundPolicy(Generic[Kind]):
     def source(self) -> MaskSource:
         """The policy's mask source."""
         return self.policy.mask
+
+    def matches(self, name: str) -> bool:
+        """Return True if the policy's ``params`` match a parameter."""
+        return name in self.source.parameters
 
     def update(
         self, step: int, epoch: int, phase: str, whole: Callable[[], AbstractContextManager[None]]
@@ -113,7 +120,7 @@ class BoundPolicy(Generic[Kind]):
 
     def identity(self) -> str:
         """Return a string by which saved states are compared: the source's class and the parameters."""
-        return f"{type(self.source.original).__name__} {derive(*self.parameters):016x}"
+        return f"{type(self.source.original).__name__} {derive(*self.source.parameters):016x}"
 
     def mask_state(self) -> dict[str, Any] | None:
         """Return the current masks and their period; None if the source can repeat them, or without masks."""
@@ -141,7 +148,7 @@ class BoundPolicy(Generic[Kind]):
                     f"a mask for {name!r}, which the policy does not match; {nearest(name, self.parameters)}"
                 )
         return {
-            name: _as_flag(check_mask(given.get(name, True), parameter, shown(name)))
+            name: _as_flag(check_mask(given.get(name, self.matches(name)), parameter, shown(name)))
             for name, parameter in self.parameters.items()
         }
 
@@ -160,6 +167,25 @@ class BoundPolicy(Generic[Kind]):
                 own = mask if self.source.keeps_masks else mask.clone()
                 copied[name] = before if kept else own  # type: ignore[assignment]
         return copied
+
+
+def combine(masks: Iterable[tuple[Freeze, Mask]], parameter: Tensor) -> Mask:
+    """Return the mask of a parameter under several active policies.
+
+    Args:
+        masks: The policies, each with its own mask of the parameter. The masks of ``Train`` policies are
+            united, and the result is intersected with those of all others.
+        parameter: The parameter.
+    """
+    shape, device = parameter.shape, parameter.device
+    combined: Mask = True
+    trained: Mask | None = None
+    for policy, mask in masks:
+        if isinstance(policy, Train):
+            trained = mask if trained is None else unite(trained, mask, shape, device)
+        else:
+            combined = intersect(combined, mask, shape, device)
+    return combined if trained is None else intersect(combined, trained, shape, device)
 
 
 def _as_flag(mask: Mask) -> Mask:

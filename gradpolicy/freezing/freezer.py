@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, shortened, under, warn_user
-from gradpolicy.freezing.bound_policy import BoundPolicy, Kind
+from gradpolicy.freezing.bound_policy import BoundPolicy, Kind, combine
 from gradpolicy.freezing.diagnostics import MissingGradients
 from gradpolicy.freezing.forward_masks import ForwardMasks
 from gradpolicy.freezing.requires_grad import RequiresGrad, is_turned_off
@@ -17,11 +17,12 @@ from gradpolicy.freezing.row_gradients import follow_shards, release_rows, set_r
 from gradpolicy.freezing.still import StillModules
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.own_settings import check_settings
-from gradpolicy.policies import ForwardMask, Freeze, MaskPolicy
+from gradpolicy.policies import ForwardMask, Freeze, MaskPolicy, Train
 from gradpolicy.rates import Rates, Settings, at, combined
-from gradpolicy.tensors.mask import Mask, active_entries, as_tensor, intersect, same_mask
+from gradpolicy.tensors.mask import Mask, active_entries, active_share, as_tensor, same_mask
 from gradpolicy.tensors.row_gradient import ActiveRows
 from gradpolicy.tensors.sharding import finite_everywhere, is_sharded
+from gradpolicy.what_trains import Layers, what_trains
 from gradpolicy.when import When
 from gradpolicy.where import named_parameters, pick
 
@@ -102,6 +103,7 @@ class Freezer:
         self._step: int | None = None
         # The current step and epoch.
         self._now = (0, 0)
+        self._settings: Mapping[str, Settings] = {}
         self._find_parameters()
         forward = forward or {}
         _check_sources({**policies, **forward})
@@ -139,18 +141,20 @@ class Freezer:
     def _bind(self, name: str, policy: Kind) -> BoundPolicy[Kind]:
         """Find a policy's parameters, and set up its source."""
         with under(f"policy.{name}.params"):
-            parameters: dict[str, Tensor] = dict(pick(self._named, policy.params))
+            matched: dict[str, Tensor] = dict(pick(self._named, policy.params))
         with under(f"policy.{name}"):
+            parameters = matched
             if isinstance(policy, Freeze):
-                parameters = self._optimized_of(parameters)
+                matched = self._optimized_of(matched)
+                parameters = self._optimized_of(pick(self._named, policy.restricts))
             policy.mask.model = self._model
-            policy.mask.setup(parameters, seed=self._seed)
+            policy.mask.setup(matched, seed=self._seed)
             holders = {each for p in parameters.values() for each in self._holders(p)}
             known = {key for each in holders for group in each.param_groups for key in group}
             check_settings(policy.mask.setting_names, known)
         return BoundPolicy(name, policy, parameters)
 
-    def _optimized_of(self, matched: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _optimized_of(self, matched: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the parameters that an optimizer holds."""
         parameters = {key: p for key, p in matched.items() if self._holders(p)}
         if not parameters:
@@ -164,10 +168,15 @@ class Freezer:
             name: p for each in bound for name, p in each.parameters.items()
         }
         self._policies_of = {
-            name: [each for each in bound if name in each.parameters] for name in self.parameters
+            # Those that match it come first, since their options apply.
+            name: sorted(
+                (each for each in bound if name in each.parameters), key=lambda e: not e.matches(name)
+            )
+            for name in self.parameters
         }
         for name, policies in self._policies_of.items():
-            check_same_options(name, {each.name: each.policy for each in policies})
+            matching = [each for each in policies if each.matches(name)] or policies
+            check_same_options(name, {each.name: each.policy for each in matching})
         self._own = {
             optimizer: {name: p for name, p in self.parameters.items() if p in held}
             for optimizer, held in self._held.items()
@@ -221,7 +230,7 @@ class Freezer:
             return
         self._find_parameters()
         for name, each in self._policies.items():
-            matched = pick(self._named, each.policy.params)
+            matched = pick(self._named, each.policy.restricts)
             joined = [key for key, p in matched.items() if key not in each.parameters and self._holders(p)]
             if joined and each.source.state_dict():
                 raise PolicyError(
@@ -260,7 +269,7 @@ class Freezer:
         for one in self._bound.values():
             one.source.gathers = bool(one.gradient_names(step, epoch))
         resetting = [each for each in bound if each.in_effect and each.source.resets_state]
-        reset = set().union(*(each.parameters for each in resetting))
+        reset = set().union(*(each.source.parameters for each in resetting))
         concerned = changed | reset
         if concerned:
             self._before_masks(concerned)
@@ -409,7 +418,22 @@ class Freezer:
     def frozen_tensors(self) -> dict[str, set[str]]:
         """Return the names of parameters that each policy freezes as a whole, now or later."""
         with self._whole():
-            return {name: each.frozen_tensors() for name, each in self._policies.items()}
+            return {
+                name: each.frozen_tensors() - self._trained_by_others(each)
+                for name, each in self._policies.items()
+            }
+
+    def _trained_by_others(self, policy: BoundPolicy[Freeze]) -> set[str]:
+        """Return the parameters that a ``Train`` policy does not match, but another one does."""
+        if not isinstance(policy.policy, Train):
+            return set()
+        return set().union(
+            *(
+                each.source.parameters
+                for each in self._policies.values()
+                if each is not policy and isinstance(each.policy, Train)
+            )
+        )
 
     def active_share(self, policy: str) -> float:
         """Return the share of the entries of a policy's parameters that train."""
@@ -417,6 +441,30 @@ class Freezer:
             own = self.parameters_of(policy)
             active = sum(active_entries(self.mask_of(name), p.shape, p.device) for name, p in own.items())
             return active / max(sum(p.numel() for p in own.values()), 1)
+
+    def what_trains(self, trainable: Collection[str]) -> Layers:
+        """Return what trains in the current step, layer by layer.
+
+        Args:
+            trainable: The names of the parameters that may train: all others never do.
+        """
+        policies = self._policies.values()
+        with self._whole():
+            return what_trains(
+                self._named,
+                {name: active_share(self.mask_of(name)) for name in self._named if name in trainable},
+                factors={name: own["lr"] for name, own in self._settings.items() if "lr" in own},
+                still=self._frozen(buffers="eval"),
+                matched=set().union(*(each.source.parameters for each in policies)),
+                trains_only_matched=any(
+                    each.in_effect and isinstance(each.policy, Train) for each in policies
+                ),
+            )
+
+    @property
+    def may_change(self) -> bool:
+        """True if masks may change after the first step."""
+        return not all(masks_never_change(each.policy) for each in self._policies.values())
 
     def parameters_of(self, policy: str) -> dict[str, Tensor]:
         """Return the parameters that match a policy, by name."""
@@ -499,6 +547,7 @@ class Freezer:
         self._give_settings(settings)
 
     def _give_settings(self, settings: Mapping[str, Settings]) -> None:
+        self._settings = settings
         for optimizer in self.optimizers:
             optimizer.set_settings({self._named[name]: own for name, own in settings.items()})
 
@@ -525,13 +574,11 @@ class Freezer:
                 yield from ((name, each.policy.decay) for name in each.parameters)
 
     def _intersection(self, name: str, policies: Iterable[BoundPolicy[Any]]) -> Mask:
-        """Return the intersection of the masks of those policies that are in effect."""
-        parameter = self._named[name]
-        combined: Mask = True
-        for each in policies:
-            if each.in_effect and name in each.parameters:
-                combined = intersect(combined, each.masks[name], parameter.shape, parameter.device)
-        return combined
+        """Return the mask of a parameter under those policies that are in effect."""
+        active = (
+            (each.policy, each.masks[name]) for each in policies if each.in_effect and name in each.parameters
+        )
+        return combine(active, self._named[name])
 
     def _update_masks(self, names: Collection[str]) -> None:
         """Set the intersections of masks that have changed, with one call for all of the same options."""
@@ -589,13 +636,19 @@ class Freezer:
 
     def _keep_still(self) -> None:
         """Hold the statistics of frozen modules, or put them in evaluation mode, as the policies specify."""
-        frozen: dict[str, set[Tensor]] = {"move": set(), "hold": set(), "eval": set()}
-        for each in self._policies.values():
-            if each.in_effect:
-                own = {each.parameters[name] for name, mask in each.masks.items() if mask is False}
-                frozen[each.policy.buffers] |= own
+        hold, evaluate = ({self.parameters[n] for n in self._frozen(kind)} for kind in ("hold", "eval"))
         held = (p for own in self._held.values() for p in own if p.requires_grad or is_turned_off(p))
-        self._still.keep(frozen["hold"], frozen["eval"], {*held, *self.parameters.values()})
+        self._still.keep(hold, evaluate, {*held, *self.parameters.values()})
+
+    def _frozen(self, buffers: str) -> set[str]:
+        """Return the parameters that policies with this argument ``buffers`` freeze in the current step."""
+        return {
+            name
+            for each in self._policies.values()
+            if each.in_effect and each.policy.buffers == buffers
+            for name, mask in each.masks.items()
+            if mask is False and self._combined[name] is False
+        }
 
     def _compute_rows(self, wanted: set[str]) -> None:
         """Compute only the gradients of active rows for masks of rows, unless a source needs the rest."""

@@ -39,7 +39,12 @@ from gradpolicy.training_policies import STATE
 
 @contextmanager
 def training(
-    engine: DeepSpeedEngine, policies: Policies, seed: int = 0, *, steps_per_epoch: int | None = None
+    engine: DeepSpeedEngine,
+    policies: Policies,
+    seed: int = 0,
+    *,
+    steps_per_epoch: int | None = None,
+    layers: bool | None = None,
 ) -> Iterator[PartitionedOptimizer]:
     """Train under policies with a DeepSpeed engine, as `gradpolicy.training` does in a plain loop.
 
@@ -52,6 +57,8 @@ def training(
         policies: Flow and freeze policies, by name or in a list; parameters have their names in the model.
         seed: The seed of mask sources without a seed of their own.
         steps_per_epoch: The number of optimizer steps per epoch, for policies that count epochs.
+        layers: Print what trains, layer by layer, before the first update. None prints it if the output is a
+            terminal.
 
     Yields:
         The optimizer of the model's parameters, for its ``get_mask`` and ``effective_steps``.
@@ -64,7 +71,12 @@ def training(
     optimizer = partitioned(engine, named)
     scaler: Any = SimpleNamespace(get_scale=lambda: optimizer.zero.loss_scale)
     toggles = optimizer.allows_unused_parameters
-    settings = {"steps_per_epoch": steps_per_epoch, "scaler": scaler, "toggle_requires_grad": toggles}
+    settings = {
+        "steps_per_epoch": steps_per_epoch,
+        "scaler": scaler,
+        "toggle_requires_grad": toggles,
+        "layers": layers,
+    }
     try:
         with ExitStack() as stack:
             with optimizer.whole_parameters(values=True):

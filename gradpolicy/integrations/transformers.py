@@ -44,6 +44,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
             only the share for freeze policies.
         agreement_every: With several processes, the number of updates between comparisons of the checksums of
             masks, ages and weights; None for no comparisons.
+        layers: Print what trains, layer by layer, before the first update.
 
     Attributes:
         installed: The flow policies on the model, during training.

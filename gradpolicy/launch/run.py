@@ -145,7 +145,7 @@ def plan_and_run(
         check_resumable(resumed.checkpoint)
         console.print(str(resumed), markup=False, soft_wrap=True)
     reporter = LogRun(container, None, optimized_metrics(settings))
-    policies = GradientPolicies(subject.policies, seed=settings.seed, plan=False)
+    policies = GradientPolicies(subject.policies, seed=settings.seed)
     record = record_of(settings, directory, resumed)
     result = Result(overrides, directory=str(directory.path), program=program_name())
     began = time.monotonic()
@@ -159,6 +159,7 @@ def plan_and_run(
                     reporter.plan = make_run_plan(subject, settings.seed)
                     policies.shown_warnings = frozenset(reporter.plan.warnings)
                     console.print(reporter.plan)
+                    policies.layers = False  # the plan has them
                 if settings.extras.print_config:
                     print_config(container, console)
                 if (schedule := SCHEDULE.get()) is not None:

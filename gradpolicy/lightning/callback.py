@@ -1,6 +1,5 @@
 """The Lightning callback, which installs, updates, measures, saves and removes policies."""
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -56,8 +55,8 @@ class GradientPolicies(TrainingPolicies, Callback):
             masks, ages and weights; None for no comparisons.
         communication: Under DistributedDataParallel: sends the gradients of active entries only.
         plan: Print the plan, a table of what each policy affects, before the first training batch. It takes
-            one step on a copy of the model; for one process and automatic optimization only. None prints it
-            if the output is a terminal.
+            one step on a copy of the model; for one process and automatic optimization only.
+        layers: Print what trains, layer by layer, before the first update.
 
     Attributes:
         installed: The flow policies on the model, from the start of a stage to its end.
@@ -89,9 +88,10 @@ class GradientPolicies(TrainingPolicies, Callback):
         log: bool = True,
         agreement_every: int | None = 100,
         communication: ActiveEntries | None = None,
-        plan: bool | None = None,
+        plan: bool = False,
+        layers: bool = True,
     ) -> None:
-        super().__init__(policies, seed=seed, log=log, agreement_every=agreement_every)
+        super().__init__(policies, seed=seed, log=log, agreement_every=agreement_every, layers=layers)
         self.communication = communication
         self.plan = plan
         self._has_planned = False
@@ -186,7 +186,7 @@ class GradientPolicies(TrainingPolicies, Callback):
 
     def _print_plan(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
         """Print the plan, by one step on a copy of the model with the first batch."""
-        if self.plan is False or not self.policies or (self.plan is None and not sys.stdout.isatty()):
+        if not self.plan or not self.policies:
             return
         obstacles = {
             "several processes": trainer.world_size > 1,
@@ -195,8 +195,7 @@ class GradientPolicies(TrainingPolicies, Callback):
         }
         where = next((name for name, holds in obstacles.items() if holds), None)
         if where is not None:
-            if self.plan:
-                self._warn(f"GradientPolicies: plan=True makes no plan under {where}; call gradpolicy.plan")
+            self._warn(f"GradientPolicies: plan=True makes no plan under {where}; call gradpolicy.plan")
             return
 
         def loss(copied: Any) -> Tensor:
@@ -213,6 +212,7 @@ class GradientPolicies(TrainingPolicies, Callback):
             self._warn(f"GradientPolicies: no plan could be made: {error}")
         else:
             pl_module.print(planned)
+            self.layers = False  # the plan has them
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Check that no policy cuts the loss off from all parameters; torch's own error is less clear.

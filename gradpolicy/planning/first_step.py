@@ -22,8 +22,8 @@ from gradpolicy.masks.base import MaskSource
 from gradpolicy.masks.topk import TopK
 from gradpolicy.optim.optimizers import plain_optimizers
 from gradpolicy.optim.other_optimizers import put_back_remarks
-from gradpolicy.policies import FlowPolicy, Freeze, MaskPolicy, Policy
-from gradpolicy.tensors.mask import active_entries
+from gradpolicy.policies import FlowPolicy, Freeze, MaskPolicy, Policy, Train
+from gradpolicy.tensors.mask import active_entries, active_share
 from gradpolicy.when import When
 from gradpolicy.where import named_parameters, plain_name
 
@@ -44,7 +44,7 @@ class FirstStep:
         report: The rows of the report of flow policies, by policy.
         acting: The flow policies that matched an operation or module.
         sources: The mask sources of freeze policies and forward masks, set up on the copy.
-        masks: Their first masks.
+        masks: Their first masks, of all parameters that each policy restricts.
         budgets: For sources that choose by scores: the shares of parameters in what this step would choose.
         warnings: Remarks on operations that did not run, on optimizers, and on frozen parts that move.
     """
@@ -109,15 +109,6 @@ def first_step(
 def of_kind(policies: Mapping[str, Policy], kind: type[Kind]) -> dict[str, Kind]:
     """Return the policies of a class."""
     return {name: policy for name, policy in policies.items() if isinstance(policy, kind)}
-
-
-def mask_share(mask: Any) -> float:
-    """Return the active share of a mask; the expected share of a random mask."""
-    if isinstance(mask, bool):
-        return float(mask)
-    if isinstance(mask, Tensor):
-        return 1.0 if mask.is_meta else mask.float().mean().item()
-    return float(mask.density)
 
 
 # ---- the copy, and its optimizers
@@ -226,6 +217,12 @@ def _first_masks(
             source.model = duplicate
             source.setup({key: copies[key] for key in matched[name]}, seed=seed)
             masks[name] = _masks_of(source, policy.when, gradients)
+            if isinstance(policy, Train):
+                masks[name] = {
+                    **dict.fromkeys(copies, False),
+                    **dict.fromkeys(matched[name], True),
+                    **masks[name],
+                }
     for key, holders in policies_of.items():
         check_same_options(key, holders)
     return sources, masks
@@ -266,21 +263,27 @@ def _partly_frozen(
         name: {
             key: (mask, policy.frozen_state != "keep")
             for key, mask in masks[name].items()
-            if 0.0 < mask_share(mask) < 1.0 and getattr(mask, "level", None) != "tensor"
+            if 0.0 < active_share(mask) < 1.0 and getattr(mask, "level", None) != "tensor"
         }
         for name, policy in policies.items()
     }
 
 
 def _frozen_tensors(
-    policies: Iterable[str], masks: Mapping[str, Mapping[str, Any]], sources: Mapping[str, MaskSource]
+    policies: Mapping[str, Freeze], masks: Mapping[str, Mapping[str, Any]], sources: Mapping[str, MaskSource]
 ) -> dict[str, set[str]]:
     """Return the parameters that each policy freezes as a whole, at its first step or later."""
-    return {
-        name: {key for key, mask in masks[name].items() if mask_share(mask) == 0.0}
+    frozen = {
+        name: {key for key, mask in masks[name].items() if active_share(mask) == 0.0}
         | sources[name].may_freeze()
         for name in policies
     }
+    trained = {
+        name: set(sources[name].parameters) for name, each in policies.items() if isinstance(each, Train)
+    }
+    for name in trained:
+        frozen[name] -= set().union(*(own for other, own in trained.items() if other != name))
+    return frozen
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:

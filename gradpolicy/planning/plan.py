@@ -1,8 +1,6 @@
 """The plan: what each policy affects, determined by one step on a copy."""
 
-import functools
 import inspect
-import math
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -12,11 +10,15 @@ from torch import Tensor, nn
 from gradpolicy.errors import PolicyError, shortened, shown
 from gradpolicy.flow.install import name_policies
 from gradpolicy.flow.policy_checks import check_cuts
-from gradpolicy.planning.first_step import FirstStep, Optimizers, Step, first_step, mask_share, of_kind
+from gradpolicy.freezing.bound_policy import combine
+from gradpolicy.freezing.freezer import masks_never_change
+from gradpolicy.planning.first_step import FirstStep, Optimizers, Step, first_step, of_kind
 from gradpolicy.planning.plan_rows import row_of
 from gradpolicy.planning.plan_table import Plan, PlanModule, PlanRow
-from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
-from gradpolicy.tensors.mask import intersect
+from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop, Train
+from gradpolicy.rates import Rates, at, combined
+from gradpolicy.tensors.mask import Mask, active_share
+from gradpolicy.what_trains import Layers, what_trains
 from gradpolicy.where import named_parameters, pick_each, plain_name
 
 
@@ -61,11 +63,11 @@ def plan(
     found = first_step(model, policies, matched, step, seed=seed, optimizers=optimizers)
     gradients = found.gradients
     vain = _trained_in_vain(policies, matched, gradients)
-    # Policies that are active later do not affect the first step.
-    masks = {
-        name: found.masks[name] for name, each in of_kind(policies, Freeze).items() if each.when.active()
-    }
+    masks = _first_masks(policies, found)
     _check_cuts(policies, gradients, masks)
+    layers = _layers(model, policies, matched, found, masks)
+    if all(masks_never_change(policy) for policy in of_kind(policies, Freeze).values()):
+        layers.check()
     rows = tuple(
         row_of(name, policy, matched.get(name, {}), found, vain.get(name, ()))
         for name, policy in policies.items()
@@ -80,22 +82,59 @@ def plan(
         zero_gradient=zero,
         warnings=(*_vain_warnings(vain, matched, gradients), *found.warnings),
         modules=_modules(model, rows),
+        layers=layers,
     )
 
 
-def _training_entries(found: FirstStep, masks: Mapping[str, Mapping[str, Any]]) -> int:
+def _layers(
+    model: nn.Module,
+    policies: Mapping[str, Policy],
+    matched: Mapping[str, Mapping[str, Tensor]],
+    found: FirstStep,
+    masks: Mapping[str, Mask],
+) -> Layers:
+    """Return what trains in the first step, layer by layer."""
+    freeze = {name: each for name, each in of_kind(policies, Freeze).items() if each.when.active()}
+    settings = [found.sources[name].settings(0, 0) for name in freeze]
+    settings += [
+        {key: at(own, each.when.count(0, 0)) for key, own in each.settings_of(matched[name]).items()}
+        for name, each in of_kind(policies, Rates).items()
+        if each.when.active()
+    ]
+    together: dict[str, Any] = {}
+    for own in settings:
+        together |= {key: combined(together.get(key, {}), given) for key, given in own.items()}
+    return what_trains(
+        named_parameters(model),
+        {name: active_share(mask) for name, mask in masks.items()},
+        factors={name: own["lr"] for name, own in together.items() if "lr" in own},
+        still={
+            key
+            for name, each in freeze.items()
+            for key in found.masks[name]
+            if each.buffers != "move" and masks.get(key) is False
+        },
+        matched={key for name in of_kind(policies, Freeze) for key in matched[name]},
+        trains_only_matched=any(isinstance(each, Train) for each in freeze.values()),
+    )
+
+
+def _first_masks(policies: Mapping[str, Policy], found: FirstStep) -> dict[str, Mask]:
+    """Return the mask of each parameter in the first step, under all policies that are active in it."""
+    active = {name: each for name, each in of_kind(policies, Freeze).items() if each.when.active()}
+    return {
+        key: combine(
+            [(each, found.masks[name][key]) for name, each in active.items() if key in found.masks[name]],
+            parameter,
+        )
+        for key, parameter in found.parameters.items()
+    }
+
+
+def _training_entries(found: FirstStep, masks: Mapping[str, Mask]) -> int:
     """Return the number of entries that get a gradient and are active in the first step."""
     getting = {name: each for name, each in found.parameters.items() if _gets_gradient(found.gradients[name])}
-    return round(sum(each.numel() * _share(each, masks, name) for name, each in getting.items()))
-
-
-def _share(parameter: Tensor, masks: Mapping[str, Mapping[str, Any]], key: str) -> float:
-    """Return the active share of a parameter under all policies together."""
-    chosen = [given[key] for given in masks.values() if key in given]
-    if len(chosen) < 2 or parameter.is_meta:
-        return math.prod(mask_share(mask) for mask in chosen)
-    shape, device = parameter.shape, parameter.device
-    return mask_share(functools.reduce(lambda one, other: intersect(one, other, shape, device), chosen))
+    return round(sum(each.numel() * active_share(masks[name]) for name, each in getting.items()))
 
 
 def training_loss(module: Any, batch: Any, batch_index: int = 0) -> Tensor:
@@ -162,14 +201,14 @@ def _modules(model: nn.Module, rows: Iterable[PlanRow]) -> tuple[PlanModule, ...
 def _check_cuts(
     policies: Mapping[str, Policy],
     gradients: Mapping[str, Tensor | None],
-    masks: Mapping[str, Mapping[str, Any]],
+    masks: Mapping[str, Mask],
 ) -> None:
     """Check that the stops leave a path to an active parameter.
 
     Raises:
         PolicyError: If they do not.
     """
-    frozen = {key for given in masks.values() for key, mask in given.items() if mask is False}
+    frozen = {name for name, mask in masks.items() if mask is False}
     if gradients and not any(g is not None and name not in frozen for name, g in gradients.items()):
         flow = of_kind(policies, FlowPolicy)
         check_cuts({name: policy for name, policy in flow.items() if "fit" in policy.when.phases})

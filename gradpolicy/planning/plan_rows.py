@@ -8,10 +8,11 @@ from torch import nn
 from gradpolicy.errors import under
 from gradpolicy.flow.policy_report import ReportRow
 from gradpolicy.masks.base import MaskSource
-from gradpolicy.planning.first_step import FirstStep, mask_share
+from gradpolicy.planning.first_step import FirstStep
 from gradpolicy.planning.plan_table import PlanRow
 from gradpolicy.policies import FlowPolicy, Freeze, MaskPolicy, Policy
 from gradpolicy.rates import Rates
+from gradpolicy.tensors.mask import active_share
 from gradpolicy.when import When, Window
 
 # What happens to the optimizer state of an entry that freezes, by ``frozen_state``.
@@ -75,7 +76,7 @@ def _of_masks(
     source, masks = step.sources[name], step.masks[name]
     entries = sum(parameter.numel() for parameter in parameters.values())
     active = {
-        key: parameter.numel() * mask_share(masks.get(key, True)) for key, parameter in parameters.items()
+        key: parameter.numel() * active_share(masks.get(key, True)) for key, parameter in parameters.items()
     }
     share = sum(active.values()) / max(entries, 1)
     kind = type(policy.mask).__name__

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -10,6 +11,7 @@ from rich.table import Table
 
 from gradpolicy.display import Displayed
 from gradpolicy.errors import shortened
+from gradpolicy.what_trains import Layers
 
 HEADINGS = ("policy", "what", "where", "matches", "entries that train")
 
@@ -117,6 +119,8 @@ class Plan(Displayed):
         zero_gradient: Parameters whose gradient is zero in every entry.
         warnings: Policies without effect or with an unexpected one; missing gradients come first.
         modules: The modules of the model, in the order in which it has them.
+        layers: What trains in the first step: rows with ``name``, ``trains``, ``share``, ``rate`` and
+            ``mode`` of a layer, or of several alike ones.
     """
 
     rows: tuple[PlanRow, ...]
@@ -127,14 +131,19 @@ class Plan(Displayed):
     zero_gradient: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     modules: tuple[PlanModule, ...] = ()
+    layers: Layers = field(default_factory=partial(Layers, (), ""))
 
     def __rich__(self) -> RenderableType:
-        """Render the plan as a table with its remarks below."""
-        return Group(table(self.rows), *remarks(self))
+        """Render the plan as a table of policies and one of layers, with its remarks below."""
+        return Group(table(self.rows), self.layers.table(), escape(self.layers.unmatched), *remarks(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain values, the content of ``plan.json``."""
-        return {**asdict(self), "rows": [row.to_dict() for row in self.rows]}
+        return {
+            **asdict(self),
+            "rows": [row.to_dict() for row in self.rows],
+            "layers": self.layers.to_dict(),
+        }
 
 
 def table(rows: tuple[PlanRow, ...]) -> Table:

@@ -79,6 +79,15 @@ def intersect(first: Mask, second: Mask, shape: Sequence[int], device: torch.dev
     return as_tensor(first, shape, device) & as_tensor(second, shape, device)
 
 
+def unite(first: Mask, second: Mask, shape: Sequence[int], device: torch.device | str = "cpu") -> Mask:
+    """Return the union of two masks, in the cheapest form."""
+    if isinstance(first, bool):
+        return True if first else second
+    if isinstance(second, bool):
+        return True if second else first
+    return as_tensor(first, shape, device) | as_tensor(second, shape, device)
+
+
 def active_entries(mask: Mask, shape: Sequence[int], device: torch.device | str = "cpu") -> int:
     """Return the number of entries of a parameter that train under a mask, which is drawn on the device."""
     entries = math.prod(shape)
@@ -86,6 +95,13 @@ def active_entries(mask: Mask, shape: Sequence[int], device: torch.device | str 
         return entries if mask else 0
     drawn = as_tensor(mask, shape, device)
     return int(drawn.sum()) * (entries // max(drawn.numel(), 1))
+
+
+def active_share(mask: Mask) -> float:
+    """Return the share of entries that train under a mask; the expected share of a random mask."""
+    if isinstance(mask, Tensor):
+        return 1.0 if mask.is_meta else mask.float().mean().item()
+    return mask.density if isinstance(mask, RandomMask) else float(mask)
 
 
 def same_mask(first: Mask | None, second: Mask | None) -> bool:

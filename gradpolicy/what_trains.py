@@ -1,0 +1,204 @@
+"""A table of what trains, layer by layer."""
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, overload
+
+from torch import Tensor
+
+from gradpolicy.display import Displayed
+from gradpolicy.errors import PolicyError, shortened
+from gradpolicy.masks.layers import find_layers
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """A layer, or several alike ones.
+
+    Attributes:
+        name: Its name, such as ``layers.3``; ``layers.0–31`` for alike layers.
+        trains: ``"all"``, ``"nothing"``, or the parameters with entries that train.
+        entries: The number of entries of its parameters.
+        training: The number of those that train.
+        rate: The factor on the learning rate, or the least and largest; empty if nothing trains.
+        mode: ``"train"``; ``"eval"`` if its running statistics and dropout stand still; or ``"partly eval"``.
+    """
+
+    name: str
+    trains: str
+    entries: int
+    training: int
+    rate: str
+    mode: str
+
+    @property
+    def share(self) -> float:
+        """The share of its entries that trains."""
+        return self.training / max(self.entries, 1)
+
+
+@dataclass(frozen=True)
+class Layers(Displayed, Sequence[LayerRow]):
+    """What trains in a model: a sequence of :class:`LayerRow`, which prints as a table.
+
+    Attributes:
+        rows: The layers from the input to the output.
+        unmatched: A sentence on the parameters that no policy matches.
+    """
+
+    rows: tuple[LayerRow, ...]
+    unmatched: str
+
+    @overload
+    def __getitem__(self, index: int) -> LayerRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[LayerRow, ...]: ...
+    def __getitem__(self, index: int | slice) -> LayerRow | tuple[LayerRow, ...]:
+        return self.rows[index]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def entries(self) -> int:
+        """The number of entries of the model."""
+        return sum(row.entries for row in self.rows)
+
+    @property
+    def training(self) -> int:
+        """The number of entries that train."""
+        return sum(row.training for row in self.rows)
+
+    def check(self) -> None:
+        """Check that something trains.
+
+        Raises:
+            PolicyError: If nothing does.
+        """
+        if self.rows and not self.training:
+            raise PolicyError(
+                f"0 of {self.entries:,} entries train: the policies freeze every parameter that requires a "
+                "gradient and that an optimizer holds"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the table as plain values."""
+        return {
+            "rows": [{**asdict(row), "share": row.share} for row in self.rows],
+            "unmatched": self.unmatched,
+        }
+
+    def __rich__(self) -> "RenderableType":
+        """Render the table, with the total and the sentence below."""
+        from rich.console import Group
+        from rich.markup import escape
+
+        share = self.training / max(self.entries, 1)
+        total = f"[bold]{self.training:,}[/bold] of {self.entries:,} entries ({share:.1%}) train."
+        return Group(self.table(), total, escape(self.unmatched))
+
+    def table(self) -> "Table":
+        """Return the table for rich."""
+        from rich.markup import escape
+        from rich.table import Table
+
+        table = Table(title="What trains", title_justify="left", title_style="bold", header_style="bold")
+        table.add_column("layer", overflow="fold")
+        table.add_column("what trains", overflow="fold")
+        for heading in ("share", "entries", "rate"):
+            table.add_column(heading, justify="right")
+        table.add_column("module mode")
+        for row in self.rows:
+            share = f"{row.share:.0%}" if row.share in (0, 1) else f"{100 * row.share:.3g}%"
+            table.add_row(escape(row.name), escape(row.trains), share, f"{row.entries:,}", row.rate, row.mode)
+        return table
+
+
+def what_trains(
+    parameters: Mapping[str, Tensor],
+    shares: Mapping[str, float],
+    *,
+    factors: Mapping[str, float] | None = None,
+    still: Collection[str] = (),
+    matched: Collection[str] = (),
+    trains_only_matched: bool = False,
+) -> Layers:
+    """Return what trains in a model, layer by layer.
+
+    Args:
+        parameters: All parameters of the model by name.
+        shares: The share of entries that trains, of each parameter that may train.
+        factors: The factors on the learning rate that are not 1.
+        still: The parameters of modules that are in evaluation mode because they are frozen.
+        matched: The parameters that freeze policies match.
+        trains_only_matched: True if what they do not match is frozen, as under ``Train``.
+    """
+    rows = []
+    for layer in find_layers(parameters) if parameters else ():
+        names = layer.parameters
+        active = [name for name in names if shares.get(name, 0.0) > 0]
+        rates = sorted({(factors or {}).get(name, 1.0) for name in active})
+        full = len(active) == len(names) and all(shares[name] == 1 for name in names)
+        own = (
+            shortened([name.removeprefix(f"{layer.name}.") for name in active], most=4)
+            if active
+            else "nothing"
+        )
+        held = sum(name in still for name in names)
+        rows.append(
+            LayerRow(
+                layer.name,
+                "all" if full else own,
+                sum(parameters[name].numel() for name in names),
+                round(sum(parameters[name].numel() * shares[name] for name in active)),
+                " to ".join(f"×{rate:g}" for rate in dict.fromkeys((*rates[:1], *rates[-1:]))),
+                "eval" if held == len(names) else "partly eval" if held else "train",
+            )
+        )
+    return Layers(tuple(_joined(rows)), _unmatched(shares, matched, trains_only_matched))
+
+
+def _unmatched(shares: Mapping[str, float], matched: Collection[str], trains_only_matched: bool) -> str:
+    """Return the sentence on parameters that no policy matches."""
+    others = [name for name in shares if name not in matched]
+    if not others:
+        return "A policy matches each parameter."
+    if not matched:
+        return "No policy freezes anything."
+    fate = "they are frozen, since Train policies name what trains" if trains_only_matched else "they train"
+    count = f"{len(others)} of {len(shares)} parameters"
+    return f"No policy matches {count} ({shortened(others, most=4)}): {fate}."
+
+
+def _joined(rows: Sequence[LayerRow]) -> Iterator[LayerRow]:
+    """Yield the rows, with neighbouring alike layers of one stack joined."""
+    first: LayerRow | None = None
+    run: list[LayerRow] = []
+    for row in rows:
+        stack, number = _numbered(row)
+        if first is not None and stack and replace(row, name="") == replace(first, name=""):
+            before, last = _numbered(run[-1])
+            if before == stack and number == last + 1:
+                run.append(row)
+                continue
+        yield from _as_one(run)
+        first, run = row, [row]
+    yield from _as_one(run)
+
+
+def _as_one(run: Sequence[LayerRow]) -> Iterator[LayerRow]:
+    if run:
+        first, last = run[0], run[-1]
+        name = first.name if len(run) == 1 else f"{first.name}–{_numbered(last)[1]}"
+        yield replace(first, name=name, entries=first.entries * len(run), training=first.training * len(run))
+
+
+def _numbered(row: LayerRow) -> tuple[str, int]:
+    """Return the name of a layer without its number, and the number; an empty name for other layers."""
+    found = re.fullmatch(r"(.*\D)(\d+)", row.name) or re.fullmatch(r"()(\d+)", row.name)
+    return (found[1] or ".", int(found[2])) if found else ("", -1)
