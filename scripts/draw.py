@@ -1,7 +1,7 @@
 """Draws the pictures of the documentation.
 
 python scripts/draw.py cards              all pictures of the policy cards, into docs/policies/pictures
-python scripts/draw.py masks topk stable  two pictures of the mask cards, into docs/masks/pictures
+python scripts/draw.py masks topk random  two pictures of the mask cards, into docs/masks/pictures
 python scripts/draw.py overview           the picture of the README, into docs/pictures; needs Chromium
 """
 

@@ -122,15 +122,6 @@ def test_factors_of_several_policies_are_multiplied_and_another_setting_is_the_l
     assert moves([first, second], 2)[1] == 0.25
 
 
-def test_rates_and_a_sources_own_are_multiplied(moves) -> None:
-    source = gp.masks.Progressive(total=100, first=0.5, scale=False)
-    alone = moves({"out": gp.Freeze(source)}, 3)
-    source = gp.masks.Progressive(total=100, first=0.5, scale=False)
-    assert moves({"out": gp.Freeze(source), "half": gp.Rates({"*": 0.5})}, 3) == pytest.approx(
-        [0.5 * move for move in alone], abs=1e-11
-    )
-
-
 def test_the_first_pattern_that_matches_counts(stack) -> None:
     named = dict(stack.named_parameters())
     found = gp.Rates({"head.bias": 3.0, "head.*": 2.0, "*": gp.LayerDecay(0.5)}).settings_of(named)

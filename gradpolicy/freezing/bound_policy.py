@@ -120,7 +120,7 @@ class BoundPolicy(Generic[Kind]):
 
     def identity(self) -> str:
         """Return a string by which saved states are compared: the source's class and the parameters."""
-        return f"{type(self.source.original).__name__} {derive(*self.source.parameters):016x}"
+        return f"{type(self.source).__name__} {derive(*self.source.parameters):016x}"
 
     def mask_state(self) -> dict[str, Any] | None:
         """Return the current masks and their period; None if the source can repeat them, or without masks."""

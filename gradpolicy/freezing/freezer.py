@@ -719,7 +719,7 @@ def _check_sources(policies: Mapping[str, MaskPolicy]) -> None:
     """
     first: dict[int, str] = {}
     for name, policy in policies.items():
-        other = first.setdefault(id(policy.mask.original), name)
+        other = first.setdefault(id(policy.mask), name)
         if other != name:
             raise PolicyError(f"policy.{name}: has the mask source of policy.{other}; each needs its own")
 

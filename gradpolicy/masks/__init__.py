@@ -8,11 +8,9 @@ from gradpolicy.masks.function import as_source as as_source
 from gradpolicy.masks.gradual import Gradual as Gradual
 from gradpolicy.masks.layerwise import Layerwise as Layerwise
 from gradpolicy.masks.phases import Phases as Phases
-from gradpolicy.masks.progressive import Progressive as Progressive
 from gradpolicy.masks.prune_and_grow import PruneAndGrow as PruneAndGrow
 from gradpolicy.masks.random import Random as Random
 from gradpolicy.masks.rows import Rows as Rows
-from gradpolicy.masks.stable import Stable as Stable
 from gradpolicy.masks.topk import TopK as TopK
 from gradpolicy.masks.zeros import Zeros as Zeros
 from gradpolicy.schedules import Constant as Constant

@@ -61,8 +61,6 @@ class MaskSource:
         [0, 5, 10]
     """
 
-    # By default True for subclasses that define `observe`.
-    needs_gradients: bool = False
     # True if masks() returns the same masks at all steps of a period, from arguments and state_dict alone. If
     # not, for example if they depend on the weights, checkpoints contain the masks.
     repeats_masks: bool = False
@@ -79,11 +77,6 @@ class MaskSource:
     setting_names: Collection[str] = ()
     # Groups of parameters that freeze and thaw together, from the input to the output.
     layer_groups: Sequence[Layer] = ()
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if "observe" in vars(cls) and "needs_gradients" not in vars(cls):
-            cls.needs_gradients = True
 
     def __init__(
         self,
@@ -103,6 +96,8 @@ class MaskSource:
             raise PolicyError(f"{kind}.seed: must be a whole number, got {shown(seed)}")
         self.own_seed = seed
         self.seed = 0
+        # True if `observe` is called with the gradients of `gradient_names`.
+        self.needs_gradients = type(self).observe is not MaskSource.observe
         self.parameters: dict[str, Tensor] = {}
 
     def setup(self, parameters: Mapping[str, Tensor], *, seed: int) -> None:
@@ -148,21 +143,13 @@ class MaskSource:
         """Return True if a change was delayed and can be made now."""
         return False
 
-    def count(self, step: int, epoch: int) -> int:
-        """Return the count in the unit of the timetable: the step or the epoch."""
-        return self.timetable.count(step, epoch)
-
     def period(self, step: int, epoch: int) -> int:
         """Return the number of the period since ``start``, between possible changes; −1 before ``start``."""
         return self.timetable.period(step, epoch)
 
-    def wants_gradients(self, step: int, epoch: int) -> bool:
-        """Return True if :meth:`observe` needs the gradients of this step."""
-        return self.needs_gradients
-
     def gradient_names(self, step: int, epoch: int) -> set[str]:
-        """Return the names of parameters whose gradients the source needs at this step."""
-        return set(self.parameters) if self.wants_gradients(step, epoch) else set()
+        """Return the names of parameters whose gradients :meth:`observe` needs at this step."""
+        return set(self.parameters) if self.needs_gradients else set()
 
     def observe(self, gradients: Mapping[str, Tensor]) -> None:
         """Process the whole gradients of an effective step, before clipping and masking.
@@ -178,16 +165,9 @@ class MaskSource:
         """Return factors of the gradients of active entries by parameter name; the default is 1."""
         return {}
 
-    def learning_rate_scale(self, step: int, epoch: int) -> Mapping[str, float]:
-        """Return factors of the learning rates by parameter name; the default is 1."""
-        return {}
-
     def settings(self, step: int, epoch: int) -> Mapping[str, Mapping[str, Any]]:
-        """Return settings of the optimizer by parameter name, in the form of its ``set_settings``.
-
-        By default ``lr`` from :meth:`learning_rate_scale`.
-        """
-        return {name: {"lr": scale} for name, scale in self.learning_rate_scale(step, epoch).items()}
+        """Return settings of the optimizer by parameter name, in the form of its ``set_settings``."""
+        return {}
 
     @property
     def resets_state(self) -> bool:
@@ -203,7 +183,7 @@ class MaskSource:
     @property
     def writes_weights(self) -> bool:
         """True if the source may modify the weights."""
-        return type(self).apply is not MaskSource.apply or "apply" in vars(self)
+        return type(self).apply is not MaskSource.apply
 
     def release(self) -> None:
         """Remove hooks from the model. Called at the end of training."""
@@ -248,11 +228,6 @@ class MaskSource:
             for name, value in values.items()
             if value is not None
         }
-
-    @property
-    def original(self) -> object:
-        """The user's object: the source itself, unless it adapts another object."""
-        return self
 
     def may_freeze(self) -> set[str]:
         """Return the names of parameters that will certainly be frozen as a whole."""

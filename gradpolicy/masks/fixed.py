@@ -29,7 +29,6 @@ class Fixed(StaticSource):
             - a bool tensor that broadcasts to every parameter of the policy;
             - a dict from names or globs to masks; all other parameters train;
             - the path of a ``.safetensors`` file with a mask for each name, in bool or uint8.
-        freeze: Globs of the parameters that do not train, instead of ``mask``; all others do.
         level: ``"2:4"`` or blocks, ``"16x16"``: a pattern that masks in the form of tensors must have.
         **timetable: ``every``, ``unit``, ``start``, ``stop``, ``seed``: see
             :class:`~gradpolicy.masks.base.MaskSource`. They have no effect, and give a warning.
@@ -51,19 +50,14 @@ class Fixed(StaticSource):
         self,
         mask: "bool | str | Path | Iterable[str] | Tensor | Mapping[str, Mask]" = False,
         *,
-        freeze: str | Iterable[str] | None = None,
         level: str = "entry",
         **timetable: Any,
     ) -> None:
         super().__init__(**timetable)
-        if freeze is not None and mask is not False:
-            raise PolicyError("Fixed: give either mask (what trains) or freeze (what does not), not both")
         self.mask = mask
-        self.freeze = None if freeze is None else as_patterns(freeze)
         self.level = check_level("Fixed.level", level)
-        key, given = ("mask", mask) if freeze is None else ("freeze", self.freeze)
-        if isinstance(given, Mapping | list | tuple) and not given:
-            raise PolicyError(f"Fixed.{key}: is empty; False means nothing, True everything")
+        if isinstance(mask, Mapping | list | tuple) and not mask:
+            raise PolicyError("Fixed.mask: is empty; False means nothing, True everything")
 
     def prepare(self) -> None:
         """Read and check the masks."""
@@ -83,8 +77,6 @@ class Fixed(StaticSource):
     def describe(self) -> dict[str, Any]:
         """Return a short form of the arguments."""
         level = {} if self.level == "entry" else {"level": self.level}
-        if self.freeze is not None:
-            return {"freeze": list(self.freeze), **level}
         if isinstance(self.mask, Tensor):
             return {"mask": f"tensor {tuple(self.mask.shape)}", **level}
         return {"mask": f"{len(self.mask)} masks" if isinstance(self.mask, Mapping) else self.mask, **level}
@@ -92,8 +84,6 @@ class Fixed(StaticSource):
     def _read(self) -> Mapping[str, Mask]:
         """Return the masks by name or glob."""
         mask = self.mask
-        if self.freeze is not None:
-            return dict.fromkeys(self.parameters, True) | dict.fromkeys(self._matched(self.freeze), False)
         if isinstance(mask, Mapping):
             return mask
         if isinstance(mask, bool | Tensor):
@@ -105,10 +95,8 @@ class Fixed(StaticSource):
             raise PolicyError(
                 f"Fixed.mask: must be a bool, globs, a tensor, a dict or a file, got {shown(mask)}"
             )
-        return dict.fromkeys(self.parameters, False) | dict.fromkeys(self._matched(patterns), True)
-
-    def _matched(self, patterns: Iterable[str]) -> list[str]:
-        return match_names(patterns, self.parameters, "parameter")
+        matched = match_names(patterns, self.parameters, "parameter")
+        return dict.fromkeys(self.parameters, False) | dict.fromkeys(matched, True)
 
 
 def read_masks(path: str | Path) -> dict[str, Mask]:

@@ -31,7 +31,6 @@ class GradientSource(MaskSource):
         decided_at: The count of the last change.
     """
 
-    needs_gradients = True
     repeats_masks = True
     # The statistics that are summed: keys of STATISTICS.
     statistics: Sequence[str] = ("gradient",)
@@ -55,15 +54,13 @@ class GradientSource(MaskSource):
                 f"change waits for {self.window} {times.unit}s of gradients of its own"
             )
 
-    def wants_gradients(self, step: int, epoch: int) -> bool:
-        """Return True in the last ``window`` counts before a change, and while a change is delayed."""
-        if not self.needs_gradients:
-            return False
-        count = self.count(step, epoch)
-        if self.decided < self.period(step, epoch):
-            return True
+    def gradient_names(self, step: int, epoch: int) -> set[str]:
+        """Return names in the last ``window`` counts before a change, and while a change is delayed."""
+        count = self.timetable.count(step, epoch)
         change = self.timetable.next(count)
-        return change is not None and (self.window is None or change - count <= self.window)
+        before_change = change is not None and (self.window is None or change - count <= self.window)
+        wanted = before_change or self.decided < self.period(step, epoch)
+        return super().gradient_names(step, epoch) if wanted else set()
 
     def overdue(self, step: int, epoch: int) -> bool:
         """Return True if a change is due and its window is full."""
@@ -77,7 +74,7 @@ class GradientSource(MaskSource):
 
     def decide(self, step: int, epoch: int) -> None:
         """Record a change, and reset the sums."""
-        self.decided, self.decided_at = self.period(step, epoch), self.count(step, epoch)
+        self.decided, self.decided_at = self.period(step, epoch), self.timetable.count(step, epoch)
         self.sums, self.steps = {}, 0
 
     def observe(self, gradients: Mapping[str, Tensor]) -> None:

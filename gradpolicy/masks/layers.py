@@ -78,7 +78,7 @@ def join_layers(layers: Collection[Layer]) -> Layer:
     )
 
 
-def find_layers(parameters: Mapping[str, Tensor], stacks: str | Iterable[str] | None = None) -> list[Layer]:
+def find_layers(parameters: Mapping[str, Tensor]) -> list[Layer]:
     """Group parameters into layers, from the input to the output, by the model's own blocks.
 
     Sibling modules whose names differ only in a number (``layers.0`` and ``layers.1``, ``layer1`` and
@@ -96,10 +96,6 @@ def find_layers(parameters: Mapping[str, Tensor], stacks: str | Iterable[str] | 
 
     Args:
         parameters: The parameters by name, in model order.
-        stacks: Globs of the containers whose members are the layers (``"trunk.layers"``).
-
-    Raises:
-        PolicyError: If a glob matches no numbered container.
 
     Example:
         >>> import torch
@@ -111,16 +107,15 @@ def find_layers(parameters: Mapping[str, Tensor], stacks: str | Iterable[str] | 
     """
     # If all parameters are vectors, for example biases, they count as weights.
     weights = {name for name, parameter in parameters.items() if parameter.ndim > 1} or set(parameters)
-    chosen = _chosen_stacks(list(parameters), stacks)
-    blocks = set() if chosen else _with_experts(set(_blocks(parameters, weights)), parameters)
+    blocks = _with_experts(set(_blocks(parameters, weights)), parameters)
     if blocks:
         found = {name: [each for each in _prefixes(name) if each in blocks] for name in parameters}
         layer_of = {name: inside[-1] if inside else None for name, inside in found.items()}
     else:
-        layer_of = {name: _member(name, chosen) for name in parameters}
+        layer_of = {name: _numbered(name) for name in parameters}
         if not any(layer_of.values()):
             layer_of = {name: _module(name) for name in parameters}
-    return _in_order(layer_of, weights, norms_join=not (chosen or blocks))
+    return _in_order(layer_of, weights, norms_join=not blocks)
 
 
 def read_groups(key: str, groups: Groups) -> dict[str, tuple[str, ...]] | None:
@@ -257,30 +252,7 @@ def _module(name: str) -> str:
     return name.rpartition(".")[0] or name
 
 
-def _chosen_stacks(names: list[str], stacks: str | Iterable[str] | None) -> set[str] | None:
-    """Return the containers whose members are layers; None means the outermost one of each parameter."""
-    if stacks is None or not as_patterns(stacks):
-        return None
-    containers = list(dict.fromkeys(stack for name in names for stack, _ in _numbered(name)))
-    if not containers:
-        raise PolicyError(
-            f"layers {shown(list(as_patterns(stacks)))}: no parameter lies in a numbered container"
-        )
-    return set(match_names(stacks, containers, "layer container"))
-
-
-def _numbered(name: str) -> list[tuple[str, str]]:
-    """Return the numbered containers of a parameter with its member in each, outermost first."""
-    parts = name.split(".")
-    return [
-        (".".join(parts[:place]), ".".join(parts[: place + 1]))
-        for place, part in enumerate(parts[:-1])
-        if re.fullmatch(r"\d+", part)
-    ]
-
-
-def _member(name: str, chosen: set[str] | None) -> str | None:
-    for container, member in _numbered(name):
-        if chosen is None or container in chosen:
-            return member
-    return None
+def _numbered(name: str) -> str | None:
+    """Return the outermost numbered module that contains a parameter."""
+    modules = _prefixes(name)[:-1]
+    return next((module for module in modules if module.rpartition(".")[2].isdecimal()), None)

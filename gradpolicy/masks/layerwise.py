@@ -5,7 +5,7 @@ from typing import Any
 
 from gradpolicy.checks import check_whole
 from gradpolicy.errors import PolicyError
-from gradpolicy.masks.layers import LayerSource, find_layers, names_in
+from gradpolicy.masks.layers import LayerSource, names_in
 from gradpolicy.tensors.seeded import shuffled
 from gradpolicy.where import match_any
 
@@ -19,8 +19,6 @@ class Layerwise(LayerSource):
     Args:
         active: The number of layers that train at a time.
         always: Globs of parameters that always train, in addition to those outside of layers.
-        layers: Globs of the containers whose members are the layers (``"model.layers"``); None: the model's
-            blocks, with separate experts and routers.
         every: The number of steps (or epochs) between samples.
         **timetable: ``groups``: the layers, instead of the model's blocks. ``unit``, ``start``, ``stop``,
             ``seed``: see :class:`~gradpolicy.masks.MaskSource`.
@@ -46,21 +44,16 @@ class Layerwise(LayerSource):
         active: int = 2,
         *,
         always: str | Iterable[str] | None = None,
-        layers: str | Iterable[str] | None = None,
         every: int | None = 20,
         **timetable: Any,
     ) -> None:
         super().__init__(every=every, **timetable)
         self.active = check_whole("Layerwise.active", active, least=1)
         self.always = always
-        self.layers = layers
-        if layers is not None and self.groups is not None:
-            raise PolicyError("Layerwise: takes layers or groups, not both")
 
     def prepare(self) -> None:
         """Find the layers."""
-        layers = find_layers(self.parameters, self.layers) if self.layers else self.find_groups()
-        found = [layer for layer in layers if layer.numbered]
+        found = [layer for layer in self.find_groups() if layer.numbered]
         if self.active > len(found):
             names = ", ".join(layer.name for layer in found)
             raise PolicyError(

@@ -22,17 +22,12 @@ from gradpolicy.masks.selection import (
 from gradpolicy.schedules import Constant, Cosine, Linear, Ramp, Schedule
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.tensors.pattern import pattern_of
-from gradpolicy.tensors.seeded import bernoulli, check_level, derive, words_at
+from gradpolicy.tensors.seeded import check_level, derive, words_at
 from gradpolicy.tensors.sharding import full_tensor, write_entries, zero_outside
 from gradpolicy.where import match_any
 
-RULES = {
-    "gradient": {"drop": "magnitude", "grow_init": "zero", "anneal": "cosine"},
-    "random": {"drop": "sign", "grow_init": "random", "anneal": "constant"},
-}
-"""The defaults of RigL (``gradient``) and SET (``random``)."""
-DROPS = ("magnitude", "sign")
-INITS = ("zero", "random")
+RULES = {"gradient": "cosine", "random": "constant"}
+"""The values of ``grow``, with their default of ``anneal``."""
 ANNEALS: dict[str, type[Ramp]] = {"cosine": Cosine, "linear": Linear}
 
 
@@ -41,23 +36,24 @@ class PruneAndGrow(GradientSource):
 
     Initially each weight tensor has a random mask of its density. At each change, of its ``n`` active entries
 
-    1. a fraction ``f(t)``, rounded down, is dropped: the entries with the smallest ``|w|``
-       (``drop="magnitude"``), or the same fraction of the positive and of the negative entries nearest to
-       zero (``drop="sign"``);
-    2. the same number is grown among all inactive entries, including those just dropped: the entries with
-       the largest ``|Σ g|`` of the dense gradient over the ``window`` steps before (``grow="gradient"``), or
-       random ones (``grow="random"``).
+    1. a fraction ``f(t)``, rounded down, is dropped;
+    2. the same number is grown among all inactive entries, including those just dropped.
 
-    Entries outside of the mask are zero. The two published rules also differ in these settings:
+    Entries outside of the mask are zero. The two published rules are
 
-    =========================  ================  =============================================
-    ``grow``                   RigL: gradient    SET: random
-    =========================  ================  =============================================
-    ``drop``                   magnitude         sign
-    ``grow_init``              zero              random
-    ``anneal`` of ``f(t)``     cosine            constant
-    dropped and grown at once  keeps its value   gets a new one
-    =========================  ================  =============================================
+    =========================  =========================  =============================================
+    ``grow``                   ``"gradient"``: RigL       ``"random"``: SET
+    =========================  =========================  =============================================
+    dropped                    smallest ``|w|``           the same fraction of the positive and of the
+                                                          negative entries nearest to zero; blocks by
+                                                          ``|w|``
+    grown                      largest ``|Σ g|`` of the   random
+                               ``window`` steps before
+    first value                0                          normal, with the initial standard deviation
+                                                          of the tensor
+    ``anneal`` of ``f(t)``     cosine                     constant
+    dropped and grown at once  keeps its value            gets a new one
+    =========================  =========================  =============================================
 
     ``f(t) = ½ α (1 + cos(π t / T))`` for ``anneal="cosine"``, with ``t`` counted from ``start`` and ``T`` =
     ``stop − start``. With ``frozen_state="zero"`` or ``"drop"`` grown entries start with empty moments.
@@ -71,9 +67,6 @@ class PruneAndGrow(GradientSource):
             ``"2:4"``: entries, of which 2 of every 4 of a row are always active.
         grow: ``"gradient"`` (RigL) or ``"random"`` (SET).
         fraction: ``α``, the initial fraction.
-        drop: ``"magnitude"`` or ``"sign"``; None: the setting in the table.
-        grow_init: The initial value of grown entries: ``"zero"``, or ``"random"``: a normal value with the
-            initial standard deviation of the tensor; None: the setting in the table.
         anneal: The schedule of the fraction: ``"cosine"``, ``"linear"`` or ``"constant"``; None: the setting
             in the table, but ``"constant"`` without ``stop``.
         distribution: ``"uniform"`` (the same density for all tensors) or ``"erk"`` (Erdős–Rényi–kernel:
@@ -106,8 +99,6 @@ class PruneAndGrow(GradientSource):
         level: str = "entry",
         grow: str = "gradient",
         fraction: float = 0.3,
-        drop: str | None = None,
-        grow_init: str | None = None,
         anneal: str | None = None,
         distribution: str = "uniform",
         dense: str | Iterable[str] | None = None,
@@ -117,16 +108,13 @@ class PruneAndGrow(GradientSource):
     ) -> None:
         super().__init__(window=window, every=every, **timetable)
         self.grow = check_choice("PruneAndGrow.grow", grow, RULES)
-        rule = RULES[self.grow]
         self.level = check_level("PruneAndGrow.level", level)
         self._pattern = pattern_of(self.level)
         if self._pattern is None and level != "entry":
             raise PolicyError(f"PruneAndGrow.level: must be entry, N:M or blocks, got {shown(level)}")
         self._blocks = self._pattern if self._pattern is not None and self._pattern.kept is None else None
-        drop = drop or (rule["drop"] if self._blocks is None else "magnitude")
-        self.drop = check_choice("PruneAndGrow.drop", drop, DROPS if self._blocks is None else DROPS[:1])
-        self.grow_init = check_choice("PruneAndGrow.grow_init", grow_init or rule["grow_init"], INITS)
-        anneal = anneal or ("constant" if self.timetable.stop is None else rule["anneal"])
+        self._by_sign = grow == "random" and self._blocks is None
+        anneal = anneal or ("constant" if self.timetable.stop is None else RULES[grow])
         self.anneal = check_choice("PruneAndGrow.anneal", anneal, (*ANNEALS, "constant"))
         self.distribution = check_choice("PruneAndGrow.distribution", distribution, DISTRIBUTIONS)
         self.density = density_of_level("PruneAndGrow", density, level)
@@ -153,10 +141,8 @@ class PruneAndGrow(GradientSource):
         if not shapes:
             raise PolicyError("PruneAndGrow: no parameter with two dimensions or more is left to make sparse")
         unordered = [name for name in shapes if self.parameters[name].is_complex()]
-        if unordered and (self.drop, self.grow_init) != ("magnitude", "zero"):
-            raise PolicyError(
-                f"PruneAndGrow: {unordered[0]!r} is complex; it takes drop='magnitude' and grow_init='zero'"
-            )
+        if unordered and self.grow == "random":
+            raise PolicyError(f"PruneAndGrow: {unordered[0]!r} is complex; it takes grow='gradient'")
         for name, shape in shapes.items() if self._pattern is not None else ():
             self._pattern.check(name, shape)  # type: ignore[union-attr]
         targets = self.targets(self.timetable.begins(0))
@@ -166,7 +152,7 @@ class PruneAndGrow(GradientSource):
         }
         self._first_values = {}
         self._deviations = {}
-        if self.grow_init == "random":
+        if self.grow == "random":
             weights = {name: wide(full_tensor(self.parameters[name].detach())) for name in shapes}
             self._deviations = {name: float(w.double().std(correction=0)) for name, w in weights.items()}
         # The initial masks are those of period 0, unless it starts later than at count 0.
@@ -233,15 +219,13 @@ class PruneAndGrow(GradientSource):
             before = active
             if self._blocks is not None:
                 before, weight = self._blocks.blocks(active), self._blocks.pooled(weight.abs())
-            kept = kept_entries(before, weight, fraction, targets[name], self.drop)
+            kept = kept_entries(before, weight, fraction, targets[name], by_sign=self._by_sign)
             gradient = None if self.grow == "random" else full_tensor(sums[name])
             grown = self._grown(name, kept, period, targets[name], gradient)
             self._active[name] = self._entries(name, kept | grown)
             grown = self._entries(name, grown)
-            if self.grow_init == "random":
-                # Entries that are dropped and grown at once keep their value in RigL, but not in SET.
-                new = grown if self.grow == "random" else grown & ~active
-                indices = new.flatten().nonzero().flatten()
+            if self.grow == "random":
+                indices = grown.flatten().nonzero().flatten()
                 key = derive(self.seed, period, name, "prune_and_grow", "init")
                 self._first_values[name] = (indices, normal_values(key, indices, self._deviations[name]))
 
@@ -272,7 +256,7 @@ class PruneAndGrow(GradientSource):
 # ---- one change of the topology
 
 
-def kept_entries(active: Tensor, weight: Tensor, fraction: float, target: int, drop: str) -> Tensor:
+def kept_entries(active: Tensor, weight: Tensor, fraction: float, target: int, *, by_sign: bool) -> Tensor:
     """Return the mask of active entries that are not dropped.
 
     Args:
@@ -281,15 +265,15 @@ def kept_entries(active: Tensor, weight: Tensor, fraction: float, target: int, d
         fraction: The fraction ``ζ`` to drop (rounded down).
         target: The maximal number of active entries before the drop. Beyond it, those with the smallest
             ``|w|`` are dropped first.
-        drop: ``"magnitude"`` drops the fraction with the smallest ``|w|``; ``"sign"`` the fraction of the
-            smallest positive entries, and that of the largest negative ones.
+        by_sign: True to drop the fraction of the smallest positive entries, and that of the largest negative
+            ones, instead of those with the smallest ``|w|``.
     """
     weight = weight.flatten()
     indices = active.flatten().nonzero().flatten()
     if len(indices) > target:
         indices = indices[highest(weight[indices].abs(), target)]
     parts = [indices]
-    if drop == "sign":
+    if by_sign:
         negative = weight[indices] < 0
         parts = [indices[negative], indices[~negative]]
     kept = torch.zeros_like(active).flatten()
@@ -323,16 +307,7 @@ def grown_at_random(kept: Tensor, key: int, target: int) -> Tensor:
     """
     wanted = target - int(torch.count_nonzero(kept))
     among = ~kept.flatten()
-    candidates = max(int(torch.count_nonzero(among)), 1)
-    share = wanted / candidates
-    # Sample slightly more candidates than needed, so that few random words have to be compared.
-    share += 6.0 * math.sqrt(share / candidates)
-    while True:
-        low = bernoulli(key, max(1.0 - share, 0.0), 0, among.numel(), among.device)
-        indices = (among & ~low).nonzero().flatten()
-        if len(indices) >= wanted or share >= 1.0:
-            break
-        share *= 2.0
+    indices = among.nonzero().flatten()
     grown = torch.zeros_like(among)
     grown[indices[highest(words_at(key, indices), wanted)]] = True
     return grown.reshape(kept.shape)

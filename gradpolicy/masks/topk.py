@@ -1,7 +1,6 @@
 """Masks of the entries with the highest scores."""
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from gradpolicy.checks import check_choice, check_flag
 from gradpolicy.errors import PolicyError, shown, under
-from gradpolicy.masks.batches import ActivationNorms, norms_of_all, sums_over_loader
+from gradpolicy.masks.activation_norms import ActivationNorms
 from gradpolicy.masks.gradient_source import STATISTICS, GradientSource, wide
 from gradpolicy.masks.layers import Groups, layers_of, read_groups
 from gradpolicy.masks.scores import SCORES, Score
@@ -53,8 +52,7 @@ class TopK(GradientSource):
     ============  ==============================================  ==========================================
 
     ``by`` may also be a function of a score's inputs, ``lambda weight, gradient: …``, its dotted path, or a
-    :class:`~gradpolicy.masks.scores.Score`: one of these; ``FisherBySample`` or ``SalUn`` of the same module,
-    which have their own loader; or a subclass.
+    :class:`~gradpolicy.masks.scores.Score`: one of these, or a subclass.
 
     Sums are over the ``window`` effective steps before a choice. The score of a row or tensor is the mean of
     its entries' scores. ``k = n − ⌈(1 − p)(n − 1)⌉`` of ``n`` are chosen (``p · n`` if that is a whole
@@ -132,15 +130,13 @@ class TopK(GradientSource):
             )
         self.density = density_of_level("TopK", density, level)
         self.statistics = [each for each in asks if each in STATISTICS]
-        self.needs_gradients = self.score.batches is None and any(each in GATHERED for each in asks)
+        self.needs_gradients = any(each in GATHERED for each in asks)
         self._masks: dict[str, Mask] = {}
         # The marks of the next choice, as bits, if it is already made.
         self._next: dict[str, Tensor] = {}
         self._initial: dict[str, Tensor] = {}
         self._norms: ActivationNorms | None = None
         self._to_rewind = False
-        # The number of batches of the score's loader that are read; None means all.
-        self._most_batches: int | None = None
 
     def prepare(self) -> None:
         """Copy the initial weights, and register hooks on layers, if the score needs them."""
@@ -155,10 +151,9 @@ class TopK(GradientSource):
         if "initial" in self.score.asks:
             self._initial = {name: p.detach().clone() for name, p in self.parameters.items()}
         self.release()
-        observes_inputs = self.needs_gradients and "activation_norm" in self.score.asks
-        if self.model is None and (observes_inputs or self.score.batches is not None):
-            raise PolicyError(f"TopK.by: {self.by} needs the model; use the source in a policy")
-        if self.model is not None and observes_inputs:
+        if "activation_norm" in self.score.asks:
+            if self.model is None:
+                raise PolicyError(f"TopK.by: {self.by} needs the model; use the source in a policy")
             self._norms = ActivationNorms(self.model, self.parameters, lambda: self.gathers)
 
     def release(self) -> None:
@@ -220,13 +215,12 @@ class TopK(GradientSource):
 
     @torch.no_grad()
     def preview(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Mask] | None:
-        """Return the choice by the gradients of one step or batch; None for changes of weights."""
+        """Return the choice by the gradients of one step; None for changes of weights."""
         if "initial" in self.score.asks:
             return None
         self.sums = {}
         if self.needs_gradients:
             self.observe_more(gradients)
-        self._most_batches = 1
         marks = self._choose(density_at(self.density, self.timetable.start))
         return {name: self._as_mask(name, marks[name]) for name in self.parameters}
 
@@ -255,12 +249,8 @@ class TopK(GradientSource):
 
     def _choose(self, density: float) -> dict[str, Tensor]:
         """Return the marks of the chosen units of each parameter as bits."""
-        if self.score.batches is not None and self.model is not None:
-            batches = itertools.islice(self.score.batches, self._most_batches)
-            self.sums = sums_over_loader(self.model, self.parameters, self.score, batches)
-        elif self._norms is not None:
-            self.sums["activation_norm"] = norms_of_all(self._norms.squares)
-            self._norms.squares = {}
+        if self._norms is not None:
+            self.sums["activation_norm"] = self._norms.taken()
         doubles = {torch.float64, torch.complex128} & {p.dtype for p in self.parameters.values()}
         dtype = torch.float64 if doubles else torch.float32
         chosen: dict[str, Tensor] = {}

@@ -39,11 +39,10 @@ class Network(nn.Module):
 
 @dataclass
 class Course:
-    """For each step the share of each layer that trains, the rates, and one weight's mask."""
+    """For each step the share of each layer that trains, and one weight's mask."""
 
     layers: list[str]
     shares: list[list[float]] = field(default_factory=list)
-    rates: list[list[float]] = field(default_factory=list)
     masks: list[Tensor] = field(default_factory=list)
 
     @property
@@ -73,9 +72,7 @@ def train(
     for step in range(steps):
         epoch = step // epoch_of
         freezer.begin_step(step, epoch)
-        rates = source.learning_rate_scale(step, epoch)
         course.shares.append([_share(optimizer, [named[n] for n in layer.parameters]) for layer in layers])
-        course.rates.append([rates.get(layer.parameters[0], 0.0) for layer in layers])
         if WATCHED in freezer.parameters:
             shape = named[WATCHED].shape
             course.masks.append(as_tensor(freezer.mask_of(WATCHED), shape).expand(shape).clone())
@@ -103,15 +100,6 @@ def over_time(axes: Axes, course: Course) -> None:
     axes.set_ylim(-0.03, 1.03)
 
 
-def rates(axes: Axes, course: Course) -> None:
-    """Draw the learning rate of each layer, as a multiple of the optimizer's."""
-    panel(axes, "learning rate, times the optimizer's", "step", baseline=False, size=8)
-    for layer, line in zip(course.layers, zip(*course.rates, strict=True), strict=True):
-        if any(line):
-            axes.plot([rate or float("nan") for rate in line], label=layer)
-    axes.legend(fontsize=6, frameon=False)
-
-
 def entries(figure: Figure, course: Course, steps: tuple[int, ...]) -> None:
     """One weight's mask at some steps."""
     for place, step in enumerate(steps):
@@ -122,12 +110,12 @@ def entries(figure: Figure, course: Course, steps: tuple[int, ...]) -> None:
         axes.set_yticks([])
 
 
-def layer_picture(course: Course, title: str, right: Callable[[Axes, Course], None] = over_time) -> Figure:
-    """Layers by step, and beside it what the second panel shows."""
+def layer_picture(course: Course, title: str) -> Figure:
+    """Layers by step, and beside it the share that trains."""
     figure = Figure(figsize=(7.4, 2.5), layout="constrained")
     first, second = figure.subplots(1, 2)
     by_layer(first, course, title)
-    right(second, course)
+    over_time(second, course)
     return figure
 
 
@@ -167,9 +155,6 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     ),
     "gradual": lambda: layer_picture(train(masks.Gradual(), epoch_of=7), "Gradual(), epochs of 7 steps"),
     "phases": lambda: layer_picture(train(masks.Phases(_PHASES)), "Phases: 15 steps, 20 steps, to the end"),
-    "progressive": lambda: layer_picture(
-        train(masks.Progressive(60, first=0.6)), "Progressive(60, first=0.6)", rates
-    ),
     "topk": lambda: entry_picture(
         train(masks.TopK(0.2, by="fisher", window=10, before="freeze", every=20)),
         'TopK(0.2, by="fisher", window=10, every=20)',
@@ -183,7 +168,6 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "zeros": lambda: entry_picture(
         train(masks.Zeros(), pruned=0.8), "Zeros(), of weights pruned to 20%", (0, 20, 50)
     ),
-    "stable": lambda: layer_picture(train(masks.Stable(30, every=6)), "Stable(30, every=6)"),
     "function": lambda: entry_picture(
         train(masks.Function(_striped)), "a function: every fourth row, moving"
     ),

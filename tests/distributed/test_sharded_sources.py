@@ -17,8 +17,6 @@ SOURCES = {
     "ticket": lambda: gp.masks.TopK(0.3, by="change", start=4, rewind=True),
     "rigl": lambda: gp.masks.PruneAndGrow(0.4, every=2, window=2, stop=20),
     "set": lambda: gp.masks.PruneAndGrow(0.4, every=2, grow="random"),
-    "stable": lambda: gp.masks.Stable(60, every=2),
-    "progressive": lambda: gp.masks.Progressive(STEPS, first=0.6),
 }
 
 

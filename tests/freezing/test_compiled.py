@@ -18,8 +18,6 @@ SOURCES = {
     "layerwise": lambda: gp.masks.Layerwise(active=1, every=2),
     "gradual": lambda: gp.masks.Gradual(every=2, unit="step"),
     "block_cyclic": lambda: gp.masks.BlockCyclic(every=2),
-    "progressive": lambda: gp.masks.Progressive(total=STEPS, first=0.3),
-    "stable": lambda: gp.masks.Stable(every=2),
     "fixed": lambda: gp.masks.Fixed(["*.layers.1.*", "*.head.*"]),
     # Holds for a while; then all trains.
     "until": lambda: gp.masks.Fixed(["*.head.*"]),

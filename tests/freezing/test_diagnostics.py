@@ -71,7 +71,7 @@ def test_a_gradient_that_stays_away_later_is_noticed():
     def stop_using(model, step):
         model.used = ("a", "c") if step < 50 else ("a",)
 
-    policies = {"all": gp.Freeze(gp.masks.Fixed(freeze="b.*"))}
+    policies = {"all": gp.Freeze(gp.masks.Fixed(["a.*", "c.*"]))}
     assert told(Branches(), policies, 199, stop_using, ends=False) == []
     (message,) = told(Branches(), policies, 200, stop_using, ends=False)
     assert "lets c.weight, c.bias train" in message
@@ -80,7 +80,7 @@ def test_a_gradient_that_stays_away_later_is_noticed():
 def test_requires_grad_that_somebody_else_turned_off_is_a_reason_too():
     model = Branches(("a", "b", "c"))
     model.b.weight.requires_grad_(False)
-    (message,) = told(model, {"all": gp.Freeze(gp.masks.Fixed(freeze="a.*"))}, 3)
+    (message,) = told(model, {"all": gp.Freeze(gp.masks.Fixed(["b.*", "c.*"]))}, 3)
     assert message.startswith("policy.all: lets b.weight train")
 
 

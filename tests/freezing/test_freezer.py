@@ -19,8 +19,6 @@ from tests.freezing.conftest import FakeOptimizer, freezer_of, loss_of, train
 class Recorder(MaskSource):
     """Freezes everything at odd periods; writes down the gradients it is shown."""
 
-    needs_gradients = True
-
     def __init__(self, **timetable) -> None:
         super().__init__(**timetable)
         self.seen, self.more = [], []
@@ -107,8 +105,8 @@ class WantsLater(Recorder):
     def masks(self, step: int, epoch: int) -> Mapping[str, bool]:
         return dict.fromkeys(self.parameters, False)
 
-    def wants_gradients(self, step: int, epoch: int) -> bool:
-        return step >= 2
+    def gradient_names(self, step: int, epoch: int) -> set[str]:
+        return set(self.parameters) if step >= 2 else set()
 
 
 def test_requires_grad_comes_on_when_a_gradient_is_wanted_though_no_mask_changes(stack) -> None:
@@ -179,8 +177,8 @@ class HalfRate(MaskSource):
     def masks(self, step: int, epoch: int) -> dict:
         return {}
 
-    def learning_rate_scale(self, step: int, epoch: int) -> dict[str, float]:
-        return {name: 0.5 for name in self.parameters if name.startswith("head")}
+    def settings(self, step: int, epoch: int) -> dict[str, dict[str, float]]:
+        return {name: {"lr": 0.5} for name in self.parameters if name.startswith("head")}
 
 
 @pytest.mark.parametrize(
@@ -214,8 +212,8 @@ class ByTheTime(MaskSource):
     def gradient_scale(self, step: int, epoch: int) -> dict[str, float]:
         return dict.fromkeys(self.parameters, 1.0 + step)
 
-    def learning_rate_scale(self, step: int, epoch: int) -> dict[str, float]:
-        return dict.fromkeys(self.parameters, 1.0 / (1 + epoch))
+    def settings(self, step: int, epoch: int) -> dict[str, dict[str, float]]:
+        return {name: {"lr": 1.0 / (1 + epoch)} for name in self.parameters}
 
 
 def test_scales_are_those_of_the_step_and_the_epoch(moves) -> None:
@@ -328,7 +326,7 @@ def test_a_saved_seeded_mask_is_a_few_numbers(stack) -> None:
 
 CHANGED = [
     (gp.masks.TopK(0.5), "*", gp.masks.PruneAndGrow(0.5), "*"),
-    (gp.masks.PruneAndGrow(0.5), "*", gp.masks.Stable(), "*"),
+    (gp.masks.PruneAndGrow(0.5), "*", gp.masks.Gradual(), "*"),
     (gp.masks.Random(0.5), "*", gp.masks.TopK(0.5), "*"),
     (gp.masks.TopK(0.5), "*", gp.masks.TopK(0.5), "blocks.*"),
     (gp.masks.PruneAndGrow(0.5), "blocks.*", gp.masks.PruneAndGrow(0.5), "*"),
@@ -383,7 +381,7 @@ def test_two_optimizers_take_one_step_together(stack, tokens) -> None:
         model = copy.deepcopy(stack)
         policies = {
             "top": gp.Freeze(gp.masks.TopK(0.5, window=2, every=2)),
-            "out": gp.Freeze(gp.masks.Progressive(total=8, first=0.5)),
+            "half": gp.Freeze(HalfRate()),
         }
         train(model, Freezer(model, make(model), policies), tokens, range(6))
         runs.append(weights(model))
@@ -442,7 +440,7 @@ def on_head(**options) -> gp.Freeze:
 
 def test_wrong_input_is_one_clear_message(stack) -> None:
     every, shared = gp.Freeze(gp.masks.Random()), gp.masks.Fixed()
-    misspelt = type("Misspelt", (), {"masks": lambda self, step: {"head.wieght": True}})
+    misspelt = type("Misspelt", (MaskSource,), {"masks": lambda self, *_: {"head.wieght": True}})()
     for message, policies in (
         (
             r"'head.weight': policy\.a wants bias_correction='tensor', policy\.b bias_correction='entry'",

@@ -295,7 +295,6 @@ SOURCES = {
     "block_cyclic": lambda: gp.masks.BlockCyclic(every=2),
     "gradual": lambda: gp.masks.Gradual(),
     "layerwise": lambda: gp.masks.Layerwise(active=1, every=2),
-    "progressive": lambda: gp.masks.Progressive(8),
     "prune_and_grow": lambda: gp.masks.PruneAndGrow(0.3, every=3, stop=9),
     "prune_and_grow at random": lambda: gp.masks.PruneAndGrow(0.3, grow="random", every=2),
     "rows": lambda: gp.masks.Rows([1]),

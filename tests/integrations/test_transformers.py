@@ -233,8 +233,6 @@ def test_masked_gradients_count_neither_in_clipping_nor_in_the_log(train, bert):
 class Shown(gp.masks.MaskSource):
     """Writes down the gradients that it is shown."""
 
-    needs_gradients = True
-
     def prepare(self):
         self.seen = []
 

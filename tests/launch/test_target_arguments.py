@@ -49,7 +49,6 @@ def test_a_policy_takes_the_arguments_of_its_bases_too() -> None:
         ({"_target_": "torch.optim.AdamW", "lr": "abc"}, r"^top\.lr: must be a valid number.*got 'abc'"),
         ({"_target_": "gradpolicy.Stop", "modles": "x"}, r"^top\.modles: .*modules"),
         ({"_target_": "gradpolicy.Scale", "modules": "x"}, r"^top\.factor: gradpolicy\.Scale needs a value"),
-        ({"_target_": "gradpolicy.masks.Progressive"}, r"^top\.total: gradpolicy\.masks\.Progressive needs"),
         ({"_target_": "torch.optim.AdamW"}, r"^top\._partial_: must be true: the model gives"),
         (
             {"_target_": "lightning.pytorch.loggers.WandbLogger", "mode": "on"},

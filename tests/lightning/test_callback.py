@@ -212,8 +212,8 @@ class Slower(gp.masks.MaskSource):
     def masks(self, step, epoch):
         return {}
 
-    def learning_rate_scale(self, step, epoch):
-        return dict.fromkeys(self.parameters, 0.25)
+    def settings(self, step, epoch):
+        return {name: {"lr": 0.25} for name in self.parameters}
 
 
 def test_a_rate_of_a_layers_own_is_in_force_when_the_update_is_first_seen(train):
@@ -412,8 +412,6 @@ def test_a_step_past_the_policies_is_refused(train):
 
 class Shown(gp.masks.MaskSource):
     """Writes down the gradients that it is shown."""
-
-    needs_gradients = True
 
     def prepare(self):
         self.seen = []

@@ -19,7 +19,6 @@ from tests.fixtures import through_a_file
 REQUIRED = {
     "phases": [{"params": "embed.*", "until": {"steps": 2}}, {"params": "*", "until": {"steps": 3}}],
     "rows": [0],
-    "total": 8,
     "function": lambda name, parameter, step: len(name) % 2 == step % 4 // 2,
 }
 each_source = pytest.mark.parametrize("kind", SOURCES.values(), ids=SOURCES)

@@ -8,12 +8,9 @@ import gradpolicy as gp
 from gradpolicy.errors import PolicyError
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [{"mask": "head.*"}, {"mask": ["*", "!embed.*", "!blocks.*"]}, {"freeze": ["embed.*", "blocks.*"]}],
-)
-def test_globs_say_what_trains_or_what_does_not(prepared, trained, arguments) -> None:
-    masks = prepared(gp.masks.Fixed(**arguments)).masks(0, 0)
+@pytest.mark.parametrize("mask", ["head.*", ["*", "!embed.*", "!blocks.*"]])
+def test_globs_say_what_trains(prepared, trained, mask) -> None:
+    masks = prepared(gp.masks.Fixed(mask)).masks(0, 0)
     assert trained(masks) == ["head.weight", "head.bias"]
     assert masks["embed.weight"] is False
 
@@ -85,18 +82,9 @@ def test_a_timetable_is_taken_and_said_to_make_no_difference(kind, recwarn):
 
 
 @pytest.mark.parametrize(
-    ("mask", "freeze", "message"), [("a", "b", "not both"), (False, [], r"Fixed.freeze: is empty")]
-)
-def test_freeze_stands_alone_and_names_something(mask, freeze, message: str) -> None:
-    with pytest.raises(PolicyError, match=message):
-        gp.masks.Fixed(mask, freeze=freeze)
-
-
-@pytest.mark.parametrize(
     ("source", "text"),
     [
         (gp.masks.Fixed(), "Fixed(mask=False)"),
-        (gp.masks.Fixed(freeze="*.bias"), "Fixed(freeze=['*.bias'])"),
         (gp.masks.Fixed({"a": True, "b": False}), "Fixed(mask='2 masks')"),
         (gp.masks.Fixed(torch.ones(3, 1, dtype=torch.bool)), "Fixed(mask='tensor (3, 1)')"),
     ],

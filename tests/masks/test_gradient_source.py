@@ -15,7 +15,7 @@ def course(source, counts: range, epochs: bool = False) -> tuple[list[int], list
             decided.append(count)
         source.masks(*times)
         assert not source.overdue(*times)
-        if source.wants_gradients(*times):
+        if source.gradient_names(*times):
             assert source.gradient_names(*times) == {"w"}
             wanted.append(count)
             source.observe({"w": torch.ones(4, 4)})

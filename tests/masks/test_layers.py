@@ -1,6 +1,5 @@
 """Layers are found in the names and shapes of the parameters, as the model's own blocks."""
 
-import functools
 from collections.abc import Iterable
 
 import pytest
@@ -22,9 +21,9 @@ def tensors(names: Iterable[str]) -> dict[str, torch.Tensor]:
     return {name: torch.zeros([2] if any(each in name for each in vectors) else [2, 2]) for name in names}
 
 
-def written(parameters: dict[str, torch.Tensor], *stacks: str | list[str]) -> str:
+def written(parameters: dict[str, torch.Tensor]) -> str:
     """The layers in one line, with ~ before what lies outside the blocks."""
-    found = find_layers(parameters, *stacks)
+    found = find_layers(parameters)
     assert sorted(name for layer in found for name in layer.parameters) == sorted(parameters)
     return " ".join(f"{'' if layer.numbered else '~'}{layer.name}" for layer in found)
 
@@ -216,19 +215,7 @@ def test_parameters_of_one_layer_may_lie_apart() -> None:
 
 # ---- layers that are named
 
-
-def test_the_stacks_that_count_can_be_named() -> None:
-    nested = tensors(["0.weight", "1.blocks.0.weight", "1.blocks.1.weight", "2.weight"])
-    assert written(nested, "1.blocks") == "~0 1.blocks.0 1.blocks.1 ~2"
-
-
-def test_members_of_a_stack_that_is_named_stay_whole() -> None:
-    found = written(named_parameters(nn.Sequential(resnet(), nn.Linear(2, 2))), ["0.layer1"])
-    assert found == "~0.conv1+0.bn1 0.layer1.0 0.layer1.1 ~0.layer2 ~0.fc ~1"
-
-
-GROUPED = [gp.masks.Layerwise, gp.masks.BlockCyclic, gp.masks.Gradual, gp.masks.Stable]
-each_source = pytest.mark.parametrize("source", [*GROUPED, functools.partial(gp.masks.Progressive, 4)])
+each_source = pytest.mark.parametrize("source", [gp.masks.Layerwise, gp.masks.BlockCyclic, gp.masks.Gradual])
 
 
 @each_source
@@ -252,8 +239,6 @@ def test_what_is_in_no_group_of_layerwise_always_trains(prepared) -> None:
         masks = source.masks(step, 0)
         assert masks["blocks.0.weight"] is not masks["blocks.1.weight"]
         assert all(masks[name] for name in ("embed.weight", "blocks.2.weight", "head.bias"))
-    with pytest.raises(PolicyError, match="takes layers or groups, not both"):
-        gp.masks.Layerwise(groups=["blocks.*"], layers="blocks")
 
 
 @each_source
@@ -271,10 +256,3 @@ def test_what_is_in_no_group_of_layerwise_always_trains(prepared) -> None:
 def test_groups_that_are_given_name_something(source, groups, message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         source(groups=groups)
-
-
-def test_a_stack_that_does_not_exist_is_an_error_with_the_nearest() -> None:
-    with pytest.raises(PolicyError, match=r"did you mean 'h'"):
-        find_layers(tensors(TRANSFORMER), "hh")
-    with pytest.raises(PolicyError, match="no parameter lies in a numbered container"):
-        find_layers(tensors(["fc.weight"]), "layers")

@@ -35,15 +35,6 @@ def by_hand(values: dict[str, Tensor], density: float) -> dict[str, Tensor]:
     return {name: each >= threshold for name, each in values.items()}
 
 
-@pytest.mark.parametrize("by", [scores.Fisher, scores.FisherBySample])
-def test_fisher_squares_the_gradients_of_batches_or_of_samples(model, batches, by) -> None:
-    samples = [(x[i : i + 1], y[i : i + 1]) for x, y in batches for i in range(len(x))]
-    found = [gradients(model, each) for each in (samples if by is scores.FisherBySample else batches)]
-    expected = {name: sum(each[name].square() for each in found) for name in found[0]}
-    ours = chosen(model, batches, gp.masks.TopK(0.3, by=by(batches=batches, loss=cross_entropy)))
-    assert_same_masks(ours, by_hand(expected, 0.3))
-
-
 def test_norms_are_those_of_the_window_alone(model, batches) -> None:
     mask = gp.masks.TopK(0.5, by="wanda", within="row", start=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -56,12 +47,6 @@ def test_norms_are_those_of_the_window_alone(model, batches) -> None:
             optimizer.zero_grad()
         metric = model[0].weight.abs() * batches[1][0].norm(dim=0)
         assert torch.equal(optimizer.get_mask(model[0].weight), metric >= metric.sort().values[:, 4:5])
-
-
-@pytest.mark.parametrize(("loader", "message"), [(iter([]), "can be read once only"), ([], "gives no batch")])
-def test_a_loader_must_give_batches_and_again(model, batches, loader, message: str) -> None:
-    with pytest.raises(PolicyError, match=message):
-        chosen(model, batches, gp.masks.TopK(0.5, by=scores.SalUn(loader, cross_entropy)))
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -115,7 +100,6 @@ def test_groups_are_ranked_each_by_itself(model) -> None:
     [
         (lambda weights: weights, "unknown input 'weights'; did you mean 'weight'"),
         (3, "must be a name, a function or a Score"),
-        ("salun", "needs batches and a loss of its own"),
         ("wand", "did you mean 'wanda'"),
     ],
 )

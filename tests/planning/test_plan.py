@@ -201,8 +201,6 @@ def test_warnings_are_in_colour_and_plain_text_where_there_is_none(plan_of):
             ("body", "top"),
             "blocks.0.1, blocks.1.1 go",
         ),
-        (gp.masks.Progressive(total=10), ("blocks.0", "blocks.1"), "blocks.0.1 goes"),
-        (gp.masks.Stable(), ("blocks.0", "blocks.1"), "blocks.0.1 goes"),
         (gp.masks.Fixed(["head.*"]), (), "blocks.0.1, blocks.1.1 go"),
     ],
 )

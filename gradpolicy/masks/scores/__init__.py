@@ -3,11 +3,9 @@
 from gradpolicy.masks.scores.formulas import SNIP as SNIP
 from gradpolicy.masks.scores.formulas import Change as Change
 from gradpolicy.masks.scores.formulas import Fisher as Fisher
-from gradpolicy.masks.scores.formulas import FisherBySample as FisherBySample
 from gradpolicy.masks.scores.formulas import Gradient as Gradient
 from gradpolicy.masks.scores.formulas import Magnitude as Magnitude
 from gradpolicy.masks.scores.formulas import Movement as Movement
-from gradpolicy.masks.scores.formulas import SalUn as SalUn
 from gradpolicy.masks.scores.formulas import Wanda as Wanda
 from gradpolicy.masks.scores.lift import LIFT as LIFT
 from gradpolicy.masks.scores.score import Score as Score
@@ -17,12 +15,10 @@ SCORES: dict[str, type[Score]] = {
     "magnitude": Magnitude,
     "weight": Magnitude,
     "fisher": Fisher,
-    "fisher_by_sample": FisherBySample,
     "movement": Movement,
     "change": Change,
     "snip": SNIP,
     "wanda": Wanda,
     "lift": LIFT,
-    "salun": SalUn,
 }
-"""All scores by their names for ``by``. Scores with a loader are passed as objects."""
+"""All scores by their names for ``by``."""

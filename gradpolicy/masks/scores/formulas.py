@@ -1,4 +1,4 @@
-"""Scores that are one formula of sums over batches, weights and activations."""
+"""Scores that are one formula of sums over steps, weights and activations."""
 
 from torch import Tensor
 
@@ -78,29 +78,6 @@ class Fisher(Score):
     def __call__(self, second_moment: Tensor) -> Tensor:  # type: ignore[override]
         """Return the scores."""
         return second_moment
-
-
-class FisherBySample(Fisher):
-    """``Σ gᵢ²`` of the gradients of single samples from its own loader: the FISH mask.
-
-    Source: Sung, Nair, Raffel 2021, arXiv:2111.09839.
-    """
-
-    by_sample = True
-
-
-class SalUn(Score):
-    """``|Σ ∇L|`` over the samples to forget, from its own batches and loss.
-
-    Source: Fan et al. 2024, arXiv:2310.12508.
-    """
-
-    by_rows = True
-    needs_batches = True
-
-    def __call__(self, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        """Return the scores."""
-        return gradient.abs()
 
 
 class Wanda(Score):

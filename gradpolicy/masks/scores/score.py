@@ -1,10 +1,9 @@
 """The base class of scores, and users' functions as scores."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradpolicy.errors import PolicyError, shown, unknown
 from gradpolicy.imports import import_by_name
@@ -12,7 +11,7 @@ from gradpolicy.imports import import_by_name
 INPUTS = ("weight", "initial", "gradient", "product", "second_moment", "activation_norm")
 """The valid names of a score's arguments."""
 GATHERED = ("gradient", "product", "second_moment", "activation_norm")
-"""The inputs that are summed over batches."""
+"""The inputs that are summed over training steps."""
 
 
 class Score:
@@ -30,20 +29,14 @@ class Score:
                          and positions; it broadcasts to the weight
     ===================  ===================================================================================
 
-    The sums are over training steps before a choice, or over the batches of the score's own loader.
-
-    Args:
-        batches: A loader or list of batches, over which the inputs are summed in a pass before the choice,
-            without updates and in ``eval`` mode. All processes must get the same batches.
-        loss: A function ``(model, batch) -> loss`` for these batches, or its dotted path.
+    The sums are over training steps before a choice.
 
     Attributes:
         by_rows: True if the scores of a row depend only on the inputs of this row, which saves memory.
-        by_sample: True if gradients are computed by sample, which requires batches.
+        asks: The names of the inputs.
 
     Raises:
-        PolicyError: If there is only one of ``batches`` and ``loss``, batches are required and missing, or
-            they can be read only once.
+        PolicyError: For an input of another name.
 
     Example:
         >>> import torch
@@ -55,32 +48,13 @@ class Score:
     """
 
     by_rows = False
-    by_sample = False
-    needs_batches = False
 
-    def __init__(
-        self,
-        batches: Iterable[Any] | None = None,
-        loss: Callable[[nn.Module, Any], Tensor] | str | None = None,
-    ) -> None:
-        kind = type(self).__name__
-        if (batches is None) != (loss is None):
-            raise PolicyError(f"{kind}: give batches and loss together, a loader and (model, batch) -> loss")
-        if batches is None and (self.by_sample or self.needs_batches):
-            raise PolicyError(f"{kind}: needs batches and a loss of its own")
-        if isinstance(batches, Iterator):
-            raise PolicyError(f"{kind}.batches: can be read once only, and a plan reads it too; give a list")
-        self.batches = batches
-        self.loss: Any = import_by_name(loss) if isinstance(loss, str) else loss
-        self.asks = _asked(kind, self.__call__)
+    def __init__(self) -> None:
+        self.asks = _asked(type(self).__name__, self.__call__)
 
     def __call__(self, *inputs: Tensor, **named: Tensor) -> Tensor:
         """Return the scores, of the weight's shape."""
         raise TypeError(f"{type(self).__name__} must define __call__ with the inputs that it asks for")
-
-    def __deepcopy__(self, memo: dict) -> "Score":
-        # A score has no state, and its batches may contain a whole dataset.
-        return self
 
     def __repr__(self) -> str:
         return type(self).__name__
