@@ -6,14 +6,12 @@ node, which costs less than an autograd Function in Python. All others replace t
 Function, and so do filters under ``torch.compile`` and ``torch.func``, where hooks on nodes do not run.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Bernoulli, Categorical
 
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.flow.arguments import arguments_of, in_order_of_parameters
@@ -28,7 +26,7 @@ from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
 from gradpolicy.flow.operation_tables import OPAQUE_CALLS, Function
 from gradpolicy.flow.operations import Operation
 from gradpolicy.flow.rule_state import RuleState
-from gradpolicy.flow.tracing import active_modes, in_transform
+from gradpolicy.flow.tracing import in_transform
 from gradpolicy.rules.registry import Call
 
 
@@ -299,26 +297,11 @@ class OpaqueCall:
 # An entry of a dispatch table.
 TableRule = OperationRule | OpaqueCall
 
-# Operations that users may write as several calls: a draw or an argmax, then its one-hot code.
-_OF_SEVERAL_CALLS = frozenset({"argmax_one_hot", "categorical"})
-
 
 def rules_for(operations: Iterable[Operation], state: RuleState) -> list[TableRule]:
-    """Return the entries of a rule in a dispatch table: for its operations, and for calls that may hide them.
-
-    Raises:
-        PolicyError: If the policy has ``calls=`` and an operation that may be several calls.
-    """
+    """Return a rule's entries in a dispatch table: its operations, and calls that may hide them."""
     operations = list(operations)
     names = {operation.name for operation in operations}
-    several = sorted(names & _OF_SEVERAL_CALLS) if state.calls else []
-    if several:
-        raise PolicyError(
-            f"policy {state.name!r}: calls= cannot count operation {several[0]!r}, which may be made of "
-            "several calls"
-        )
-    if names & {"bernoulli", "categorical"}:
-        replace_samplers()
     own = {function for operation in operations for function in operation.functions}
     rules = [OperationRule(operation, state) for operation in operations]
     return [
@@ -366,39 +349,6 @@ def _has_gradient(result: Any) -> bool:
 
 # Rules that take logits where the operation takes probabilities.
 OF_LOGITS = ("gumbel", "reinmax")
-# The samplers of torch, which the functions below call and replace.
-_SAMPLE_BITS, _SAMPLE_CATEGORIES = Bernoulli.sample, Categorical.sample
-
-
-def replace_samplers() -> None:
-    """Replace samplers whose draws are invisible to rules. Where no rule is on the draw, they are unchanged.
-
-    ``Bernoulli.sample`` disables gradients, and ``Categorical.sample`` transposes its draws with an attribute
-    (``.T``) that the compiler does not pass to modes.
-    """
-    Bernoulli.sample = _draw_bits  # type: ignore[method-assign]
-    Categorical.sample = _draw_categories  # type: ignore[method-assign]
-
-
-@functools.wraps(_SAMPLE_BITS)
-def _draw_bits(self: Bernoulli, sample_shape: Any = ()) -> Tensor:
-    if not (torch.is_grad_enabled() and _has_rule(torch.bernoulli)):
-        return _SAMPLE_BITS(self, sample_shape)
-    return torch.bernoulli(self.probs.expand(self._extended_shape(sample_shape)))
-
-
-@functools.wraps(_SAMPLE_CATEGORIES)
-def _draw_categories(self: Categorical, sample_shape: Any = ()) -> Tensor:
-    if not (torch.is_grad_enabled() and _has_rule(torch.multinomial)):
-        return _SAMPLE_CATEGORIES(self, sample_shape)
-    probabilities = self.probs.reshape(-1, self._num_events)
-    drawn = torch.multinomial(probabilities, torch.Size(sample_shape).numel(), True)
-    return drawn.t().reshape(self._extended_shape(sample_shape))
-
-
-def _has_rule(function: Any) -> bool:
-    """Return True if an active mode has a rule for a function."""
-    return any(function in mode.table.by_function for mode in active_modes())
 
 
 def _scores_of_argmax(result: Tensor, input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:

@@ -186,10 +186,6 @@ def test_checkpointing_of_the_whole_forward_counts_again_and_of_a_part_is_refuse
         (lambda: five_times(ops="add", calls=-1), r"Scale\.calls: must be whole numbers from 0 on, got -1"),
         (lambda: five_times(ops="add", calls=["1"]), r"calls: must be whole numbers from 0 on, got '1'"),
         (lambda: five_times(params="a", calls=1), r"calls: goes with ops= or modules="),
-        (
-            lambda: gp.install(nn.Identity(), [gp.UseRule("identity", ops="categorical", calls=0)]),
-            "calls= cannot count operation 'categorical'",
-        ),
     ],
 )
 def test_wrong_numbers_are_refused(make, message):

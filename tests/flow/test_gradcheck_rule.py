@@ -1,4 +1,4 @@
-"""gradcheck_rule says how far a rule is from the true gradient, for whatever apply takes."""
+"""gradcheck_rule compares a rule with the true gradient of any function that apply takes."""
 
 import math
 
@@ -8,14 +8,13 @@ import torch
 import torch.nn.functional as F
 
 from gradpolicy import PolicyError, get_rule, gradcheck_rule
-from gradpolicy.rules.gradcheck import enumerate_bits, enumerate_categories
 
 X = torch.tensor([[-1.5, 0.4], [0.9, 2.0]])
 V, W = torch.tensor([0.3, -1.2, 0.9]), torch.tensor([2.0, 0.5, -0.7])
 
 
 def own(function):
-    """The true gradient as a rule, by autograd: a reference of its own for the differences."""
+    """The true gradient as a rule, by autograd: an independent reference for the differences."""
 
     def true_gradient(grad, inputs, output):
         with torch.enable_grad():
@@ -32,58 +31,27 @@ def own(function):
             get_rule("scale", factor=1.7),
             torch.clone,
             {"length_ratio": 1.7, "cosine": 1, "relative_deviation": 0.7},
-            "1.7 x longer; cosine 1.00",
+            "1.70 x as long, cosine 1.00",
         ),
-        ("reverse", torch.clone, {"cosine": -1, "sign_agreement": 0}, "cosine -1.00"),
-        (
-            "identity",
-            torch.round,
-            {"passes_where_zero": 1, "length_ratio": math.inf, "cosine": math.nan},
-            "passes gradient where the true one is 0 (100% of the entries)",
-        ),
-        (
-            "stop",
-            torch.exp,
-            {"stops_where_not": 1, "length_ratio": 0},
-            "no gradient at all; stops gradient where the true one is not 0",
-        ),
+        ("reverse", torch.clone, {"cosine": -1, "relative_deviation": 2}, "cosine -1.00"),
+        ("identity", torch.round, {"length_ratio": math.inf, "cosine": math.nan}, "left out at a kink"),
+        ("stop", torch.exp, {"length_ratio": 0, "relative_deviation": 1}, "0.00 x as long"),
         (
             lambda grad, inputs, output: grad * math.nan,
             torch.clone,
-            {"length_ratio": math.nan},
-            "not a number",
+            {"deviation": math.nan},
+            "largest deviation nan",
         ),
-        ("guided_relu", torch.relu, {"passes_where_zero": 0}, "stops gradient where the true one is not 0"),
     ],
 )
-def test_a_departure_is_given_in_figures_and_words(rule, forward, figures, text):
+def test_departures(rule, forward, figures, text):
     check = gradcheck_rule(rule, forward, X)
     assert not check.exact
     assert {name: getattr(check, name) for name in figures} == pytest.approx(figures, nan_ok=True)
     assert text in str(check)
 
 
-def test_the_largest_deviation_is_located():
-    wrong = torch.tensor([[0.0, 0.0], [5.0, 0.0]])
-    check = gradcheck_rule(lambda grad, inputs, output: grad + wrong, torch.clone, X, cotangents=1)
-    assert check.where == (0, 1, 0)
-    assert check.deviation == pytest.approx(5)
-    assert check.rule_value - check.true_value == pytest.approx(5)
-    assert "largest at input 0 [1, 0]" in str(check)
-
-
-def test_each_input_has_figures_of_its_own():
-    def second_is_doubled(grad, inputs, output):
-        first, second = own(torch.mul)(grad, inputs, output)
-        return first, 2 * second
-
-    check = gradcheck_rule(second_is_doubled, torch.mul, (X, X + 1))
-    assert check.by_input[0].deviation < 1e-8
-    assert check.by_input[1].length_ratio == pytest.approx(2)
-    assert "input 1: 2 x longer" in str(check)
-
-
-def test_kinks_and_jumps_are_left_out_and_counted():
+def test_leaves_out_kinks_and_jumps():
     check = gradcheck_rule(own(F.hardtanh), F.hardtanh, torch.tensor([1.0, 0.3, -2.0]))
     assert check.exact
     assert check.left_out == 1
@@ -127,12 +95,13 @@ def fast_sine(x):
         # Arrays, other arguments, containers, several results, and the call.
         (lambda g, i, o: 6 * g * i[0] ** 2, lambda x, scale, mode: scale * x**3, (V.numpy(), 2.0, "cubed")),
         ("torch.exp", np.exp, V.double().numpy()),
+        (product, np.multiply, (V, W)),
         (product, lambda pair: pair["a"] * pair["b"][0], ({"a": V, "b": [W]},)),
         (of_several_results, lambda x: (torch.sin(x), torch.exp(x), x.argmax()), V),
         (by_call, torch.cumsum, (V, 0)),
     ],
 )
-def test_a_true_gradient_of_whatever_apply_takes_is_exact(rule, forward, inputs):
+def test_true_gradients_are_exact(rule, forward, inputs):
     check = gradcheck_rule(rule, forward, inputs)
     assert check.exact
     assert check.deviation < (1e-5 if forward is fast_sine else 1e-8)
@@ -141,48 +110,22 @@ def test_a_true_gradient_of_whatever_apply_takes_is_exact(rule, forward, inputs)
     assert check.left_out == (forward is torch.round)
 
 
-def test_outcomes_are_complete():
-    bits = list(enumerate_bits(torch.tensor([0.2, 0.7], dtype=torch.float64)))
-    assert sum(float(chance) for chance, _ in bits) == pytest.approx(1)
-    assert sorted(output.tolist() for _, output in bits) == [[0, 0], [0, 1], [1, 0], [1, 1]]
-    categories = list(enumerate_categories(torch.tensor([0.0, 1.0, 2.0])))
-    assert sum(float(chance) for chance, _ in categories) == pytest.approx(1)
-
-
-def test_the_same_seed_gives_the_same_figures():
-    assert gradcheck_rule("tanh", torch.sin, X, seed=3) == gradcheck_rule("tanh", torch.sin, X, seed=3)
-    assert gradcheck_rule("tanh", torch.sin, X, seed=3) != gradcheck_rule("tanh", torch.sin, X, seed=4)
+def test_wrong_gradient_of_one_of_two_inputs():
+    assert gradcheck_rule(product, lambda a, b: a.copy() * b, (V, W), numpy=True).exact
+    assert not gradcheck_rule(lambda g, i, o: (g * i[1], g), torch.mul, (V, W)).exact
 
 
 def cube_of_arrays(x):
     return (x.astype(np.float64) ** 3).astype(np.float32)
 
 
-@pytest.mark.parametrize(
-    ("forward", "numpy"),
-    [(np.multiply, False), (lambda a, b: a.copy() * b, True), (torch.mul, False)],
-)
-def test_several_inputs_in_numpy_or_torch(forward, numpy):
-    check = gradcheck_rule(product, forward, (V, W), numpy=numpy)
-    assert check.exact
-    assert len(check.by_input) == 2
-    assert check.dtype == torch.float64
-    assert "tolerance 1e-06 (float64)" in str(check)
-    wrong = gradcheck_rule(lambda g, i, o: (g * i[1], g), forward, (V, W), numpy=numpy)
-    assert not wrong.exact
-
-
 @pytest.mark.parametrize("scale", [1.0, 100.0])
 @pytest.mark.parametrize(
     "forward",
-    [
-        cube_of_arrays,
-        lambda x: (torch.eye(3) @ x) ** 3,
-        lambda x: (x.double() ** 3).float(),
-    ],
+    [cube_of_arrays, lambda x: (torch.eye(3) @ x) ** 3, lambda x: (x.double() ** 3).float()],
     ids=["numpy", "weights in float32", "torch"],
 )
-def test_the_tolerance_follows_the_precision_of_the_forward_and_is_said(forward, scale):
+def test_tolerance_follows_the_precision_of_the_forward(forward, scale):
     def checked(factor, **settings):
         rule = lambda grad, inputs, output: factor * grad * inputs[0] ** 2  # noqa: E731
         return gradcheck_rule(rule, forward, V * scale, numpy=forward is cube_of_arrays, **settings)
@@ -190,8 +133,7 @@ def test_the_tolerance_follows_the_precision_of_the_forward_and_is_said(forward,
     check, off = checked(3), checked(3.3)
     assert check.exact
     assert check.left_out == 0
-    assert check.dtype == torch.float32
-    assert "tolerance 0.01 (float32)" in str(check)
+    assert check.tolerance == 0.01
     assert not off.exact
     assert off.length_ratio == pytest.approx(1.1, abs=0.01)
     assert not checked(3, tolerance=1e-9).exact
@@ -207,12 +149,12 @@ def test_the_tolerance_follows_the_precision_of_the_forward_and_is_said(forward,
             r"'<lambda>' at forward 'clone': returned 2 gradients \(.*\) for 1 inputs",
         ),
         ("identity", torch.abs, torch.zeros(2), "every entry lies at a kink"),
-        ("bernoulli", torch.bernoulli, torch.full((20,), 0.5), "random; give outcomes="),
+        ("bernoulli", torch.bernoulli, torch.full((20,), 0.5), "the forward is random"),
         ("identity", 3, torch.ones(1), "gradcheck_rule: the forward must be a function, got 3"),
         ("identity", torch.clone, torch.empty(0), "'identity': there is no floating-point input to check"),
         ("identity", torch.clone, torch.arange(3), "'identity': there is no floating-point input to check"),
     ],
 )
-def test_what_cannot_be_checked_is_refused(rule, forward, inputs, message):
+def test_refusals(rule, forward, inputs, message):
     with pytest.raises(PolicyError, match=message):
         gradcheck_rule(rule, forward, inputs)

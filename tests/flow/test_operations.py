@@ -104,7 +104,6 @@ SPELLINGS = {
         lambda x: torch.empty(4).bernoulli_(torch.sigmoid(x)),
         lambda x: torch.empty(4).bernoulli_(p=torch.sigmoid(x)),
         lambda x: torch.empty(4, dtype=torch.bool).bernoulli_(torch.sigmoid(x)).float(),
-        lambda x: torch.distributions.Bernoulli(logits=x).sample(),
     ],
     "gt": [
         lambda x: (x > 0).float(),

@@ -43,11 +43,6 @@ class Steps(nn.Module):
         return torch.round(hidden) * (hidden > 0)
 
 
-def sampled(x):
-    with torch.no_grad():
-        return torch.distributions.Bernoulli(torch.sigmoid(x)).sample()
-
-
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(
     ("operation", "run", "message"),
@@ -58,7 +53,6 @@ def sampled(x):
             r"'heaviside' was never met; what ran there: 'gt', 'lt'.* 'where'",
         ),
         ("round", lambda x: x.long(), "what ran there: 'long'"),
-        ("bernoulli", sampled, "'bernoulli' ran only where no gradient is recorded"),
     ],
 )
 def test_a_block_names_what_ran_near_the_operation_that_was_never_met(

@@ -29,11 +29,14 @@ def test_lsq_passes_values_inside_the_grid_and_gives_the_step_the_papers_gradien
 
 def test_lsq_is_the_true_gradient_for_the_step_but_for_the_term_of_the_round():
     """Outside the grid the forward is linear in the step: the rule is then exact, but for its scale."""
-    values, step = torch.tensor([-9.0, 8.0, 7.0]), torch.tensor(1.0)
-    scale = math.sqrt(3 * 3)
-    check = gradcheck_rule(get_rule("lsq", bits=3), quantise, (values, step))
-    assert check.by_input[1].length_ratio == pytest.approx(1 / scale)
-    assert check.by_input[1].cosine == pytest.approx(1.0)
+    values, rule = torch.tensor([-9.0, 8.0, 7.0], dtype=torch.float64), get_rule("lsq", bits=3)
+    check = gradcheck_rule(
+        lambda grad, inputs, output: rule(grad, (values, *inputs), output)[1],
+        lambda step: quantise(values, step),
+        torch.tensor(1.0),
+    )
+    assert check.length_ratio == pytest.approx(1 / math.sqrt(3 * 3))
+    assert check.cosine == pytest.approx(1.0)
 
 
 def test_lsq_counts_the_values_that_share_a_step():
