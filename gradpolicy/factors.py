@@ -57,10 +57,8 @@ def divided_factors(
 
 
 def _class_of(optimizer: Any) -> type:
-    """Return the class of the optimizer that makes the updates, inside of MaskedOptimizer and ZeRO-1."""
-    while (inside := getattr(optimizer, "inner", None) or getattr(optimizer, "optim", None)) is not None:
-        optimizer = inside
-    return type(optimizer)
+    """Return the class of the optimizer that makes the updates, inside of MaskedOptimizer."""
+    return type(getattr(optimizer, "inner", optimizer))
 
 
 def _factor(policy: Policy) -> str | None:

@@ -15,7 +15,6 @@ from gradpolicy.flow.install import Installed
 from gradpolicy.freezing import Freezer
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_parameter import MaskedParameter
-from gradpolicy.optim.zero_redundancy import MaskedZero
 from gradpolicy.tensors.sharding import is_sharded, local_shard
 
 Measured = dict[str, dict[str, Any]]
@@ -176,10 +175,8 @@ class Measurements:
             optimizer, masked = self._find(name)
             assert optimizer is not None
             assert masked is not None
-            state_bytes = optimizer.state_bytes(parameter)
             if not _is_first_replica(parameter):
-                # Under ZeRO another process has this state.
-                rows[name] = {"state_bytes": state_bytes if isinstance(optimizer, MaskedZero) else 0}
+                rows[name] = {}
                 continue
             held[name], parts = local_shard(parameter), 2 if parameter.is_complex() else 1
             rows[name] = {
@@ -187,7 +184,7 @@ class Measurements:
                 "active": masked.ages.active // parts,
                 "flipped": int(self._flips.get(name, 0)) // parts,
                 "ages": sampled_ages(masked, parameter.numel() * parts),
-                "state_bytes": state_bytes,
+                "state_bytes": optimizer.state_bytes(parameter),
                 # Parameters that are frozen as a whole neither change nor have a gradient.
                 "update_norm": 0.0,
                 "gradient_norm_after": 0.0,

@@ -18,9 +18,8 @@ from gradpolicy.freezing.diagnostics import copy_buffers
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.freezing.row_gradients import has_row_gradient, takes_rows
 from gradpolicy.optim import MaskedOptimizer
-from gradpolicy.optim.masked_optimizer import wrapper_of
+from gradpolicy.optim.masked_optimizer import as_masked, deepspeed_refused, wrapper_of
 from gradpolicy.optim.prepared import innermost, is_prepared, put_inside
-from gradpolicy.optim.zero_redundancy import as_masked, deepspeed_refused
 from gradpolicy.policies import Freeze, MaskPolicy, Policy
 from gradpolicy.rules.registry import keyword_names
 from gradpolicy.tensors.sharding import is_sharded

@@ -34,9 +34,8 @@ from gradpolicy.freezing.diagnostics import copy_buffers, moving_parts, moving_w
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.measurements import Measured, Measurements, summary
 from gradpolicy.optim import MaskedOptimizer
-from gradpolicy.optim.masked_optimizer import wrapper_of
+from gradpolicy.optim.masked_optimizer import as_masked, wrapper_of
 from gradpolicy.optim.optimizers import plain_optimizers
-from gradpolicy.optim.zero_redundancy import as_masked
 from gradpolicy.policies import FlowPolicy, ForwardMask, Freeze, Policy
 from gradpolicy.rates import Rates
 from gradpolicy.tensors.packed_mask import pack_masks, unpack_masks

@@ -46,7 +46,6 @@ LOOPS = {"plain": "plain loop", "lightning": "Lightning", "huggingface": "Huggin
 PROCESSES = {
     "one": "one process",
     "ddp": "DDP",
-    "zero1": "ZeRO-1",
     "fsdp2": "FSDP2",
     "deepspeed": "DeepSpeed",
 }

@@ -32,7 +32,6 @@ from gradpolicy.json_file import parse_json
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.lightning.trainer_parts import callbacks_of, log_interval
 from gradpolicy.measurements import AGES, NORMS, SUMS, Measured
-from gradpolicy.optim.zero_redundancy import MaskedZero
 from gradpolicy.tensors.sharding import is_sharded
 
 if TYPE_CHECKING:
@@ -149,11 +148,9 @@ def adam_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
 
 
 def _is_divided(optimizers: Collection[torch.optim.Optimizer]) -> bool:
-    """Return True if processes have different parts of parameters or of optimizer state."""
+    """Return True if processes have different parts of parameters."""
     parameters = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
-    return any(MaskedZero.wraps(getattr(each, "inner", each)) for each in optimizers) or any(
-        is_sharded(parameter) for parameter in parameters
-    )
+    return any(is_sharded(parameter) for parameter in parameters)
 
 
 # ---- the file

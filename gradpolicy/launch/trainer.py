@@ -140,8 +140,7 @@ def build_trainer(
     if isinstance(trainer.strategy, DeepSpeedStrategy):
         raise PolicyError(
             "trainer.strategy: DeepSpeed writes directories, which a run cannot check and resume from; use "
-            "trainer=zero1 (sharded optimizer state) or trainer=fsdp2 (everything sharded), or give "
-            "gradpolicy.GradientPolicies to a Trainer of your own"
+            "trainer=fsdp2, or give gradpolicy.GradientPolicies to a Trainer of your own"
         )
     return trainer
 

@@ -3,6 +3,5 @@
 from gradpolicy.optim.masked_optimizer import MaskedOptimizer
 from gradpolicy.optim.optimizers import Optimizers
 from gradpolicy.optim.update_rules import UpdateRule, update_rule
-from gradpolicy.optim.zero_redundancy import MaskedZero
 
-__all__ = ["MaskedOptimizer", "MaskedZero", "Optimizers", "UpdateRule", "update_rule"]
+__all__ = ["MaskedOptimizer", "Optimizers", "UpdateRule", "update_rule"]

@@ -72,12 +72,12 @@ class MaskedOptimizer(torch.optim.Optimizer):
         effective_steps: Number of updates so far, without steps that mixed precision skipped. Set it if an
             optimizer is wrapped in the middle of a training.
         steps_inner: True during a step, which calls the wrapped optimizer's step.
-        saves_dense: True if state_dicts are dense.
+        saves_dense: True while a dense state_dict is made.
 
     Raises:
-        PolicyError: If `inner` is no optimizer, is wrapped already, or is DeepSpeed's, Fabric's or
-            accelerate's, or an option does not exist. Later, if `inner.step` is called while entries are
-            frozen.
+        PolicyError: If `inner` is no optimizer, is wrapped already, or is DeepSpeed's, Fabric's,
+            accelerate's or a ZeroRedundancyOptimizer, or an option does not exist. Later, if `inner.step` is
+            called while entries are frozen.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2, 2))
@@ -118,7 +118,6 @@ class MaskedOptimizer(torch.optim.Optimizer):
         self._masked: dict[Tensor, MaskedParameter] = {}
         self.effective_steps = 0
         self._only_probed = False
-        self.saves_dense = False
         # A plain optimizer that has loaded a state_dict of this class keeps what it does not know.
         checkpoint.take_out(self._wrapped)
         self._set_up()
@@ -131,7 +130,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         for hooks in ("pre", "post"):
             setattr(self, f"_optimizer_load_state_dict_{hooks}_hooks", OrderedDict())
         self._patch_step_function()
-        self.steps_inner = False
+        self.steps_inner = self.saves_dense = False
         # In this context parameters hold the weights to update instead of those that the forward pass sees.
         self.whole_weights: Callable[[], AbstractContextManager[None]] = nullcontext
         guard = self.inner.register_step_pre_hook(partial(_refuse_to_pass_masks, weakref.ref(self)))
@@ -144,7 +143,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         self._calls_closure_itself = not described and not is_torchs_own(self.inner)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("inner", "_options", "_wrapped", "_masked", "effective_steps", "_only_probed", "saves_dense")
+        names = ("inner", "_options", "_wrapped", "_masked", "effective_steps", "_only_probed")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -622,14 +621,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         Args:
             dense: True for moments that torch alone can load: dense, and 0 where `drop` holds none.
         """
-        before = self.saves_dense
-        self.saves_dense = dense or before or checkpoint.must_be_dense(self._wrapped)
-        try:
-            return self._state_dict()
-        finally:
-            self.saves_dense = before
-
-    def _state_dict(self) -> dict[str, Any]:
+        self.saves_dense = dense or checkpoint.must_be_dense(self._wrapped)
         for prepare in self._optimizer_state_dict_pre_hooks.values():
             prepare(self)
         for parameter in self._wrapped.parameters():
@@ -639,6 +631,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, result)
             result = result if changed is None else changed
+        self.saves_dense = False
         return result
 
     @torch.no_grad()
@@ -741,12 +734,31 @@ def wrapper_of(optimizer: torch.optim.Optimizer) -> MaskedOptimizer | None:
     return None if present is None else present()
 
 
+def as_masked(optimizer: torch.optim.Optimizer) -> MaskedOptimizer:
+    """Wrap an optimizer unless it is a MaskedOptimizer."""
+    return optimizer if isinstance(optimizer, MaskedOptimizer) else MaskedOptimizer(optimizer)
+
+
+def deepspeed_refused(what: str, instead: str = "give it the engine") -> PolicyError:
+    """Return the error that says where policies work under DeepSpeed, and what to do instead."""
+    return PolicyError(
+        f"{what}: freeze policies are refused under DeepSpeed except under Lightning's and Hugging Face's "
+        "Trainer and in a loop of your own, with gradpolicy.integrations.deepspeed.training: its engine "
+        f"updates partitions of the weights within its own step; {instead}"
+    )
+
+
 def _check_inner(inner: Any) -> None:
     if not isinstance(inner, torch.optim.Optimizer):
         raise PolicyError(f"inner: a torch.optim.Optimizer is needed, not {type(inner).__name__}")
-    if type(inner).__module__.partition(".")[0] in ("accelerate", "lightning", "lightning_fabric"):
+    package, kind = type(inner).__module__.partition(".")[0], type(inner).__name__
+    if package == "deepspeed":
+        raise deepspeed_refused(kind)
+    if kind == "ZeroRedundancyOptimizer":
+        raise PolicyError(f"inner: {kind} is refused; FSDP2 (fully_shard) shards optimizer state under masks")
+    if package in ("accelerate", "lightning", "lightning_fabric"):
         raise PolicyError(
-            f"inner: {type(inner).__name__} passes steps on to an optimizer of its own; wrap the torch "
+            f"inner: {kind} passes steps on to an optimizer of its own; wrap the torch "
             "optimizer first, and prepare or set up what MaskedOptimizer or gradpolicy.training gives"
         )
     if isinstance(inner, MaskedOptimizer) or wrapper_of(inner) is not None:

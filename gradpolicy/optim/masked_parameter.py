@@ -241,7 +241,7 @@ class MaskedParameter:
         active, forget = int(flags.count_nonzero()) * block, self.options.forget
         partly = 0 < active < self.layout.size
         part = self._find_part(flags, block) if partly else None
-        if partly and self.rule is None and part is None and not self.state.wrapped.delegates:
+        if partly and self.rule is None and part is None:
             optimizer = self.state.wrapped.optimizer
             check_entries_can_freeze(optimizer, self.group, self.parameter)
             warn_of_putting_back(optimizer, forget)

@@ -193,15 +193,15 @@ def put_back_remarks(
     Args:
         masks: For each policy, the masks that freeze a parameter in part, with True if entries lose state.
         parameters: The parameters by name.
-        optimizers: The optimizers, which are not wrapped, except by ZeroRedundancyOptimizer.
+        optimizers: The optimizers, which are not wrapped.
 
     Raises:
         PolicyError: If some entries of a parameter cannot be frozen alone.
     """
     places = {
-        id(parameter): (own, group)
+        id(parameter): (optimizer, group)
         for optimizer in optimizers
-        if rule_for(own := _updater(optimizer)) is None
+        if rule_for(optimizer) is None
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
@@ -215,12 +215,6 @@ def put_back_remarks(
                     check_entries_can_freeze(*place, parameters[name])
                 remarks[put_back_remark(place[0], forget)] = None
         yield from (f"{policy}: {remark}" for remark in remarks)
-
-
-def _updater(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the local optimizer of a ZeroRedundancyOptimizer, which makes its updates; any other itself."""
-    local = getattr(optimizer, "optim", optimizer)
-    return getattr(local, "inner", local)
 
 
 def _steps_part(optimizer: torch.optim.Optimizer, mask: Any, parameter: Tensor) -> bool:

@@ -31,10 +31,7 @@ class Wrapped:
         rule: How it moves one entry; None where no update rule describes it.
         submatrix: Which rows or columns it can step alone; None for no optimizer that has such a rule.
         settings: Settings of single parameters, which replace those of their param groups.
-        delegates: True if it updates by an optimizer that is wrapped too, and checks masks there.
     """
-
-    delegates = False
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer

@@ -19,14 +19,14 @@ def all_ranks() -> DeviceMesh:
 
 
 def on_ranks(model: nn.Module, kind: str, layers: bool = False) -> nn.Module:
-    """What a loop calls: the model, wrapped for ``"ddp"`` or ``"zero1"``, or sharded for ``"fsdp2"``.
+    """What a loop calls: the model, wrapped for ``"ddp"``, or sharded for ``"fsdp2"``.
 
     Args:
         model: The model; sharded, it stays the same object.
         kind: As above; anything else for one process alone.
         layers: Whether to shard each child with parameters on its own, too.
     """
-    if kind in ("ddp", "zero1"):
+    if kind == "ddp":
         return DistributedDataParallel(model)
     if kind == "fsdp2":
         for child in model.children() if layers else ():

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import gradpolicy as gp
 from gradpolicy.lightning.checkpoints import WholeCheckpointIO
 from gradpolicy.lightning.fully_shard_strategy import FullyShardStrategy
-from gradpolicy.lightning.zero_strategy import ZeroStrategy
 from gradpolicy.policies import Policy
 from gradpolicy.where import plain_name
 
@@ -25,7 +24,6 @@ BATCH, UPDATES = 8, 8
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "one process": lambda: "auto",
     "ddp": lambda: DDPStrategy(process_group_backend=dist.get_backend()),
-    "zero1": lambda: ZeroStrategy(process_group_backend=dist.get_backend()),
     "fsdp2": FullyShardStrategy,
 }
 

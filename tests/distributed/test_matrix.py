@@ -19,7 +19,7 @@ IN_THE_TABLE = {
     "bf16-mixed": "mixed precision",
 }
 """What docs/support.md calls them."""
-STRATEGIES = ["ddp", "zero1", "fsdp2"]
+STRATEGIES = ["ddp", "fsdp2"]
 FROZEN_STATES, PRECISIONS = ["keep", "zero", "drop"], list(TOLERANCES)
 FAST_FREEZING = [
     (strategy, *settings, "32-true")
@@ -28,7 +28,6 @@ FAST_FREEZING = [
 ]
 FAST_FLOWING = [
     *(("ddp", kind, "32-true") for kind in FLOWING),
-    ("zero1", "stop", "32-true"),
     ("fsdp2", "cut off", "32-true"),
     ("fsdp2", "straight through", "32-true"),
 ]

@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from process_pool import ProcessPool, here, refusal
-from runs import UPDATES, check_equal, fit
+from runs import UPDATES, Network, check_equal, fit
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 import gradpolicy as gp
@@ -64,7 +65,6 @@ def with_fault(kind: str, every: int | None, strategy: str = "ddp") -> str:
         ("ddp", "age", "the ages of 'layers.1.0.weight'"),
         ("ddp", "weight", "the weights 'layers.1.0.weight'"),
         ("ddp", "rate", "the learning rates"),
-        ("zero1", "mask", "the ages of 'layers.1.0.weight'"),
         ("fsdp2", "rate", "the learning rates"),
     ],
 )
@@ -239,3 +239,27 @@ def test_the_hook_is_refused_where_there_is_no_reducer(pair: ProcessPool) -> Non
 def test_one_process_takes_the_same_settings() -> None:
     known = fit("one process", "entries", callback={"communication": ActiveEntries("bfloat16")})
     assert len(known["losses"]) == UPDATES
+
+
+def zero(module: nn.Module) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, lr=0.01)
+
+
+def use_zero(module: LightningModule) -> None:
+    module.configure_optimizers = lambda: zero(module)  # type: ignore[method-assign]
+
+
+def said_to_zero() -> list[str]:
+    """What MaskedOptimizer, a plain loop and Lightning say to torch's ZeroRedundancyOptimizer."""
+    module = Network()
+    half = [gp.Freeze(gp.masks.Random(0.5))]
+    return [
+        refusal(gp.MaskedOptimizer, zero(module)),
+        refusal(gp.training(module, zero(module), half).__enter__),
+        refusal(fit, "ddp", "entries", prepare=use_zero),
+    ]
+
+
+def test_zero_redundancy_optimizer_is_refused_in_favour_of_fsdp2(pair: ProcessPool) -> None:
+    for said in pair(said_to_zero):
+        assert all("ZeroRedundancyOptimizer is refused; FSDP2" in line for line in said)

@@ -1,4 +1,4 @@
-"""Optimizers that are exact for rows, on two ranks: so under ZeRO-1; sharded, they are for whole tensors."""
+"""Optimizers that are exact for rows, on two ranks: sharded, they are for whole tensors."""
 
 import warnings
 
@@ -7,34 +7,11 @@ import pytest
 import torch
 from loops import on_ranks, whole
 from process_pool import ProcessPool
-from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch import nn
 
 from gradpolicy import MaskedOptimizer, PolicyError
 
 ROWS = torch.arange(8).view(8, 1) % 3 == 1
-
-
-def trained(sharded_state: bool) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
-    weights = list(model.parameters())
-    inner = ZeroRedundancyOptimizer(weights, torch.optim.Muon) if sharded_state else torch.optim.Muon(weights)
-    optimizer = MaskedOptimizer(inner, frozen_state="drop")
-    for step in range(6):
-        optimizer.set_masks({weight: ROWS.roll(step // 2, 0) for weight in weights[1:]})
-        model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.state_dict()
-
-
-@pytest.mark.slow
-@pytest.mark.supports("submatrix optimizers", loop="plain", processes="zero1")
-def test_zero_steps_rows_as_one_process_does(pair: ProcessPool) -> None:
-    expected = trained(False)
-    for found in pair(trained, True):
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
 def masked_shards() -> tuple[list[str], bool, str]:

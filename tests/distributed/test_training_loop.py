@@ -12,7 +12,6 @@ from networks import perceptron
 from process_pool import ProcessPool, here, refusal
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,13 +39,9 @@ def train(kind: str, masks: str) -> dict[str, Tensor]:
     x = torch.randn(16, 4)
     y = share((x.sum(1) > 0).long(), kind)
     x = share(x, kind)
-    within = kind in ("ddp within", "zero1")
+    within = kind == "ddp within"
     given = model if within else on_ranks(model, kind.removesuffix(" before"))
-    settings = {"lr": 0.05, "weight_decay": 0.1}
-    if kind == "zero1":
-        optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **settings)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
     policies = {"slow": gp.Scale(0.5, modules="2"), "some": gp.Freeze(MASKS[masks](), frozen_state="zero")}
     with gp.training(given, optimizer, policies, seed=1) as optimizer:
         if within:
@@ -63,7 +58,7 @@ def train(kind: str, masks: str) -> dict[str, Tensor]:
 @pytest.mark.supports("{masks}", "flow", loop="plain", processes="{kind}", names=IN_THE_TABLE)
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("masks", MASKS)
-@pytest.mark.parametrize("kind", ["ddp before", "ddp within", "fsdp2", "zero1"])
+@pytest.mark.parametrize("kind", ["ddp before", "ddp within", "fsdp2"])
 def test_ranks_train_what_one_process_does(pair: ProcessPool, kind: str, masks: str) -> None:
     first, second = pair(train, kind, masks)
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -423,6 +423,9 @@ def test_what_has_been_prepared_by_another_library_is_refused(parameter):
     with_fabric = Fabric(accelerator="cpu").setup_optimizers(torch.optim.AdamW([parameter]))
     with pytest.raises(PolicyError, match="FabricAdamW passes steps on"):
         MaskedOptimizer(with_fabric)
+    in_engine = type("FusedAdam", (torch.optim.Adam,), {"__module__": "deepspeed.ops.adam.fused_adam"})
+    with pytest.raises(PolicyError, match=r"refused under DeepSpeed except .*integrations\.deepspeed"):
+        MaskedOptimizer(in_engine([parameter]))
 
 
 def test_a_differentiable_step_cannot_freeze(parameter):
