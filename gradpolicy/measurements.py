@@ -50,6 +50,9 @@ class Measurements:
         # By phase: how many operations of each flow policy were counted when it began.
         self._operations: dict[str, Counter[str]] = {}
         self._restored: Counter[str] = Counter()
+        # The numbers as first logged, and the names of those that have changed since.
+        self._logged: dict[str, float] = {}
+        self._varied: set[str] = set()
         if freezer is not None:
             freezer.observers.append(self)
 
@@ -143,6 +146,14 @@ class Measurements:
         freeze = self._measure_freeze(self._freezer) if phase == "fit" and self._freezer is not None else {}
         flow, rows = zip(*of_every_rank((self._measure_flow(phase), freeze)), strict=True)
         return self._by_policy(_add_rows(rows)) | _flow_quantities(flow, phase)
+
+    def varying(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """Return the numbers for loggers: each at its first measurement, and again once it has changed."""
+        new = numbers.keys() - self._logged.keys()
+        self._logged |= {name: numbers[name] for name in new}
+        self._varied |= {name for name, number in numbers.items() if number != self._logged[name]}
+        shown = new | self._varied
+        return {name: number for name, number in numbers.items() if name in shown}
 
     def _measure_flow(self, phase: str) -> dict[str, dict[str, float]]:
         """Return this process's counts, squared norms and zeros of each flow policy."""

@@ -272,7 +272,8 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         """Add measurements of the policies to the values that the Trainer logs."""
         if logs is None or "loss" not in logs or self._measured is None:
             return
-        numbers, self._measured = self._summary(self._measured), None
+        numbers = self._start_measuring().varying(self._summary(self._measured))
+        self._measured = None
         logs.update(numbers)
         state.log_history[-1].update(numbers)
 

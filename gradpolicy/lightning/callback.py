@@ -49,8 +49,8 @@ class GradientPolicies(TrainingPolicies, Callback):
         policies: The policies by name. Those that are None (``null`` in YAML) are left out.
         seed: The seed of mask sources without a seed of their own.
         log: Log values of each policy, such as the share of active entries and gradient norms, as
-            ``policy/<name>/…`` at the trainer's ``log_every_n_steps``; those of a test at its end, as
-            ``test/policy/<name>/…``.
+            ``policy/<name>/…`` at the trainer's ``log_every_n_steps``; a value that stays the same only once;
+            those of a test at its end, as ``test/policy/<name>/…``.
         agreement_every: With several processes, the number of updates between comparisons of the checksums of
             masks, ages and weights; None for no comparisons.
         communication: Under DistributedDataParallel: sends the gradients of active entries only.
@@ -261,7 +261,16 @@ class GradientPolicies(TrainingPolicies, Callback):
             self._measures = False
             measured = self._measure("fit", updates)
             if self.log_policies and trainer.loggers:
-                pl_module.log_dict(self._summary(measured))
+                self._log(trainer, self._summary(measured))
+
+    def _log(self, trainer: Trainer, numbers: dict[str, float]) -> None:
+        """Log the numbers that vary, and give all of them to other callbacks."""
+        # `LightningModule.log` would repeat a constant at each step until the epoch ends.
+        if varying := self._start_measuring().varying(numbers):
+            for logger in trainer.loggers:
+                logger.log_metrics(varying, step=_batches_that_stepped(trainer) - 1)
+        for known in (trainer.callback_metrics, trainer.logged_metrics):
+            known.update({name: torch.tensor(number) for name, number in numbers.items()})
 
     def on_test_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *position: int
@@ -382,6 +391,9 @@ def _one_gradient_left(trainer: Trainer, optimizer: torch.optim.Optimizer) -> It
 
 def _logs_after_this(trainer: Trainer) -> bool:
     """Return True if Lightning logs after the update that is being prepared."""
-    # The trainer counts the steps of all optimizers together.
-    updates = trainer.global_step // max(len(trainer.optimizers), 1)
-    return (updates + 1) % log_interval(trainer) == 0
+    return (_batches_that_stepped(trainer) + 1) % log_interval(trainer) == 0
+
+
+def _batches_that_stepped(trainer: Trainer) -> int:
+    """Return the number of updates by which Lightning logs; it counts those of all optimizers together."""
+    return trainer.global_step // max(len(trainer.optimizers), 1)

@@ -106,10 +106,10 @@ def train(
     """
     trainer, watch = make_trainer(stage, sharded, folder, killed_at, **settings)
     trainer.train(resume_from_checkpoint=resume and str(Path(folder) / f"checkpoint-{resume}"))
-    log = next(entry for entry in reversed(trainer.state.log_history) if "loss" in entry)
-    shares = {key: value for key, value in log.items() if "active_share" in key}
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    shares = {key: value for log in logs for key, value in log.items() if "active_share" in key}
     assert isinstance(trainer.model, nn.Module)
-    return whole_weights(trainer.model), watch.moved, {**shares, "grad_norm": log["grad_norm"]}
+    return whole_weights(trainer.model), watch.moved, {**shares, "grad_norm": logs[-1]["grad_norm"]}
 
 
 def make_trainer(

@@ -172,7 +172,7 @@ def content(run: Path) -> dict[str, bytes]:
 def steps(run: Path) -> list[int]:
     """The steps at which the log of a run has rows of training."""
     table = pandas.read_csv(run / "csv/version_0/metrics.csv")
-    return table["step"][table["policy/random_freeze/active_share"].notna()].tolist()
+    return table["step"][table["policy/random_freeze/gradient_norm_after"].notna()].tolist()
 
 
 def test_a_resumed_run_goes_on_in_its_directory(train) -> None:
