@@ -6,6 +6,7 @@ from torch import nn
 
 import gradpolicy as gp
 from gradpolicy.where import named_parameters
+from tests.fixtures import TwoLayers
 
 
 class Blocks(nn.Module):
@@ -135,3 +136,28 @@ def test_plain_values_of_a_plan_have_the_layers():
     assert [row["name"] for row in written["rows"]] == ["embed", "layers.0–3", "head"]
     assert written["rows"][0]["share"] == 0.0
     assert set(named_parameters(model)) > {"embed.weight"}
+
+
+def test_lightning_prints_it_once(make_trainer, loader, capsys):
+    callback = gp.GradientPolicies({"head": gp.Train(params="head.*")})
+    make_trainer(callbacks=[callback], max_epochs=2).fit(TwoLayers(), loader)
+    printed = capsys.readouterr().out
+    assert printed.count("What trains") == 1
+    assert "18 of 130 entries (13.8%) train. No policy matches 4 of 6 parameters" in " ".join(printed.split())
+
+
+def test_lightning_prints_it_within_the_plan(make_trainer, loader, capsys):
+    callback = gp.GradientPolicies({"head": gp.Train(params="head.*")}, plan=True)
+    make_trainer(callbacks=[callback]).fit(TwoLayers(), loader)
+    assert capsys.readouterr().out.count("What trains") == 1
+    quiet = gp.GradientPolicies({"head": gp.Train(params="head.*")}, layers=False)
+    make_trainer(callbacks=[quiet]).fit(TwoLayers(), loader)
+    assert "What trains" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "nothing", [{"it": gp.Freeze()}, {"it": gp.Train(params="head.*"), "no": gp.Freeze()}]
+)
+def test_lightning_refuses_to_train_nothing(make_trainer, loader, nothing):
+    with pytest.raises(gp.PolicyError, match="0 of 130 entries train"):
+        make_trainer(callbacks=[gp.GradientPolicies(nothing)]).fit(TwoLayers(), loader)

@@ -256,7 +256,8 @@ class PartitionedOptimizer(MaskedOptimizer):
             with GatheredParameters(self._parameters):
                 yield
         else:
-            empty = [(each, each.data) for each in self._parameters if each.shape != _shape(each)]
+            every = self._engine.module.parameters()
+            empty = [(each, each.data) for each in every if each.shape != _shape(each)]
             try:
                 for parameter, _ in empty:
                     parameter.data = parameter.new_full((), math.nan).expand(_shape(parameter))

@@ -1,6 +1,7 @@
 """gp.training on two ranks: they agree, and train what one process trains."""
 
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,27 @@ def test_ranks_train_what_one_process_does(pair: ProcessPool, kind: str, masks: 
     first, second = pair(train, kind, masks)
     assert all(torch.equal(first[name], second[name]) for name in first)
     torch.testing.assert_close(first, train("one process", masks), rtol=1e-4, atol=1e-5)
+
+
+def printed(kind: str) -> str:
+    """What a rank prints in a loop that is asked for what trains."""
+    model = perceptron(4, 8, 2)
+    given = on_ranks(model, kind)
+    optimizer = torch.optim.AdamW(model.parameters())
+    policies = [gp.Train(params="2.*"), gp.Rates({"*": 0.5})]
+    with redirect_stdout(StringIO()) as written, gp.training(given, optimizer, policies, layers=True) as own:
+        for _ in range(2):
+            given(torch.randn(4, 4)).sum().backward()
+            own.step()
+    return written.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_the_first_rank_alone_says_what_trains(pair: ProcessPool, kind: str) -> None:
+    first, second = pair(printed, kind)
+    assert first.count("What trains") == 1
+    assert "18 of 58 entries (31.0%) train." in first
+    assert not second
 
 
 # ---- fully_shard by hand: saved and resumed by torch.distributed.checkpoint

@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 import warnings
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,17 @@ def trained(stage: int, frozen_state: str, resume_at: int | None, folder: str, z
             engine.load_checkpoint(folder)
             train(engine, optimizer, range(resume_at, STEPS))
     return whole_weights(engine.module), optimizer.effective_steps
+
+
+def printed(stage: int) -> str:
+    """What a rank prints that is asked for what trains."""
+    from gradpolicy.integrations.deepspeed import training
+
+    engine = engine_for(stage)
+    policies = [gp.Train(params="4.*")]
+    with redirect_stdout(StringIO()) as written, training(engine, policies, layers=True) as optimizer:
+        train(engine, optimizer, range(2))
+    return written.getvalue()
 
 
 def in_bfloat16(stage: int) -> tuple[int, int]:
@@ -272,6 +285,15 @@ def test_settings_that_move_parameters_change_nothing(
 ) -> None:
     (first, _), _ = ranks(trained, stage, "zero", None, "", setting)
     torch.testing.assert_close(first, on_one_process(policies("zero")), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_first_rank_alone_says_what_trains(ranks: ProcessPool, stage: int) -> None:
+    first, second = ranks(printed, stage)
+    entries = 6 * 9 + 9 + 9 * 8 + 8 + 8 * 7 + 7 + 7 * 3 + 3
+    assert first.count("What trains") == 1
+    assert f"63 of {entries} entries" in first
+    assert not second
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

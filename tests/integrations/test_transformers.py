@@ -89,6 +89,20 @@ def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+def test_what_trains_is_printed_once(train, capsys):
+    train(make_bert(), {"heads": gp.Train(params=["*.bias", "classifier.*"])})
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.count("What trains") == 1
+    assert "bert.encoder.layer.0–2" in printed
+    assert "parameters (bert.embeddings.word_embeddings.weight," in printed
+    assert "they are frozen, since Train policies name what trains." in printed
+
+
+def test_a_trainer_that_would_train_nothing_is_refused(train):
+    with pytest.raises(gp.PolicyError, match=r"0 of .* entries train"):
+        train(make_bert(), {"all": gp.Freeze()})
+
+
 # ---- recipes
 
 
