@@ -3,7 +3,7 @@
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -43,7 +43,7 @@ class LayerRow:
 
 
 @dataclass(frozen=True)
-class Layers(Displayed, Sequence[LayerRow]):
+class Layers(Displayed):
     """What trains in a model: a sequence of :class:`LayerRow`, which prints as a table.
 
     Attributes:
@@ -54,11 +54,10 @@ class Layers(Displayed, Sequence[LayerRow]):
     rows: tuple[LayerRow, ...]
     unmatched: str
 
-    @overload
-    def __getitem__(self, index: int) -> LayerRow: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[LayerRow, ...]: ...
-    def __getitem__(self, index: int | slice) -> LayerRow | tuple[LayerRow, ...]:
+    def __iter__(self) -> Iterator[LayerRow]:
+        return iter(self.rows)
+
+    def __getitem__(self, index: int) -> LayerRow:
         return self.rows[index]
 
     def __len__(self) -> int:

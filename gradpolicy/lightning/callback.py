@@ -10,15 +10,12 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.lightning.trainer_parts import STEP_METHODS, callbacks_of, log_interval
 from gradpolicy.lightning.weight_averaging import check_weight_averaging
 from gradpolicy.measurements import summary
-from gradpolicy.planning.plan import plan as make_plan
-from gradpolicy.planning.plan import training_loss
 from gradpolicy.policies import Policy
 from gradpolicy.training_policies import TrainingPolicies
 
@@ -54,8 +51,6 @@ class GradientPolicies(TrainingPolicies, Callback):
         agreement_every: With several processes, the number of updates between comparisons of the checksums of
             masks, ages and weights; None for no comparisons.
         communication: Under DistributedDataParallel: sends the gradients of active entries only.
-        plan: Print the plan, a table of what each policy affects, before the first training batch. It takes
-            one step on a copy of the model; for one process and automatic optimization only.
         layers: Print what trains, layer by layer, before the first update.
 
     Attributes:
@@ -88,13 +83,10 @@ class GradientPolicies(TrainingPolicies, Callback):
         log: bool = True,
         agreement_every: int | None = 100,
         communication: ActiveEntries | None = None,
-        plan: bool = False,
         layers: bool = True,
     ) -> None:
         super().__init__(policies, seed=seed, log=log, agreement_every=agreement_every, layers=layers)
         self.communication = communication
-        self.plan = plan
-        self._has_planned = False
         # True if the update that is being prepared is measured, and the evaluation that is measured.
         self._measures = False
         self._evaluated: str | None = None
@@ -169,9 +161,6 @@ class GradientPolicies(TrainingPolicies, Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Update the policies before the first batch of each effective step."""
-        if not self._has_planned:
-            self._has_planned = True
-            self._print_plan(trainer, pl_module, batch)
         optimizers = self._follow_optimizers(pl_module, trainer.strategy.optimizers)
         if optimizers is not trainer.strategy.optimizers:
             trainer.strategy.optimizers = list(optimizers)
@@ -183,36 +172,6 @@ class GradientPolicies(TrainingPolicies, Callback):
         if self.installed is not None:
             self.installed.set_loss_scale(_loss_scale(trainer))
             self.installed.measure_norms(self._measures)
-
-    def _print_plan(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
-        """Print the plan, by one step on a copy of the model with the first batch."""
-        if not self.plan or not self.policies:
-            return
-        obstacles = {
-            "several processes": trainer.world_size > 1,
-            "DeepSpeed": isinstance(trainer.strategy, DeepSpeedStrategy),
-            "manual optimization": not pl_module.automatic_optimization,
-        }
-        where = next((name for name, holds in obstacles.items() if holds), None)
-        if where is not None:
-            self._warn(f"GradientPolicies: plan=True makes no plan under {where}; call gradpolicy.plan")
-            return
-
-        def loss(copied: Any) -> Tensor:
-            with trainer.precision_plugin.forward_context():
-                return training_loss(copied, batch)
-
-        try:
-            with isolate_rng():
-                planned = make_plan(
-                    pl_module, self.policies, loss, seed=self.seed, optimizers=trainer.optimizers
-                )
-        except Exception as error:
-            # Such as a training_step that uses the Trainer, which a copy of the module does not have.
-            self._warn(f"GradientPolicies: no plan could be made: {error}")
-        else:
-            pl_module.print(planned)
-            self.layers = False  # the plan has them
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Check that no policy cuts the loss off from all parameters; torch's own error is less clear.

@@ -520,7 +520,6 @@ def test_a_wholly_frozen_tensor_asks_for_no_gradient_while_it_is_frozen(train):
     assert recorder.requires_grad[0]["head.weight"]
 
 
-@pytest.mark.parametrize("plan", [False, True])
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
@@ -529,10 +528,10 @@ def test_a_wholly_frozen_tensor_asks_for_no_gradient_while_it_is_frozen(train):
         (gp.Scale(0.5, modules="twin", at="output"), "module 'twin' is also 'head'"),
     ],
 )
-def test_a_policy_that_cannot_act_where_it_is_is_a_warning(two_layers, train, policy, message, plan):
+def test_a_policy_that_cannot_act_where_it_is_is_a_warning(two_layers, train, policy, message):
     two_layers.spare, two_layers.twin = torch.nn.Linear(2, 2), two_layers.head
     with pytest.warns(UserWarning, match=f"policy 'it': {message}"):
-        train(gp.GradientPolicies({"it": policy}, plan=plan), max_steps=2)
+        train(gp.GradientPolicies({"it": policy}), max_steps=2)
 
 
 def test_a_plan_within_a_fit_is_that_of_the_model_before_it(two_layers, loader, train):
@@ -963,34 +962,3 @@ def test_warnings_that_a_plan_has_shown_are_not_repeated(loader, train):
         gp.plan(Normalized(), policies, lambda copy: training_loss(copy, batch)).warnings
     )
     assert caught(train, callback) == []
-
-
-def test_plan_prints_the_table_before_training_and_leaves_the_course_as_it_was(two_layers, train, capsys):
-    policies = {"half": gp.Freeze(gp.masks.Random(0.5, every=1), params="head.weight")}
-    weights = []
-    for plan in (None, True):
-        model = copy.deepcopy(two_layers)
-        torch.manual_seed(0)
-        train(gp.GradientPolicies(policies, plan=plan), module=model, max_steps=3)
-        weights.append(bits(model))
-        assert ("Freeze · Random" in capsys.readouterr().out) is bool(plan)
-    assert same(*weights)
-
-
-class AsksTrainer(TwoLayers):
-    def training_step(self, batch, *rest):
-        assert self.trainer.max_steps == 1
-        return super().training_step(batch, *rest)
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (AsksTrainer, "no plan could be made: .*Trainer"),
-        (ByHand, "plan=True makes no plan under manual optimization"),
-    ],
-)
-def test_a_plan_that_cannot_be_made_is_a_warning(train, kind, message):
-    callback = gp.GradientPolicies({"cut": gp.Stop(modules="head")}, plan=True)
-    with pytest.warns(UserWarning, match=message):
-        train(callback, module=kind(), max_steps=1)
