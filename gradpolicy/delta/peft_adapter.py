@@ -237,9 +237,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     check_kind(path, "delta.from_peft")
     try:
         config = json.loads(path.read_bytes())
-        kind = config["peft_type"]
+        kind = config.get("peft_type")
     # json raises RecursionError for deeply nested text.
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError, AttributeError) as error:
         raise PolicyError(f"delta.from_peft: {path} cannot be read: {brief(repr(error))}") from error
     check_choice(f"delta.from_peft: peft_type in {path}", kind, (_TOKENS, _SHIRA))
     return config

@@ -1,1 +1,1 @@
-"""The parts of ``scripts/fuzz.py``: mutations, running, judging."""
+"""The parts of ``scripts/fuzz.py``: damaged files, wrong values, and running them in a fork."""
