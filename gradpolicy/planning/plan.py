@@ -14,12 +14,12 @@ from gradpolicy.freezing.bound_policy import combine
 from gradpolicy.freezing.freezer import masks_never_change
 from gradpolicy.planning.first_step import FirstStep, Optimizers, Step, first_step, of_kind
 from gradpolicy.planning.plan_rows import row_of
-from gradpolicy.planning.plan_table import Plan, PlanModule, PlanRow
+from gradpolicy.planning.plan_table import Plan
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop, Train
 from gradpolicy.rates import Rates, at, combined
 from gradpolicy.tensors.mask import Mask, active_share
 from gradpolicy.what_trains import Layers, what_trains
-from gradpolicy.where import named_parameters, pick_each, plain_name
+from gradpolicy.where import named_parameters, pick_each
 
 
 def plan(
@@ -81,7 +81,6 @@ def plan(
         without_gradient=without,
         zero_gradient=zero,
         warnings=(*_vain_warnings(vain, matched, gradients), *found.warnings),
-        modules=_modules(model, rows),
         layers=layers,
     )
 
@@ -181,21 +180,6 @@ def _without_gradient(gradients: Mapping[str, Tensor | None]) -> tuple[tuple[str
     none = tuple(name for name, gradient in gradients.items() if gradient is None)
     given = {name: gradient for name, gradient in gradients.items() if gradient is not None}
     return none, tuple(name for name, gradient in given.items() if not _gets_gradient(gradient))
-
-
-def _modules(model: nn.Module, rows: Iterable[PlanRow]) -> tuple[PlanModule, ...]:
-    """Return the model's modules with the policies on each."""
-    owners = {row.name: {key.rpartition(".")[0] for key in row.parameters} for row in rows}
-    matched = {row.name: {*row.modules, *owners[row.name]} for row in rows}
-    return tuple(
-        PlanModule(
-            name=plain_name(raw_name),
-            type=type(module).__name__,
-            parameters=sum(parameter.numel() for parameter in module.parameters(recurse=False)),
-            policies=tuple(name for name, names in matched.items() if plain_name(raw_name) in names),
-        )
-        for raw_name, module in model.named_modules()
-    )
 
 
 def _check_cuts(

@@ -90,23 +90,6 @@ class PlanRow:
 
 
 @dataclass(frozen=True)
-class PlanModule:
-    """A module of the model, and the policies on it.
-
-    Args:
-        name: Its qualified name; empty for the model itself.
-        type: Its class.
-        parameters: The number of entries of its own parameters, without those of its children.
-        policies: The policies that matched it, or one of its own parameters.
-    """
-
-    name: str
-    type: str
-    parameters: int
-    policies: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Plan(Displayed):
     """The effect of all policies together in the first training step.
 
@@ -118,7 +101,6 @@ class Plan(Displayed):
         without_gradient: Parameters that get no gradient.
         zero_gradient: Parameters whose gradient is zero in every entry.
         warnings: Policies without effect or with an unexpected one; missing gradients come first.
-        modules: The modules of the model, in the order in which it has them.
         layers: What trains in the first step: rows with ``name``, ``trains``, ``share``, ``rate`` and
             ``mode`` of a layer, or of several alike ones.
     """
@@ -130,7 +112,6 @@ class Plan(Displayed):
     without_gradient: tuple[str, ...] = ()
     zero_gradient: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    modules: tuple[PlanModule, ...] = ()
     layers: Layers = field(default_factory=partial(Layers, (), ""))
 
     def __rich__(self) -> RenderableType:

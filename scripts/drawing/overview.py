@@ -12,13 +12,12 @@ from PIL import Image
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "pictures"
 BROWSERS = ("chromium", "google-chrome")
-SIZE = (1700, 1160)
-# Two columns, without the parts of the report for which the picture has no room.
+SIZE = (850, 1120)
+# Without the parts of the report for which the picture has no room.
 STYLE = """<style>
-main { max-width: none; padding: 12px; } section.run { columns: 2; column-gap: 16px; }
-section.run > * { break-inside: avoid; } .run-head { column-span: all; }
+main { max-width: none; padding: 12px; }
 nav, tr.remark, [id^=asked], [id^=masks], [id^=memory], [id^=audit], [id^=warnings], [id^=versions],
-[id^=results] .figure:nth-child(n+3), [id^=gradient] .figure:nth-child(n+2) { display: none; }
+[id^=pictures], [id^=flow], [id^=results] .figure:nth-child(n+3) { display: none; }
 </style>"""
 
 
@@ -36,7 +35,7 @@ def overview() -> Image.Image:
 
 
 def taken(report: Path, browser: str) -> Image.Image:
-    """Return a screenshot of a report in two columns."""
+    """Return a screenshot of a report."""
     page, picture = report.with_name("overview.html"), report.with_name("overview.png")
     page.write_text(report.read_text("utf-8").replace("</head>", f"{STYLE}</head>", 1), "utf-8")
     options = [

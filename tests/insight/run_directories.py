@@ -66,13 +66,7 @@ def row(name: str, policy: str, where: str, **more: Any) -> dict[str, Any]:
 
 
 def plan() -> dict[str, Any]:
-    """The plan, with modules that form a tree."""
-    blocks = [f"model.trunk.{number}" for number in range(3)]
-    policies = {
-        **{layer: ["freeze"] for layer in LAYERS},
-        "model.probe": ["cut"],
-        "model.trunk.0": ["through"],
-    }
+    """The plan of a run."""
     freezing = {
         "what": "Freeze · Random",
         "parameters": [f"{layer}.weight" for layer in LAYERS],
@@ -90,15 +84,15 @@ def plan() -> dict[str, Any]:
         "entries": 4000,
         "training_entries": 2456,
         "warnings": ["cut: <b>the probe</b> trains alone"],
-        "modules": [
-            {
-                "name": name,
-                "type": "Conv2d" if "conv" in name else "Module",
-                "parameters": LAYERS.get(name, 0),
-                "policies": policies.get(name, []),
-            }
-            for name in ("", "model", "model.trunk", *blocks, *LAYERS, "model.probe")
-        ],
+        "layers": {
+            "rows": [
+                {"name": "model.trunk.0–2", "trains": "conv", "entries": 3088, "training": 1544, "rate": "×1"}
+                | {"mode": "train", "share": 0.5},
+                {"name": "model.probe", "trains": "nothing", "entries": 912, "training": 0, "rate": ""}
+                | {"mode": "eval", "share": 0.0},
+            ],
+            "unmatched": "A policy matches each parameter.",
+        },
         "cuts": ["input of modules model.probe (cut)"],
         "without_gradient": [],
     }

@@ -16,13 +16,14 @@ from scipy import stats
 from gradpolicy.insight.report import write
 from gradpolicy.insight.report.comparison import compare, config_differences, groups_of, holm, spread, welch
 from gradpolicy.insight.report.figures import (
+    constants,
+    flow,
     group_curves,
     mask_curves,
     run_curves,
     settings_and_metric,
     timeline,
 )
-from gradpolicy.insight.report.gradient_map import gradient_map
 from gradpolicy.insight.report.recorded_run import Run, read_run
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -68,8 +69,8 @@ def test_a_report_says_what_was_asked_and_what_came_of_it(run: Path, tmp_path: P
         "Freeze · Random",
         "The gradient is cut at: input of modules model.probe (cut)",
         "<td>torch</td><td>2.11.0</td>",
+        "<td><code>model.trunk.0–2</code></td><td>conv</td>",
         "Share, flips and ages",
-        "Map of the gradient",
         "Flow policies",
         "Optimizer memory",
     ):
@@ -97,17 +98,20 @@ def test_what_is_no_text_stops_no_report(run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "heading"),
-    [("freeze", "Timeline of masks"), ("flow", "Flow policies"), ("memory", "Optimizer memory")],
+    [
+        ("freeze", "Share, flips and ages"),
+        ("flow", "<td>share of zeros let through"),
+        ("memory", "Optimizer memory"),
+    ],
 )
 def test_a_record_without_some_rows_leaves_their_figures_out(
     run: Path, tmp_path: Path, kind: str, heading: str
 ) -> None:
+    assert heading in page_of([run], tmp_path / "report.html")
     lines = (run / "record.jsonl").read_text().splitlines(keepends=True)
     kept = [line for line in lines if json.loads(line)["kind"] != kind]
     (run / "record.jsonl").write_text("".join(kept))
-    page = page_of([run], tmp_path / "report.html")
-    assert heading not in page
-    assert "Map of the gradient" in page
+    assert heading not in page_of([run], tmp_path / "report.html")
 
 
 FAULT = {"tensor": "x", "what": "weight", "policy": "half", "count": 7, "step": 3}
@@ -166,22 +170,13 @@ def test_entries_without_a_gradient_do_not_count_as_training(run: Path, tmp_path
     assert '<td class="figure-cell">772 of 3,088</td>' in page_of([run], tmp_path / "report.html")
 
 
-def test_the_map_adds_up_norms_and_shares(run: Path) -> None:
-    module = {"name": "left.out.parents", "type": "Module", "parameters": 0, "policies": ["freeze"]}
-    plan = json.loads((run / "plan.json").read_text())
-    edit_json(run / "plan.json", modules=[*plan["modules"], module])
-    drawn = gradient_map(read_run(run))
-    (trace,) = drawn.figure.data
-    boxes = dict(zip(trace.ids, trace.text, strict=True))
-    # 2, 2/2 and 2/3 in the three layers.
-    before = 2 * math.sqrt(1 + 1 / 4 + 1 / 9)
-    assert boxes["root.model"].endswith(f"‖g‖ {before:.2g} → {0.7 * before:.2g}")
-    assert boxes["root.model.probe"] == "cut"
-    assert boxes["root.model.trunk.0"].startswith("replaced · 5")
-    assert boxes["root.model.trunk.0.conv"].startswith("frozen · 5")
-    parents = dict(zip(trace.ids, trace.parents, strict=True))
-    assert parents["root.model.trunk.0.conv"] == "root.model.trunk.0"
-    assert parents["root.left.out"] == "root.left"
+def test_constants_are_in_a_table_and_not_in_charts(run: Path) -> None:
+    read = read_run(run)
+    values = {(each["policy"], each["quantity"]): each["value"] for each in constants(read)}
+    assert values["cut", "operations"] == 3
+    assert values["through", "gradient norm after"] == 0.03
+    assert not [quantity for policy, quantity in values if policy == "freeze"]
+    assert flow(read) is None
 
 
 def test_the_command_that_repeats_a_trial_has_no_keys_of_the_search(run: Path) -> None:

@@ -65,7 +65,7 @@ def test_what_a_run_prints_and_leaves(train) -> None:
     for said in (
         "<td><code>optimizer.lr</code></td>",
         "Share, flips and ages",
-        "Map of the gradient",
+        "What trains in the first step",
         "model.trunk.0.conv.weight: age",
         f"<td>torch</td><td>{torch.__version__}</td>",
     ):

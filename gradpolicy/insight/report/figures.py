@@ -166,16 +166,45 @@ def settings_and_metric(runs: Sequence[Run], differences: Sequence[Difference]) 
 # ---- what policies did over the steps
 
 
-def mask_curves(run: Run) -> Figure | None:
-    """Draw the share of entries that train, flips, and ages over the steps."""
+def _mask_quantities(run: Run) -> pd.DataFrame:
+    """Return the shares, flips and ages of freeze policies: ``policy``, ``step``, ``quantity``, ``value``."""
     rows = run.rows("freeze")
     if rows.empty:
-        return None
+        return rows
     by = rows.assign(age=rows["age_median"] * rows["entries"]).groupby(["policy", "step"], as_index=False)
     sums = by[["active", "flipped", "age", "entries"]].sum(min_count=1)
     quantities = {"share that trains": "active", "flips per entry": "flipped", "median age": "age"}
     table = sums.assign(**{name: sums[column] / sums["entries"] for name, column in quantities.items()})
-    table = table.melt(["policy", "step"], list(quantities), "quantity", "value").dropna()
+    return table.melt(["policy", "step"], list(quantities), "quantity", "value").dropna()
+
+
+def _flow_quantities(run: Run) -> pd.DataFrame:
+    """Return the norms, operations and zeros of each flow policy, by ``phase`` too."""
+    rows = run.rows("flow")
+    if rows.empty:
+        return rows
+    rows = rows.assign(phase=rows["phase"].astype(object).fillna("fit"))
+    table = rows.melt(["step", "policy", "phase"], FLOW, "quantity", "value").dropna()
+    return table.assign(quantity=table["quantity"].map(_title))
+
+
+def _varies(table: pd.DataFrame) -> "pd.Series[bool]":
+    """Return for each row if its policy's quantity changes over the steps."""
+    return table.groupby(["policy", "quantity"])["value"].transform("nunique") > 1
+
+
+def constants(run: Run) -> list[dict[str, Any]]:
+    """Return what each policy kept the same at every recorded step: ``policy``, ``quantity``, ``value``."""
+    tables = [table for table in (_mask_quantities(run), _flow_quantities(run)) if len(table)]
+    same = [table[~_varies(table)].drop_duplicates(["policy", "quantity"]) for table in tables]
+    return pd.concat(same)[["policy", "quantity", "value"]].to_dict("records") if same else []
+
+
+def mask_curves(run: Run) -> Figure | None:
+    """Draw the share of entries that train, flips, and ages over the steps, where they vary."""
+    table = _mask_quantities(run)
+    if table.empty or (table := table[_varies(table)]).empty:
+        return None
     note = (
         "A change flips entries that it freezes or thaws; each change since the point before counts. The age "
         "of an entry: its updates since its optimizer state was last empty; here the mean of the "
@@ -253,12 +282,9 @@ FLOW = ("gradient_norm_before", "gradient_norm_after", "operations", "zeros_pass
 
 
 def flow(run: Run) -> Figure | None:
-    """Draw the gradient norms, operations and zeros of flow policies over the steps."""
-    rows = run.rows("flow")
-    if rows.empty:
+    """Draw the gradient norms, operations and zeros of flow policies over the steps, where they vary."""
+    table = _flow_quantities(run)
+    if table.empty or (table := table[_varies(table)]).empty:
         return None
-    rows = rows.assign(phase=rows["phase"].astype(object).fillna("fit"))
-    table = rows.melt(["step", "policy", "phase"], FLOW, "quantity", "value").dropna()
-    table["quantity"] = table["quantity"].map(_title)
     shared = {"y": "value", "color": "policy", "line_dash": "phase", "facet_row": "quantity"}
-    return line_figure("Flow policies", table, wide=True, **shared) if len(table) else None
+    return line_figure("Flow policies", table, wide=True, **shared)

@@ -23,7 +23,6 @@ from gradpolicy.insight.report.comparison import (
     spread,
 )
 from gradpolicy.insight.report.figures import Figure
-from gradpolicy.insight.report.gradient_map import gradient_map
 from gradpolicy.insight.report.recorded_run import Run
 
 # The maximum numbers of rows and columns of wide tables, and of runs that are shown one by one.
@@ -65,8 +64,8 @@ def detail(run: Run) -> dict[str, Any]:
         "metrics": _by_stage(run.final_metrics),
         "mask_curves": figures.mask_curves(run),
         "timeline": figures.timeline(run),
-        "tree": gradient_map(run),
         "flow": figures.flow(run),
+        "constants": figures.constants(run),
         "memory": figures.memory(run),
         "checked": checked,
         "verdict": "bad" if faults else "good" if checked else "",

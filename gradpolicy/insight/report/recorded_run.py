@@ -135,7 +135,7 @@ def read_run(directory: Path, name: str | None = None) -> Run:
     def read_model(name: str, purpose: str, model: type[Any]) -> dict[str, Any]:
         return read(name, purpose, lambda path: _as_plain(read_json(path, model)), {})
 
-    plan = read(PLAN, "the plan and the map of the gradient", lambda path: read_json(path, Plan), None)
+    plan = read(PLAN, "the plan, and what trains", lambda path: read_json(path, Plan), None)
     audit = read_model(AUDIT, "the proof", AuditFile)
     result = read_model(RESULT, "final results; the run did not end well", Result)
     began = read_model("run.json", "when it began", RunRecord)
