@@ -29,7 +29,6 @@ FEATURES = {
     "no update rule": "optimizers without an update rule",
     "submatrix optimizers": "Muon, Adafactor",
     "schedule-free": "ScheduleFree",
-    "8-bit": "8-bit AdamW",
     "accumulation": "gradient accumulation",
     "clipping": "gradient clipping by norm",
     "mixed precision": "mixed precision",

@@ -47,7 +47,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
     is exact for every entry: it moves as that optimizer would move it if run on that entry alone, over its
     active steps. `gradpolicy.update_rule` adds an optimizer of your own.
 
-    An optimizer in `SUBMATRIX_RULES` there (Muon, Adafactor, 8-bit AdamW) is exact for rows, and Muon for
+    An optimizer in `SUBMATRIX_RULES` there (Muon, Adafactor) is exact for rows, and Muon for
     columns: it steps the active ones as a parameter of their own.
 
     Under any other mask or optimizer the whole tensor is stepped; afterwards frozen entries and their state

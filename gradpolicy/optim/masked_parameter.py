@@ -294,14 +294,14 @@ class MaskedParameter:
 
     def _finish_change(self) -> None:
         """Complete state and count if the wrapped optimizer makes the next updates."""
-        by_age, self.rows = self.submatrix is not None and self.submatrix.by_age, None
+        self.rows = None
         if self.is_full and self._rows_differ():
             rows = torch.arange(self.parameter.shape[0], device=self.parameter.device)
             self.state.part = ActiveRows(rows, 0)
         mode = self.mode
         if mode is not Mode.PUT_BACK:
             self.copies = {}
-        if not (self.rule is not None or by_age) or mode is not Mode.PLAIN:
+        if self.rule is None or mode is not Mode.PLAIN:
             return
         if self.options.bias_correction == "entry" and self.layout.size:
             age = int(self.ages.dense().abs()) - 1
@@ -309,15 +309,14 @@ class MaskedParameter:
                 self.updates = 0
                 return
             self._set_count(age)
-        if self.rule is not None and (self.updates or self.state.values):
+        if self.updates or self.state.values:
             self.state.completed(self.group, self.ages, self.updates)
 
     def _rows_differ(self) -> bool:
         """Return True if the optimizer's own step would be wrong for some rows, all of which are active."""
-        rule = self.submatrix
-        if rule is None or self.options.bias_correction == "tensor" or not self.state.values:
+        if self.submatrix is None or not self.submatrix.begins or not self.state.values:
             return False
-        return self._differs_by_age if rule.by_age else rule.begins and bool((self.age() == 0).any())
+        return self.options.bias_correction == "entry" and bool((self.age() == 0).any())
 
     def _set_count(self, updates: int) -> None:
         self.updates = updates
@@ -455,33 +454,16 @@ class MaskedParameter:
         counts_blocks = self.ages.index is not None or self.ages.block > 1
         return self.layout.plain and counts_blocks and gradient.holds(self.active_rows())
 
-    def parts(self) -> list[ActiveRows]:
-        """Return the rows or columns that the optimizer steps as one parameter, or as one for each age."""
-        part, rule = self.state.part, self.submatrix
-        assert part is not None
-        assert rule is not None
-        if not rule.by_age or self.options.bias_correction == "tensor":
-            return [part]
-        ages = self._ages_of(part)
-        return [part._replace(positions=part.positions[ages == age]) for age in ages.unique()]
-
-    def _ages_of(self, rows: ActiveRows) -> Tensor:
-        """Return the age of each of some rows or columns: that of its oldest entry."""
-        ages = self.age()
-        others = [dim for dim in range(ages.dim()) if dim != rows.dim]
-        own = ages.amax(others) if others else ages
-        return own.expand(self.parameter.shape[rows.dim or 0])[rows.positions]
-
-    def part_state(self, rows: ActiveRows, gradient: Tensor) -> dict[str, Any]:
-        """Return the state of rows or columns that are to be stepped alone by this gradient."""
-        state, rule = self.state.of_part(rows), self.submatrix  # type: ignore[attr-defined]
-        if not state or rule is None or self.options.bias_correction == "tensor":
-            return state
-        if rule.by_age:
-            age, step = int(self._ages_of(rows)[0]), state["step"]
-            state["step"] = torch.full_like(step, age) if isinstance(step, Tensor) else age
-        elif rule.begins and bool((young := self._ages_of(rows) == 0).any()):
-            rule.begin(state, gradient, young)
+    def part_state(self, gradient: Tensor) -> dict[str, Any]:
+        """Return the state of the rows or columns that are to be stepped alone by this gradient."""
+        state, rule, rows = self.state.of_part(), self.submatrix, self.state.part  # type: ignore[attr-defined]
+        if state and rule is not None and rule.begins and self.options.bias_correction == "entry":
+            # The age of a row is that of its oldest entry.
+            ages = self.age().movedim(rows.dim or 0, 0)
+            ages = ages.flatten(1).amax(1) if ages.dim() > 1 else ages
+            young = ages.expand(self.parameter.shape[rows.dim or 0])[rows.positions] == 0
+            if young.any():
+                rule.begin(state, gradient, young)
         return state
 
     def count_update(self) -> None:

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import bitsandbytes
 import pytest
 import pytorch_optimizer
 import schedulefree
@@ -21,7 +20,6 @@ OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], Any]] = {
     "muon": lambda weights: torch.optim.Muon(weights, lr=0.02),
     "adafactor": lambda weights: torch.optim.Adafactor(weights, lr=0.02),
     "schedule-free": lambda weights: schedulefree.AdamWScheduleFree(weights, lr=0.02),
-    "8-bit": lambda weights: bitsandbytes.optim.AdamW8bit(weights, lr=0.02),
     "lamb": lambda weights: pytorch_optimizer.Lamb(weights, lr=0.02),
 }
 IN_THE_TABLE = {
@@ -37,7 +35,6 @@ OF_TENSORS = ("lamb",)
 def train(kind: str, optimizer: str) -> dict[str, Tensor]:
     """Return how far the weights go in eight updates; each rank takes its half of the data."""
     torch.manual_seed(0)
-    # Rows of whole blocks, for the optimizers with 8 bits.
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3)))
     # Muon rounds gradients to bfloat16, which makes much of differences in their last bits.
     dtype = torch.float64 if optimizer == "muon" else torch.float32

@@ -19,7 +19,7 @@ WITH_RULE = {
 
 def run_alone(kind, settings, start, gradients, masks, frozen_state):
     """Where each entry ends, with a gradient and a mask a step."""
-    reference = EachAlone(lambda parts: kind(parts, **settings), start, entries=True)
+    reference = EachAlone(lambda parts: kind(parts, **settings), start)
     for gradient, mask in zip(gradients, masks, strict=True):
         if frozen_state != "keep":
             reference.forget(~mask.expand(start.shape))
@@ -134,17 +134,16 @@ FROZEN_STATES = ["keep", "zero", "drop"]
 
 
 class EachAlone:
-    """An optimizer for each part of a tensor, which begins anew when the part loses its state.
+    """An optimizer for each entry of a tensor, which begins anew when the entry loses its state.
 
     Args:
-        make: makes the optimizer of a part.
+        make: makes the optimizer of an entry.
         start: what to begin with.
-        entries: True if the parts are entries, else rows.
     """
 
-    def __init__(self, make, start, entries=False):
-        self.make, self.start, self.shape, self.entries = make, start, start.shape, entries
-        self.parts = [torch.nn.Parameter(part.clone()) for part in (start.flatten() if entries else start)]
+    def __init__(self, make, start):
+        self.make, self.start, self.shape = make, start, start.shape
+        self.parts = [torch.nn.Parameter(part.clone()) for part in start.flatten()]
         self.optimizers = [make([part]) for part in self.parts]
 
     @property
@@ -153,7 +152,7 @@ class EachAlone:
         return torch.cat(parts).view(self.shape) if parts else self.start.clone()
 
     def places(self, flags):
-        return (flags.flatten() if self.entries else flags.all(1)).nonzero().flatten()
+        return flags.flatten().nonzero().flatten()
 
     def forget(self, frozen):
         for place in self.places(frozen):
@@ -166,7 +165,7 @@ class EachAlone:
     def step(self, gradient, mask, lr):
         for place in self.places(mask):
             set_rate(self.optimizers[place], lr)
-            self.parts[place].grad = (gradient.flatten() if self.entries else gradient)[place].clone()
+            self.parts[place].grad = gradient.flatten()[place].clone()
             self.optimizers[place].step()
 
 

@@ -2,9 +2,11 @@
 
 import warnings
 
+import bitsandbytes
 import pytest
 import pytorch_optimizer
 import torch
+import torchao.optim
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -24,13 +26,6 @@ EXAMPLES = {
     "MARS": lambda weights: pytorch_optimizer.MARS(weights, lr=1e-4),
 }
 KINDS = without_rule(EXAMPLES)
-
-
-class Blockwise8bit(torch.optim.SGD):
-    """Is named like optimizers whose state has a scale for each block of entries."""
-
-    def step(self, closure=None):
-        return super().step(closure)
 
 
 class Packs(torch.optim.Optimizer):
@@ -81,7 +76,8 @@ def test_one_with_a_rule_needs_no_word(state):
         (pytorch_optimizer.SOAP, "SOAP keeps its moments in a rotated basis"),
         (pytorch_optimizer.Shampoo, "Shampoo keeps statistics that mix all rows and all columns"),
         (pytorch_optimizer.ScalableShampoo, "ScalableShampoo keeps statistics"),
-        (Blockwise8bit, "Blockwise8bit keeps one scale for a block"),
+        (bitsandbytes.optim.AdamW8bit, "AdamW8bit keeps one scale for a block"),
+        (torchao.optim.AdamW8bit, "AdamW8bit keeps one scale for a block"),
         (pytorch_optimizer.FlashAdamW, "FlashAdamW keeps one scale"),
         (Packs, "Packs keeps one scale for a block of entries"),
     ],

@@ -3,24 +3,13 @@
 The references gather the active rows or columns by hand, and run the optimizer on them alone.
 """
 
-import bitsandbytes
 import pytest
 import pytorch_optimizer
 import torch
-import torchao.optim
 
 import gradpolicy as gp
-from gradpolicy.errors import PolicyError
 from gradpolicy.tensors.row_gradient import RowGradient
-from tests.optim.alone import FROZEN_STATES, EachAlone, follow_course
-
-
-@pytest.fixture(autouse=True)
-def _eager():
-    """torchao compiles its step for each shape anew, which takes seconds."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
+from tests.optim.alone import FROZEN_STATES, follow_course
 
 # --- the optimizers by hand
 
@@ -94,11 +83,6 @@ def adafactor(**settings):
     return lambda weights: torch.optim.Adafactor(weights, lr=0.1, **settings)
 
 
-EIGHT_BITS = {
-    "bitsandbytes": lambda weights: bitsandbytes.optim.AdamW8bit(weights, lr=0.1, weight_decay=0.1),
-    "torchao": lambda weights: torchao.optim.AdamW8bit(weights, lr=0.1, weight_decay=0.1),
-    "torchao Adam": lambda weights: torchao.optim.Adam8bit(weights, lr=0.1, weight_decay=0.1),
-}
 COURSES = {
     "Muon": (muon(), MuonByHand, (6, 5)),
     "Muon wide": (muon(weight_decay=0.3, adjust_lr_fn="match_rms_adamw", nesterov=False), MuonByHand, (4, 9)),
@@ -106,21 +90,16 @@ COURSES = {
     "Adafactor decay": (adafactor(weight_decay=0.2, maximize=True, foreach=False), AdafactorByHand, (6, 5)),
     "Adafactor kernels": (adafactor(d=2.0), AdafactorByHand, (5, 3, 2, 4)),
     "Adafactor vector": (adafactor(), AdafactorByHand, (7,)),
-    **{name: (make, EachAlone, (5, 4096)) for name, make in EIGHT_BITS.items()},
 }
-"""For each optimizer its reference and a shape; a row of 4096 entries is quantised when it is alone too."""
-
-
-def marked(name):
-    kind = "8-bit" if name in EIGHT_BITS else "submatrix optimizers"
-    return pytest.param(name, marks=pytest.mark.supports(kind, "rows", "frozen_state", loop="plain"))
+"""For each optimizer its reference and a shape."""
 
 
 # --- random courses
 
 
+@pytest.mark.supports("submatrix optimizers", "rows", "frozen_state", loop="plain")
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("name", map(marked, COURSES))
+@pytest.mark.parametrize("name", COURSES)
 def test_the_active_part_moves_as_under_the_optimizer_alone(name, seed):
     make, by_hand, shape = COURSES[name]
 
@@ -140,25 +119,6 @@ def test_the_active_part_moves_as_under_the_optimizer_alone(name, seed):
     dtype = torch.float64 if by_hand is AdafactorByHand else torch.float32
     weight = torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
     follow_course(make, by_hand(make, weight.detach()), weight, draw_mask, generator, 20, 1e-6)
-
-
-@pytest.mark.parametrize("name", EIGHT_BITS)
-def test_a_small_part_begins_with_state_that_is_not_quantised(name):
-    make, mask = EIGHT_BITS[name], torch.arange(32).view(-1, 1) % 8 == 3
-    weight = torch.nn.Parameter(torch.randn(32, 256))
-    alone = torch.nn.Parameter(weight.detach()[3::8].clone())
-    optimizer, reference = gp.MaskedOptimizer(make([weight])), make([alone])
-    optimizer.set_mask(weight, mask)
-    for _ in range(3):
-        weight.grad = torch.randn(32, 256)
-        alone.grad = weight.grad[3::8].clone()
-        optimizer.step()
-        reference.step()
-    assert torch.equal(weight.detach()[3::8], alone.detach())
-    kept = [value for value in optimizer.state[weight].values() if isinstance(value, torch.Tensor)]
-    assert {value.dtype for value in kept if value.shape == weight.shape} == {torch.float32}
-    optimizer.set_mask(weight, None)
-    optimizer.step()
 
 
 @pytest.mark.parametrize("make", [muon(), adafactor()])
@@ -207,12 +167,11 @@ def test_a_step_that_fails_leaves_groups_and_weights_as_they_were():
 # --- memory
 
 
-@pytest.mark.parametrize("name", ["Muon", "bitsandbytes", "torchao"])
-def test_under_drop_only_active_rows_have_state(name):
+def test_under_drop_only_active_rows_have_state():
     weight = torch.nn.Parameter(torch.randn(640, 256))
     used = []
     for mask in (None, torch.arange(640).view(-1, 1) < 64):
-        optimizer = gp.MaskedOptimizer(COURSES[name][0]([weight]), frozen_state="drop")
+        optimizer = gp.MaskedOptimizer(torch.optim.Muon([weight]), frozen_state="drop")
         optimizer.set_mask(weight, mask)
         weight.grad = torch.randn_like(weight)
         optimizer.step()
@@ -234,39 +193,6 @@ def test_only_the_gradient_of_active_rows_is_needed():
 
 
 # --- what cannot be
-
-
-@pytest.mark.parametrize("name", EIGHT_BITS)
-@pytest.mark.parametrize(
-    ("shape", "mask", "what"),
-    [
-        ((32, 256), (32, 256), "some entries"),
-        ((32, 256), (1, 256), "some entries"),
-        ((64, 100), (64, 1), "some rows of 100 entries"),
-    ],
-)
-def test_8_bit_state_is_cut_only_between_blocks(name, shape, mask, what):
-    weight = torch.nn.Parameter(torch.ones(shape))
-    optimizer = gp.MaskedOptimizer(EIGHT_BITS[name]([weight]))
-    message = f"8bit keeps one scale for a block of 256 .* a mask on {what} .* freeze whole tensors"
-    with pytest.raises(PolicyError, match=message):
-        optimizer.set_mask(weight, torch.rand(mask) < 0.5)
-    assert optimizer.get_mask(weight).all()
-    optimizer.set_mask(weight, False)
-    weight.grad = torch.ones(shape)
-    optimizer.step()
-    assert (weight == 1).all()
-
-
-def test_settings_that_bitsandbytes_has_for_a_parameter_would_not_reach_its_rows():
-    layer = torch.nn.Linear(256, 32, bias=False)
-    inner = EIGHT_BITS["bitsandbytes"]([layer.weight])
-    inner.mng.register_module_override(layer, "weight", {"optim_bits": 32})
-    try:
-        with pytest.raises(PolicyError, match="AdamW8bit: bitsandbytes' GlobalOptimManager has settings"):
-            gp.MaskedOptimizer(inner).set_mask(layer.weight, torch.arange(32).view(-1, 1) < 3)
-    finally:
-        inner.mng.module_weight_config_triple.clear()
 
 
 def test_rows_and_columns_need_no_word_and_entries_do(recwarn):

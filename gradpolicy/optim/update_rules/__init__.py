@@ -12,7 +12,6 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.optim.update_rules.adafactor import Adafactor
 from gradpolicy.optim.update_rules.adagrad import Adagrad
 from gradpolicy.optim.update_rules.adam import Adam
-from gradpolicy.optim.update_rules.adam_8bit import Adam8bit
 from gradpolicy.optim.update_rules.adamax import Adamax
 from gradpolicy.optim.update_rules.base import Group, State, SubmatrixRule, UpdateRule
 from gradpolicy.optim.update_rules.lion import Lion
@@ -43,10 +42,6 @@ RULES: dict[str, type[UpdateRule]] = {
 SUBMATRIX_RULES: dict[str, type[SubmatrixRule]] = {
     "torch.optim.Muon": Muon,
     "torch.optim.Adafactor": Adafactor,
-    "bitsandbytes.Adam8bit": Adam8bit,
-    "bitsandbytes.AdamW8bit": Adam8bit,
-    "torchao.Adam8bit": Adam8bit,
-    "torchao.AdamW8bit": Adam8bit,
 }
 """The same for optimizers that step rows or columns as parameters of their own."""
 _REGISTERED: dict[type[torch.optim.Optimizer], type[UpdateRule]] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -128,13 +127,11 @@ class SubmatrixRule(ABC):
 
     Attributes:
         dims: The dimensions whose slices can train alone: 0 are rows, 1 columns.
-        by_age: True if rows do not depend on each other, but on the tensor's step count. Rows of different
-            ages are then updated as different parameters.
         begins: True if `begin` has anything to do.
     """
 
     dims: tuple[int, ...] = (0,)
-    by_age = begins = False
+    begins = False
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -150,8 +147,6 @@ class SubmatrixRule(ABC):
             mask: Bool, of the parameter's dimensions, to which it broadcasts; some entries are active.
             parameter: The parameter.
 
-        Raises:
-            PolicyError: If the optimizer cannot step with this mask.
         """
         return ActiveRows.of_slices(mask, self.dims)
 
@@ -163,7 +158,3 @@ class SubmatrixRule(ABC):
             gradient: Their gradient.
             young: True for each row that has had no update (bool, 1-D).
         """
-
-    def each(self, function: Callable[..., Tensor], *values: Any) -> Any:
-        """Apply a function to state, or to each tensor that makes it up."""
-        return function(*values)

@@ -41,7 +41,7 @@ def test_each_entry_moves_as_alone_in_training_and_evaluation(kernels, name, see
         sizes = [SHAPE, (4, 1), (3,), ()][int(torch.randint(4, (), generator=generator, device="cpu"))]
         return (torch.rand(sizes, generator=generator, device="cpu") < 0.6).to(weight.device)
 
-    reference = EachAlone(in_training, weight.detach(), entries=True)
+    reference = EachAlone(in_training, weight.detach())
     follow_course(make, reference, weight, draw_mask, generator, 40, 1e-12, evaluates=True)
 
 
