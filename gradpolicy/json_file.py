@@ -30,6 +30,9 @@ def read_json(path: Path, model: type[Model]) -> Model:
         OSError: If the file cannot be read.
         ValueError: If the content is invalid; the message has the first error and its position.
     """
+    if path.exists() and not path.is_file():
+        # To read a pipe would take until somebody writes to it.
+        raise ValueError("it is no regular file")
     return parse_json(path.read_bytes(), model)
 
 

@@ -37,6 +37,11 @@ def write_text(path: Path, text: str) -> None:
         file.write(text)
 
 
+def is_inside(path: Path, directory: Path) -> bool:
+    """Return True if a path, with all links in it followed, lies in a directory."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(directory))
+
+
 def sync_folder(folder: Path) -> None:
     """Sync a directory to the disk, so that renamed files survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -94,6 +95,26 @@ def test_what_is_no_text_stops_no_report(run: Path, tmp_path: Path) -> None:
     (run / "config.yaml").write_text('seed: 3\ntask_name: "\\ud800"\npaths: 3\n')
     (run / "result.json").unlink()
     assert "<code>result.json</code> is absent" in page_of([run], tmp_path / "report.html")
+
+
+@pytest.mark.parametrize(
+    "name", ["pictures/guided.png", "csv/version_0/metrics.csv", "config.yaml", "result.json", "record.jsonl"]
+)
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_report_follows_no_link_out_of_the_directory_and_waits_for_no_pipe(
+    run: Path, tmp_path: Path, name: str, kind: str
+) -> None:
+    path = run / name
+    theirs = path.rename(tmp_path / "theirs")
+    if kind == "link":
+        path.symlink_to(theirs)
+    else:
+        os.mkfifo(path)
+    page = page_of([run], tmp_path / "report.html")
+    if name.endswith(".png"):
+        assert "Attribution: guided" not in page
+    else:
+        assert f"<code>{'csv/*/metrics.csv' if name.endswith('csv') else name}</code>" in page
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from gradpolicy.insight.run_files import AUDIT, PLAN, RESULT, AuditFile, Result,
 from gradpolicy.json_file import read_json
 from gradpolicy.lightning.runs import RunRecord
 from gradpolicy.planning.plan_table import Plan
+from gradpolicy.whole_file import is_inside
 
 Content = TypeVar("Content")
 
@@ -124,6 +125,8 @@ def read_run(directory: Path, name: str | None = None) -> Run:
         try:
             if path.exists() and not path.is_file():
                 raise ValueError("it is no regular file")
+            if not is_inside(path, directory):
+                raise ValueError("it is a link out of the directory")
             return reader(path)
         except FileNotFoundError:
             missing[name] = f"is absent, and with it {purpose}"
@@ -140,7 +143,7 @@ def read_run(directory: Path, name: str | None = None) -> Run:
     result = read_model(RESULT, "final results; the run did not end well", Result)
     began = read_model("run.json", "when it began", RunRecord)
     log = read("train.log", "warnings given during training", _read_text, "")
-    curves = sorted(directory.glob("csv/*/metrics.csv"), key=lambda path: path.stat().st_mtime)
+    curves = sorted(_files(directory, "csv/*/metrics.csv"), key=lambda path: path.stat().st_mtime)
     metrics_file = str(curves[-1].relative_to(directory)) if curves else "csv/*/metrics.csv"
     warnings = [*(plan.warnings if plan else ()), *(match[1] for match in WARNING.finditer(log))]
     return Run(
@@ -195,9 +198,15 @@ def _read_record(path: Path) -> pd.DataFrame:
     return record.load(path.parent)
 
 
+def _files(directory: Path, pattern: str) -> list[Path]:
+    """Return the regular files of a pattern, without those to which a link leads out of the directory."""
+    found = sorted(directory.glob(pattern))
+    return [path for path in found if path.is_file() and is_inside(path, directory)]
+
+
 def _find_pictures(directory: Path) -> dict[str, Path]:
     """Return the pictures of attributions, and the film strips of masks and ages."""
-    found = {f"Attribution: {path.stem}": path for path in sorted(directory.glob("pictures/*.png"))}
-    for path in sorted(directory.glob("masks/*/history_*.png")):
+    found = {f"Attribution: {path.stem}": path for path in _files(directory, "pictures/*.png")}
+    for path in _files(directory, "masks/*/history_*.png"):
         found[f"{path.parent.name}: {path.stem.removeprefix('history_')}"] = path
     return found
