@@ -7,6 +7,7 @@ import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,6 +16,7 @@ from omegaconf import DictConfig
 from gradpolicy.errors import PolicyError, brief, warn_user
 from gradpolicy.launch.messages import wrong_input_errors
 from gradpolicy.launch.processes import is_first_rank, under_srun, under_torchrun
+from gradpolicy.whole_file import is_inside
 
 KEY = "hydra.run.dir"
 # A directory named after the time is for one run. Any other name was chosen by the user, and that directory
@@ -23,7 +25,26 @@ TIME_IN_NAME = ("${started:", "${now:")
 # Arguments with the output directories of callbacks and loggers.
 WRITTEN_TO = ("dirpath", "save_dir", "directory")
 # The lock file, which exists as long as a process writes to the directory.
-LOCK = ".lock"
+LOCK, HOLDER = ".lock", "process"
+# What a run writes into its directory.
+WRITTEN = [
+    "*.csv",
+    "*.db",
+    "*.html",
+    "*.json",
+    "*.jsonl",
+    "*.log",
+    "*.safetensors",
+    "*.txt",
+    "*.yaml",
+    ".hydra",
+    "checkpoints",
+    "csv",
+    "masks",
+    "mlflow",
+    "pictures",
+    "tensorboard",
+]
 _locked: set[Path] = set()
 
 
@@ -39,8 +60,8 @@ def claimed_directory(node: DictConfig, key: str) -> Iterator[Path]:
         key: The key of that directory, for messages.
 
     Raises:
-        PolicyError: If it cannot be created or written to, another process runs in it, or it is named after
-            the time and holds another run.
+        PolicyError: If it cannot be created or written to, another process runs in it, it is named after the
+            time and holds another run, or a link in it leads out of it.
     """
     wanted = Path(node.dir).absolute()
     key = f"{key} (below paths.log_dir)" if "paths.log_dir" in _template(node) else key
@@ -50,6 +71,7 @@ def claimed_directory(node: DictConfig, key: str) -> Iterator[Path]:
             raise PolicyError(
                 f"{key}: {brief(str(wanted), most=120)} holds another run; start this one again"
             )
+        check_links(wanted, key)
         yield wanted
 
 
@@ -94,9 +116,15 @@ def locked(directory: Path, key: str) -> Iterator[None]:
 
 
 def _lock(directory: Path, key: str) -> IO[str]:
-    """Open the lock of a directory and take it, until the file is closed or the process ends."""
+    """Open the lock of a directory and take it, until the file is closed or the process ends.
+
+    Raises:
+        PolicyError: If another process has it, or the file is something else.
+    """
     path = directory / LOCK
-    file = path.open("a+")
+    if path.is_symlink() or (path.exists() and not _is_lock(path)):
+        raise PolicyError(f"{key}: {brief(str(path), most=120)} is no lock of a run; move it away")
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a+")
     try:
         # Not flock, whose lock a worker would inherit that outlives a killed run by seconds.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,9 +140,28 @@ def _lock(directory: Path, key: str) -> IO[str]:
     except OSError as error:
         warn_user(f"{key}: {directory} cannot be locked ({error.strerror}): start no other run in it")
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.write(f"{HOLDER} {os.getpid()} on {socket.gethostname()}")
     file.flush()
     return file
+
+
+def _is_lock(path: Path) -> bool:
+    return path.is_file() and path.read_bytes()[:8] in (b"", f"{HOLDER} ".encode())
+
+
+def check_links(directory: Path, key: str) -> None:
+    """Check that a run writes to its directory alone, and not through links or into pipes in it.
+
+    Raises:
+        PolicyError: For a link that leads out of the directory, and for what is no file.
+    """
+    here = directory.iterdir() if directory.is_dir() else ()
+    written = (path for path in here if any(fnmatchcase(path.name, pattern) for pattern in WRITTEN))
+    for path in (below for each in written for below in (each, *each.rglob("*"))):
+        inside = is_inside(path, directory)
+        if not inside or (os.path.exists(path) and not (path.is_file() or path.is_dir())):
+            what = "is neither a file nor a directory" if inside else "is a link out of the directory"
+            raise PolicyError(f"{key}: {brief(str(path), most=160)} {what}; a run would write to it")
 
 
 class RunDirectory:

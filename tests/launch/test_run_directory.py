@@ -1,5 +1,6 @@
 """One directory for all processes of a run, and none for a run that never began."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -132,6 +133,42 @@ def test_a_directory_in_which_another_process_runs_is_refused_and_the_process_na
     with pytest.raises(PolicyError, match=r"^hydra\.run\.dir: process"), run_directory(taken):
         pass
     assert [path.name for path in taken.iterdir()] == [LOCK]
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "file"])
+def test_a_lock_that_is_something_else_is_left_alone(tmp_path: Path, kind: str) -> None:
+    precious, lock = tmp_path / "precious", tmp_path / "run" / LOCK
+    precious.write_text("mine")
+    lock.parent.mkdir()
+    if kind == "link":
+        lock.symlink_to(precious)
+    elif kind == "pipe":
+        os.mkfifo(lock)
+    else:
+        lock.write_text("mine")
+    with (
+        pytest.raises(PolicyError, match=r"^hydra\.run\.dir: .*/\.lock is no lock of a run"),
+        claimed(lock.parent),
+    ):
+        pass
+    assert precious.read_text() == "mine"
+    assert lock.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "record.jsonl", "train.log", "checkpoints", "csv/version_0", "pictures/p.png"]
+)
+def test_no_run_writes_through_a_link_out_of_its_directory(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "run" / name
+    path.parent.mkdir(parents=True)
+    path.symlink_to(tmp_path / "precious")
+    wrong = rf"^hydra\.run\.dir: {path} is a link out of the directory"
+    with pytest.raises(PolicyError, match=wrong), claimed(tmp_path / "run"):
+        pass
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(PolicyError, match=f"{path} is neither a file"), claimed(tmp_path / "run"):
+        pass
 
 
 def test_a_directory_is_free_as_soon_as_the_process_in_it_was_killed(
