@@ -299,7 +299,8 @@ def record_of(settings: Settings, directory: RunDirectory, resumed: Resumed | No
     kind: Kind = "sweep" if _in_sweep() or "WANDB_SWEEP_ID" in os.environ else "run"
     kind = "trial" if "study" in (settings.callbacks or {}) else kind
     command = job_arguments(HydraConfig.get()) if HydraConfig.initialized() else []
-    return RunRecord.begin(directory.path, settings.task_name, former.kind if former else kind, command)
+    record = RunRecord.begin(directory.path, settings.task_name, former.kind if former else kind, command)
+    return replace(record, checkpoints=former.checkpoints) if former else record
 
 
 def save_settings(container: Mapping[str, Any], planned: Plan | None, directory: Path) -> None:

@@ -43,17 +43,20 @@ class RunBegins(Callback):
 
     Args:
         directory: The directory.
-        record: The record, without the ids of the run in its loggers.
+        record: The record, without the ids of the run in its loggers; written once.
         loggers: The loggers by their names in the config.
     """
 
     def __init__(self, directory: RunDirectory, record: RunRecord, loggers: Mapping[str, Logger]) -> None:
-        self.directory, self.record, self.loggers = directory, record, loggers
+        self.directory, self.loggers = directory, loggers
+        self.record: RunRecord | None = record
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Write the record, now that the loggers have started."""
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and self.record is not None:
             replace(self.record, loggers=stored_runs(self.loggers)).save()
+        # The checkpoints are added to the file.
+        self.record = None
 
     def on_train_batch_end(self, *arguments: Any) -> None:
         """Keep the directory after the first step."""

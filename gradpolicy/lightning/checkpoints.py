@@ -1,5 +1,6 @@
 """Checkpoint files: read without running code, written completely or not at all, checked before use."""
 
+import glob
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path, PurePath
@@ -199,8 +200,8 @@ def write_checkpoint(content: Any, path: Path) -> None:
         OSError: If it could not be written; the message names the newest remaining checkpoint.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # An incomplete file of a killed process.
-    for abandoned in path.parent.glob(".*.part"):
+    # Incomplete files of killed processes, not those that other runs write to the same directory.
+    for abandoned in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
         abandoned.unlink(missing_ok=True)
     try:
         with written_whole(path, "w+b") as file:

@@ -33,13 +33,15 @@ from gradpolicy.distributed.agreement import of_every_rank
 from gradpolicy.errors import PolicyError, brief, shortened
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.lightning.checkpoints import CANNOT_RESUME, KEY, PATHS, check_checkpoint
-from gradpolicy.lightning.runs import cut_checkpoints, step_of
+from gradpolicy.lightning.runs import OwnCheckpoints, cut_checkpoints, own_checkpoints, run_of, step_of
 from gradpolicy.lightning.trainer_parts import callbacks_of
 from gradpolicy.tensors.sharding import local_shard
 from gradpolicy.where import plain_name
-from gradpolicy.whole_file import written_whole
+from gradpolicy.whole_file import is_inside, written_whole
 
 COUNTED = ("optimizer_states", "lr_schedulers")
+# Optimizer.__setstate__ adds this default, which some optimizers, such as Muon, do not have.
+ADDED_DEFAULT = "differentiable"
 # The hooks in which a checkpoint is written: `on_train_batch_end`, `on_validation_end`, `on_train_epoch_end`.
 BATCH, VALIDATION, EPOCH = "batch", "validation", "epoch"
 # In other hooks, or after an exception, Lightning's own behaviour is used.
@@ -61,9 +63,10 @@ class ExactResume(Callback):
     with the same bits as an uninterrupted run. Everything saved loads with ``weights_only=True``.
 
     Args:
-        directory: The directory of the run. If the checkpoint is in it, the run continues there: log rows and
-            checkpoints of later steps are deleted before training. Otherwise a new run starts from the
-            checkpoint, with new best scores and early stopping. None leaves both to Lightning.
+        directory: The directory of the run, whose record lists the checkpoints that it writes. If the
+            checkpoint is one of them, the run continues there: its log rows and checkpoints of later steps
+            are deleted before training. Otherwise a new run starts from the checkpoint, with new best scores
+            and early stopping. None leaves both to Lightning.
     """
 
     KEY = "gradpolicy_exact_resume"
@@ -78,10 +81,17 @@ class ExactResume(Callback):
         self._ended_epoch: dict[str, Any] = {}
 
     def goes_on(self, trainer: Trainer) -> bool:
-        """Return True if the checkpoint that is resumed is in this run's directory."""
+        """Return True if the checkpoint that is resumed is one of this run."""
         if self.directory is None or trainer.ckpt_path is None:
             return False
-        return Path(str(trainer.ckpt_path)).resolve().is_relative_to(self.directory.resolve())
+        run = run_of(Path(str(trainer.ckpt_path)))
+        return run is not None and run.resolve() == self.directory.resolve()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """List the checkpoints that are written from now on."""
+        writer = trainer.strategy.checkpoint_io
+        if self.directory is not None and not isinstance(writer, OwnCheckpoints):
+            trainer.strategy.checkpoint_io = OwnCheckpoints(writer, self.directory)
 
     # ---- saving
 
@@ -145,7 +155,9 @@ class ExactResume(Callback):
         }
         here: dict[str, Any] = {}
         if trainer.is_global_zero:
-            here = {key: _state_here(states[key], each, self._step) for key, each in kept.items()}
+            assert self.directory is not None
+            for key, each in kept.items():
+                here[key] = _state_here(states[key], each, self._step, self.directory)
         states.update(trainer.strategy.broadcast(here))
         deferred = self._restored[0].get("deferred", {}) if self._restored else {}
         for key, callback in kept.items():
@@ -176,7 +188,8 @@ class ExactResume(Callback):
                 )
         for optimizer in trainer.optimizers:
             # DeepSpeed's optimizer has no defaults, and checks this by itself.
-            lacking = getattr(optimizer, "defaults", {}).keys() - optimizer.param_groups[0].keys()
+            needed = getattr(optimizer, "defaults", {}).keys() - {ADDED_DEFAULT}
+            lacking = needed - optimizer.param_groups[0].keys()
             if lacking:
                 raise PolicyError(
                     f"{KEY}: {trainer.ckpt_path} is of another optimizer than this run's, which needs"
@@ -357,20 +370,29 @@ def _stoppers(trainer: Trainer) -> dict[str, EarlyStopping]:
     return {callback.state_key: callback for callback in callbacks_of(trainer, EarlyStopping)}
 
 
-def _state_here(state: dict[str, Any], callback: ModelCheckpoint, step: int) -> dict[str, Any]:
+def _state_here(
+    state: dict[str, Any], callback: ModelCheckpoint, step: int, directory: Path
+) -> dict[str, Any]:
     """Return a ModelCheckpoint's state with paths in its directory, which may have been moved or copied.
 
-    Without checkpoints that are missing, damaged, or were overwritten after `step`; the resumed run, which
-    repeats those steps, writes the latter again.
+    Without checkpoints that are missing, damaged, of another run, or were overwritten after `step`; the
+    resumed run, which repeats those steps, writes the latter again.
     """
     folder, scores = Path(str(callback.dirpath)), state["best_k_models"]
+    own = {path.resolve() for path in own_checkpoints(directory)}
+
+    def is_own(path: Path) -> bool:
+        # The record lists none outside the directory of the run, where the config may have put them.
+        known = path.resolve() in own or not is_inside(folder, directory)
+        return known and is_inside(path, folder)
+
     here: dict[str, str] = {}
     named: dict[str, Any]
     for path in {each for each in (*map(state.get, PATHS), *scores) if each}:
         name = os.path.relpath(path, state["dirpath"])
         try:
-            # A path outside the directory is not a checkpoint of this run.
-            if name.split(os.sep)[0] != os.pardir and step_of(folder / name) <= step:
+            # Lightning deletes what it takes for outdated.
+            if is_own(folder / name) and step_of(folder / name) <= step:
                 here[path] = str(folder / name)
         except PolicyError as error:
             if path in scores:

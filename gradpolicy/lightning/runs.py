@@ -4,16 +4,17 @@ import os
 import platform
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from pydantic import Field
 
 from gradpolicy.checkpoint_file import check_kind
@@ -21,6 +22,7 @@ from gradpolicy.errors import PolicyError, brief, nearest
 from gradpolicy.json_file import read_json, write_json
 from gradpolicy.lightning.checkpoints import IS_DIRECTORY, KEY, WEIGHTS, check_fits, read_checkpoint
 from gradpolicy.lightning.trainer_parts import callbacks_of
+from gradpolicy.whole_file import is_inside
 
 RECORD = "run.json"
 LAST = "last"
@@ -45,6 +47,8 @@ class RunRecord:
         command: The command line of this run alone.
         started_in: The working directory of that command line.
         loggers: The ids of the run in its loggers, by their names in the config.
+        checkpoints: The checkpoints that the run has written below its directory, as paths from there. No
+            other file in it is taken for a checkpoint of the run.
     """
 
     task: str
@@ -55,6 +59,7 @@ class RunRecord:
     command: list[str] = field(default_factory=list)
     started_in: str = ""
     loggers: dict[str, int | str] = field(default_factory=dict)
+    checkpoints: list[str] = field(default_factory=list)
 
     @staticmethod
     def begin(directory: Path, task: str, kind: Kind, command: list[str]) -> "RunRecord":
@@ -80,6 +85,61 @@ class RunRecord:
             return read_json(directory / RECORD, RunRecord)
         except (OSError, ValueError):
             return None
+
+
+def own_checkpoints(directory: Path) -> list[Path]:
+    """Return the checkpoints that the record in a directory lists; some may have been deleted since.
+
+    Without those to which a name or a link leads out of the directory.
+    """
+    record = RunRecord.load(directory)
+    listed = [directory / name for name in record.checkpoints] if record is not None else []
+    return sorted(path for path in listed if is_inside(path, directory))
+
+
+def list_checkpoint(directory: Path, path: Path) -> None:
+    """Add a checkpoint to the record in a directory, which is begun if there is none."""
+    directory = directory.absolute()
+    name = os.path.relpath(path, directory)
+    if "://" in str(path) or name.split(os.sep)[0] == os.pardir:
+        return
+    record = RunRecord.load(directory) or RunRecord.begin(directory, "train", RUN, [])
+    if name not in record.checkpoints:
+        directory.mkdir(parents=True, exist_ok=True)
+        left = [each for each in record.checkpoints if os.path.lexists(directory / each)]
+        replace(record, directory=str(directory), checkpoints=[*left, name]).save()
+
+
+class OwnCheckpoints(CheckpointIO):
+    """Lists the checkpoints that another CheckpointIO writes in a run's record.
+
+    A checkpoint is listed before it is written, so that a run that is killed in between finds it again.
+
+    Args:
+        inner: The other CheckpointIO.
+        directory: The directory of the run.
+    """
+
+    def __init__(self, inner: CheckpointIO, directory: Path) -> None:
+        self.inner, self.directory = inner, directory
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """List a checkpoint, and write it."""
+        if rank_zero_only.rank == 0:
+            list_checkpoint(self.directory, path)
+        self.inner.save_checkpoint(checkpoint, path, storage_options)
+
+    def load_checkpoint(self, path: Any, *arguments: Any, **named: Any) -> dict[str, Any]:
+        """Return a checkpoint."""
+        return self.inner.load_checkpoint(path, *arguments, **named)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Delete a checkpoint."""
+        self.inner.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        """Finish writing."""
+        self.inner.teardown()
 
 
 # ---- finding a checkpoint
@@ -122,8 +182,9 @@ def find_checkpoint(
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """Return the directory of the run that contains a checkpoint; None if there is none."""
-    return next((each for each in checkpoint.absolute().parents if RunRecord.load(each) is not None), None)
+    """Return the directory of the run that has written a checkpoint; None if there is none above it."""
+    checkpoint = Path(os.path.abspath(checkpoint))
+    return next((each for each in checkpoint.parents if checkpoint in own_checkpoints(each)), None)
 
 
 def _last_of(candidates: Iterable[Path], log_dir: Path) -> Path:
@@ -179,16 +240,16 @@ def step_of(checkpoint: Path) -> int:
 
 
 def _checkpoints_in(directory: Path) -> list[Path]:
-    """Return the checkpoints in a run directory; in another directory, only those near the top."""
-    if any((directory / name).exists() for name in (RECORD, "config.yaml")):
-        return sorted(directory.rglob("*.ckpt"))
+    """Return the checkpoints of the run in a directory; if there is no run, those near the top."""
+    if RunRecord.load(directory) is not None:
+        return [path for path in own_checkpoints(directory) if os.path.lexists(path)]
     near = (directory, *(path for path in directory.glob("*") if os.path.isdir(path)))
     return sorted(path for parent in near for path in parent.glob("*.ckpt"))
 
 
 def cut_checkpoints(directory: Path, step: int) -> None:
-    """Delete the checkpoints in a run directory that were saved after the given step."""
-    for path in _checkpoints_in(directory):
+    """Delete the checkpoints of the run in a directory that were saved after the given step."""
+    for path in own_checkpoints(directory):
         try:
             is_later = step_of(path) > step
         except PolicyError:

@@ -7,7 +7,7 @@ import torch
 
 from gradpolicy.commands import resume
 from gradpolicy.commands.cli import main
-from gradpolicy.lightning.runs import RunRecord
+from gradpolicy.lightning.runs import RunRecord, list_checkpoint
 from tests.launch.conftest import CONF
 
 
@@ -30,6 +30,7 @@ def test_a_directory_has_no_command_run_by_a_shell(tmp_path: Path, monkeypatch) 
     given = ["hydra/launcher=submitit_slurm", "+hydra.launcher.setup=[touch canary]", "seed=5"]
     RunRecord.begin(tmp_path, "train", "run", given).save()
     (tmp_path / "last.ckpt").touch()
+    list_checkpoint(tmp_path, tmp_path / "last.ckpt")
     monkeypatch.setattr(resume, "find_checkpoint", lambda *_: tmp_path / "last.ckpt")
     called: list[list[str]] = []
     monkeypatch.setattr(resume, "train", lambda config_dir, words: called.append(words) or 0)

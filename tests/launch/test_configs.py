@@ -47,11 +47,11 @@ ignored = pytest.mark.filterwarnings(
 )
 
 
-def run_under(train, choices: list[str]) -> Ended:
+def run_under(train, choices: list[str], *settings: str) -> Ended:
     groups = [choice.partition("=")[0] for choice in choices]
     quick = [line for line in QUICK if line.partition("=")[0] not in groups]
     needs = [need for choice in choices for need in needs_of(choice)]
-    return train(*quick, *needs, f"paths.data_dir={DATA}", *choices, quick=False)
+    return train(*quick, *needs, f"paths.data_dir={DATA}", *choices, *settings, quick=False)
 
 
 def assert_trained(ended: Ended) -> None:

@@ -1,6 +1,7 @@
 """What a run does with checkpoints that were made by hand, or by a stranger."""
 
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,19 @@ def test_a_resumed_run_goes_on_in_its_directory(train) -> None:
     again = train(*QUIET, *settings, f"ckpt_path={first.run}/checkpoints/best.ckpt", "trainer.max_epochs=3")
     assert again.left_nothing
     assert steps(first.run)[-2:] == [4, 5]
+
+
+def test_a_run_around_other_runs_leaves_their_checkpoints_alone(train, last: Path, tmp_path: Path) -> None:
+    around = tmp_path / "outputs0"
+    other = shutil.copytree(last.parents[1], around / "train/runs/other")
+    run_dir = f"hydra.run.dir={around}"
+    assert train(*QUIET, run_dir, "trainer.limit_train_batches=1").code == 0
+    before = content(other)
+    ended = train(*QUIET, run_dir, f"ckpt_path={around}/checkpoints/last.ckpt", "trainer.max_epochs=2")
+    assert f"going on from {around}" in ended.completed.out
+    ended = train(*QUIET, run_dir, f"ckpt_path={other}/checkpoints/last.ckpt", "trainer.max_epochs=3")
+    assert "is another directory" in ended.completed.out
+    assert content(other) == before
 
 
 def test_wrong_input_leaves_the_run_that_would_go_on_as_it_is(train) -> None:

@@ -75,9 +75,10 @@ def test_what_is_saved_is_on_the_disk_before_it_takes_its_name(
 
 
 def test_what_a_killed_save_has_left_is_cleared_away(tmp_path: Path) -> None:
-    (tmp_path / ".last.ckpt.part").write_bytes(b"half")
-    write_checkpoint({"step": 2}, tmp_path / "other.ckpt")
-    assert os.listdir(tmp_path) == ["other.ckpt"]
+    for name in (".last.ckpt.7.part", ".of_another_program.part"):
+        (tmp_path / name).write_bytes(b"half")
+    write_checkpoint({"step": 2}, tmp_path / "last.ckpt")
+    assert sorted(os.listdir(tmp_path)) == [".of_another_program.part", "last.ckpt"]
 
 
 class Refuses:

@@ -23,6 +23,7 @@ from gradpolicy.lightning.runs import (
     best_scores,
     cut_checkpoints,
     find_checkpoint,
+    list_checkpoint,
     run_of,
 )
 
@@ -43,7 +44,8 @@ def cut(path: Path) -> Path:
 def run(place: Path, started: float, kind: str = "run", task: str = "train") -> Path:
     """The ``last.ckpt`` of a run that left a record."""
     last = save(place / "checkpoints/last.ckpt")
-    RunRecord(task, kind, started, str(place)).save()  # type: ignore[arg-type]
+    checkpoints = ["checkpoints/last.ckpt"]
+    RunRecord(task, kind, started, str(place), checkpoints=checkpoints).save()  # type: ignore[arg-type]
     return last
 
 
@@ -136,14 +138,37 @@ def test_of_a_directory_the_one_named_last_counts_then_the_one_furthest_in_train
     assert find_checkpoint(str(near), tmp_path) == near
 
 
-def test_a_run_is_searched_to_its_depths_and_any_other_directory_is_not(tmp_path: Path) -> None:
-    deep = save(tmp_path / "a/csv/version_0/checkpoints/last.ckpt")
+def test_a_run_owns_the_checkpoints_that_its_record_lists(tmp_path: Path) -> None:
+    deep, other = (
+        save(tmp_path / "a/csv/version_0/checkpoints/last.ckpt"),
+        save(tmp_path / "a/b.ckpt", step=9),
+    )
+    assert find_checkpoint(str(tmp_path / "a"), tmp_path) == other
+    RunRecord("train", "run", 1.0, str(tmp_path / "a")).save()
     with pytest.raises(PolicyError, match="no good checkpoint in the directory"):
         find_checkpoint(str(tmp_path / "a"), tmp_path)
-    RunRecord("train", "run", 1.0, str(tmp_path / "a")).save()
+    list_checkpoint(tmp_path / "a", deep)
     assert find_checkpoint(str(tmp_path / "a"), tmp_path) == deep
     assert run_of(deep) == tmp_path / "a"
-    assert run_of(save(tmp_path / "b.ckpt")) is None
+    assert run_of(other) is None
+    cut_checkpoints(tmp_path / "a", -1)
+    assert (deep.exists(), other.exists()) == (False, True)
+
+
+@pytest.mark.parametrize(
+    "name", ["../theirs/last.ckpt", "link/last.ckpt", "link.ckpt", "{}/theirs/last.ckpt"]
+)
+def test_no_name_in_a_record_leads_out_of_the_directory(tmp_path: Path, name: str) -> None:
+    theirs, mine = save(tmp_path / "theirs/last.ckpt", step=9), tmp_path / "mine"
+    mine.mkdir()
+    (mine / "link").symlink_to(theirs.parent)
+    (mine / "link.ckpt").symlink_to(theirs)
+    RunRecord("train", "run", 1.0, str(mine), checkpoints=[name.format(tmp_path)]).save()
+    cut_checkpoints(mine, 0)
+    assert theirs.exists()
+    assert run_of(theirs) is None
+    with pytest.raises(PolicyError, match="no good checkpoint in the directory"):
+        find_checkpoint(str(mine), tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -197,7 +222,8 @@ def test_a_pipe_or_device_is_refused_or_passed_over(tmp_path: Path) -> None:
 
 def test_checkpoints_after_a_step_are_cut_and_damaged_ones_left(tmp_path: Path) -> None:
     kept = [save(tmp_path / "a.ckpt", step=3), cut(save(tmp_path / "b.ckpt", step=9))]
-    save(tmp_path / "checkpoints/c.ckpt", step=4)
+    for path in (*kept, save(tmp_path / "checkpoints/c.ckpt", step=4)):
+        list_checkpoint(tmp_path, path)
     cut_checkpoints(tmp_path, 3)
     assert sorted(tmp_path.rglob("*.ckpt")) == kept
 
