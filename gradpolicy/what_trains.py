@@ -10,6 +10,7 @@ from torch import Tensor
 from gradpolicy.display import Displayed
 from gradpolicy.errors import PolicyError, shortened
 from gradpolicy.masks.layers import find_layers
+from gradpolicy.where import once_each
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -137,6 +138,9 @@ def what_trains(
         matched: The parameters that freeze policies match.
         trains_only_matched: True if what they do not match is frozen, as under ``Train``.
     """
+    # A shared tensor is one, with the policies and the layer of its first name.
+    parameters = once_each(parameters)
+    shares = {name: share for name, share in shares.items() if name in parameters}
     rows = []
     for layer in find_layers(parameters) if parameters else ():
         names = layer.parameters
@@ -155,7 +159,7 @@ def what_trains(
                 "all" if full else own,
                 sum(parameters[name].numel() for name in names),
                 round(sum(parameters[name].numel() * shares[name] for name in active)),
-                " to ".join(f"×{rate:g}" for rate in dict.fromkeys((*rates[:1], *rates[-1:]))),
+                " to ".join(f"×{rate:.4g}" for rate in dict.fromkeys((*rates[:1], *rates[-1:]))),
                 "eval" if held == len(names) else "partly eval" if held else "train",
             )
         )
@@ -166,7 +170,7 @@ def _unmatched(shares: Mapping[str, float], matched: Collection[str], trains_onl
     """Return the sentence on parameters that no policy matches."""
     others = [name for name in shares if name not in matched]
     if not others:
-        return "A policy matches each parameter."
+        return "Every parameter is matched by a policy."
     if not matched:
         return "No policy freezes anything."
     fate = "they are frozen, since Train policies name what trains" if trains_only_matched else "they train"

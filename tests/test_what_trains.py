@@ -159,3 +159,15 @@ def test_lightning_refuses_to_train_nothing(make_trainer, loader):
     ):
         with pytest.raises(gp.PolicyError, match="0 of 130 entries train"):
             make_trainer(callbacks=[gp.GradientPolicies(policies)]).fit(TwoLayers(), loader)
+
+
+def test_a_shared_tensor_is_one():
+    model = Blocks()
+    model.head = nn.Linear(4, 10, bias=False)
+    model.head.weight = model.embed.weight
+    layers = gp.plan(model, [gp.Train(gp.masks.Rows("8:"), params="head.weight")], loss).layers
+    assert rows(layers) == [
+        ("embed", "weight", 0.2, "×1", "train"),
+        ("layers.0–3", "nothing", 0.0, "", "train"),
+    ]
+    assert layers.entries == sum(parameter.numel() for parameter in model.parameters())

@@ -8,6 +8,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import NullFormatter
 from torch import Tensor
 from torch.nn import functional
@@ -399,4 +400,32 @@ def freeze() -> Figure:
     panel(right, "four entries, Adam, frozen_state: zero", "step", "value")
     for entry, colour in zip((0, 6, 13, 21), (FORWARD, BACKWARD, OTHER, "black"), strict=True):
         right.plot(torch.stack(values)[:, entry], color=colour)
+    return canvas
+
+
+@picture
+def train() -> Figure:
+    """Draw which entries of each layer move under two policies, on the model of the card."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(5, 4), "head": torch.nn.Linear(4, 2)})
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    policies = [gp.Train(gp.masks.Rows("3:"), params="embed.weight"), gp.Train(params="*.bias")]
+    with gp.training(model, torch.optim.AdamW(model.parameters()), policies) as optimizer:
+        model["head"](model["embed"](torch.arange(5))).square().sum().backward()
+        optimizer.step()
+    canvas, panels = figure(3, width=2.2, height=2.3)
+    for axes, (name, parameter) in zip(panels, model.named_parameters(), strict=True):
+        moved = (parameter != before[name]).reshape(len(parameter), -1)
+        axes.pcolormesh(
+            moved.flip(0), cmap=ListedColormap(["#eeeeee", BACKWARD]), vmin=0, vmax=1, edgecolors="white"
+        )
+        axes.set(aspect="equal", xticks=[], yticks=[])
+        panel(axes, name, "", "rows", baseline=False)
+    canvas.legend(
+        handles=[Patch(color=BACKWARD, label="trains"), Patch(color="#eeeeee", label="frozen")],
+        fontsize=8,
+        frameon=False,
+        loc="outside lower center",
+        ncols=2,
+    )
     return canvas
