@@ -32,14 +32,14 @@ def check_choice(key: str, value: object, valid: Iterable[str]) -> str:
     return str(value)
 
 
-def check_share(key: str, value: object, *, whole: int = 1) -> float:
-    """Check that a value is a number between 0 and 1, or 100 for percentages, and return it.
+def check_share(key: str, value: object) -> float:
+    """Check that a value is a number between 0 and 1, and return it.
 
     Raises:
         PolicyError: For anything else.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= whole:
-        raise PolicyError(f"{key}: must be a number between 0 and {whole}, got {shown(value)}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
+        raise PolicyError(f"{key}: must be a number between 0 and 1, got {shown(value)}")
     return float(value)
 
 

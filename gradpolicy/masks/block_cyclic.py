@@ -1,6 +1,5 @@
 """Block-cyclic training of layers (BAdam)."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from gradpolicy.checks import check_choice, check_whole
@@ -8,7 +7,6 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.masks.base import Layer
 from gradpolicy.masks.layers import LayerSource, join_layers
 from gradpolicy.tensors.seeded import shuffled
-from gradpolicy.where import match_any
 
 ORDERS = ("forward", "reverse", "random")
 
@@ -24,7 +22,6 @@ class BlockCyclic(LayerSource):
         order: ``"forward"`` (from the input to the output), ``"reverse"``, or ``"random"`` (a new permutation
             in each cycle).
         size: The number of neighbouring layers in a block.
-        always: Globs of parameters that always train.
         every: The number of steps (or epochs) for which a block trains; BAdam's ``K``.
         **timetable: ``groups``: the blocks, instead of layers; parameters in no group do not train.
             ``unit``, ``start``, ``stop``, ``seed``: see :class:`~gradpolicy.masks.MaskSource`.
@@ -47,7 +44,6 @@ class BlockCyclic(LayerSource):
         order: str = "forward",
         *,
         size: int = 1,
-        always: str | Iterable[str] | None = None,
         every: int | None = 50,
         **timetable: Any,
     ) -> None:
@@ -56,13 +52,11 @@ class BlockCyclic(LayerSource):
         self.size = check_whole("BlockCyclic.size", size, least=1)
         if self.groups is not None and size != 1:
             raise PolicyError("BlockCyclic: size goes with layers, not with groups that are given")
-        self.always = always
 
     def prepare(self) -> None:
         """Find the blocks."""
         layers, size = self.find_groups(), self.size
         self.layer_groups = [join_layers(layers[i : i + size]) for i in range(0, len(layers), size)]
-        self._always = match_any(self.always, self.parameters, "parameter")
 
     def active_block(self, step: int, epoch: int) -> Layer:
         """Return the active block."""
@@ -80,4 +74,4 @@ class BlockCyclic(LayerSource):
 
     def may_freeze(self) -> set[str]:
         """Return the names of parameters that do not always train."""
-        return self.parameters.keys() - self._always if len(self.layer_groups) > 1 else set()
+        return set(self.parameters) if len(self.layer_groups) > 1 else set()

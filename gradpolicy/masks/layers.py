@@ -37,8 +37,6 @@ class LayerSource(MaskSource, ABC):
     """
 
     repeats_masks, reads_weights = True, False
-    # The parameters that always train.
-    _always: Collection[str] = ()
 
     def __init__(self, *, groups: Groups = None, **timetable: Any) -> None:
         super().__init__(**timetable)
@@ -50,7 +48,7 @@ class LayerSource(MaskSource, ABC):
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
         """Return one flag for each parameter."""
-        frozen = self.frozen_names(step, epoch).difference(self._always)
+        frozen = self.frozen_names(step, epoch)
         return {name: name not in frozen for name in self.parameters}
 
     def find_groups(self, *, complete: bool = False) -> list[Layer]:

@@ -1,24 +1,22 @@
 """Training of a few sampled layers at a time (LISA)."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from gradpolicy.checks import check_whole
 from gradpolicy.errors import PolicyError
 from gradpolicy.masks.layers import LayerSource, names_in
 from gradpolicy.tensors.seeded import shuffled
-from gradpolicy.where import match_any
 
 
 class Layerwise(LayerSource):
     """Trains ``active`` layers, sampled without replacement every ``every`` steps; the others are frozen.
 
     Layers are the model's blocks (see :func:`~gradpolicy.masks.layers.find_layers`). Parameters outside of
-    them, such as embeddings, the last norm and the head, always train.
+    them, such as embeddings, the last norm and the head, always train. To let others always train too, leave
+    them out of the policy's ``params``.
 
     Args:
         active: The number of layers that train at a time.
-        always: Globs of parameters that always train, in addition to those outside of layers.
         every: The number of steps (or epochs) between samples.
         **timetable: ``groups``: the layers, instead of the model's blocks. ``unit``, ``start``, ``stop``,
             ``seed``: see :class:`~gradpolicy.masks.MaskSource`.
@@ -43,13 +41,11 @@ class Layerwise(LayerSource):
         self,
         active: int = 2,
         *,
-        always: str | Iterable[str] | None = None,
         every: int | None = 20,
         **timetable: Any,
     ) -> None:
         super().__init__(every=every, **timetable)
         self.active = check_whole("Layerwise.active", active, least=1)
-        self.always = always
 
     def prepare(self) -> None:
         """Find the layers."""
@@ -60,7 +56,6 @@ class Layerwise(LayerSource):
                 f"Layerwise.active: {self.active} layers wanted, but there are {len(found)}: {names}"
             )
         self.layer_groups = found
-        self._always = match_any(self.always, self.parameters, "parameter")
 
     def active_layers(self, step: int, epoch: int) -> list[str]:
         """Return the names of the active layers at a step, from the input to the output."""
@@ -76,4 +71,4 @@ class Layerwise(LayerSource):
     def may_freeze(self) -> set[str]:
         """Return the names of parameters that do not always train."""
         stack = self.layer_groups if self.active < len(self.layer_groups) else []
-        return names_in(stack).difference(self._always)
+        return names_in(stack)

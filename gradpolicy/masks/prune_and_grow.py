@@ -1,7 +1,7 @@
 """Sparse training with a changing topology (SET, RigL)."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from gradpolicy.tensors.mask import Mask
 from gradpolicy.tensors.pattern import pattern_of
 from gradpolicy.tensors.seeded import check_level, derive, words_at
 from gradpolicy.tensors.sharding import full_tensor, write_entries, zero_outside
-from gradpolicy.where import match_any
 
 RULES = {"gradient": "cosine", "random": "constant"}
 """The values of ``grow``, with their default of ``anneal``."""
@@ -58,7 +57,7 @@ class PruneAndGrow(GradientSource):
     ``f(t) = ½ α (1 + cos(π t / T))`` for ``anneal="cosine"``, with ``t`` counted from ``start`` and ``T`` =
     ``stop − start``. With ``frozen_state="zero"`` or ``"drop"`` grown entries start with empty moments.
 
-    Tensors with one dimension (biases, norms) are dense.
+    Tensors with one dimension (biases, norms) are dense, and so is what the policy's ``params`` leave out.
 
     Args:
         density: The fraction of active entries; a number or a schedule of the count. None: 0.1, or that of
@@ -71,7 +70,6 @@ class PruneAndGrow(GradientSource):
             in the table, but ``"constant"`` without ``stop``.
         distribution: ``"uniform"`` (the same density for all tensors) or ``"erk"`` (Erdős–Rényi–kernel:
             small tensors are denser, with the same total density).
-        dense: Globs of parameters that are dense, such as the first layer.
         window: The number of steps (or epochs) over which gradients are summed.
         every: The number of steps (or epochs) between changes of the topology.
         **timetable: ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`. The topology is
@@ -101,7 +99,6 @@ class PruneAndGrow(GradientSource):
         fraction: float = 0.3,
         anneal: str | None = None,
         distribution: str = "uniform",
-        dense: str | Iterable[str] | None = None,
         window: int | None = 1,
         every: int | None = 100,
         **timetable: Any,
@@ -120,7 +117,6 @@ class PruneAndGrow(GradientSource):
         self.density = density_of_level("PruneAndGrow", density, level)
         if self._pattern is not None and self._pattern.kept is not None and distribution != "uniform":
             raise PolicyError(f"PruneAndGrow.distribution: level {level!r} is uniform")
-        self.dense = dense
         self.fraction = check_share("PruneAndGrow.fraction", fraction)
         self.fraction_at = self._annealed()
         self.needs_gradients = grow == "gradient"
@@ -132,11 +128,10 @@ class PruneAndGrow(GradientSource):
     def prepare(self) -> None:
         """Compute the initial masks."""
         super().prepare()
-        dense = match_any(self.dense, self.parameters, "parameter")
         self._shapes = shapes = {
             name: tuple(parameter.shape)
             for name, parameter in self.parameters.items()
-            if parameter.dim() > 1 and parameter.numel() and name not in dense
+            if parameter.dim() > 1 and parameter.numel()
         }
         if not shapes:
             raise PolicyError("PruneAndGrow: no parameter with two dimensions or more is left to make sparse")

@@ -46,7 +46,7 @@ def told(model, policies, steps, each_step=lambda model, step: None, ends=True):
 
 
 def in_turn(every):
-    return gp.Freeze(gp.masks.BlockCyclic(groups=["b.*", "c.*"], always="a.*", every=every))
+    return gp.Freeze(gp.masks.BlockCyclic(groups=["b.*", "c.*"], every=every), params=["b.*", "c.*"])
 
 
 @pytest.mark.parametrize(("steps", "ends"), [(4, False), (4, True), (30, True)])

@@ -60,14 +60,6 @@ def test_a_source_that_was_not_begun_says_so(prepared) -> None:
         prepared(Own())
 
 
-@pytest.mark.parametrize("nothing", [None, [], ()])
-def test_no_glob_means_no_parameter(prepared, nothing) -> None:
-    plain = prepared(gp.masks.Layerwise(1, always=nothing)).masks(0, 0)
-    assert sum(mask for name, mask in plain.items() if name.startswith("blocks.")) == 2
-    assert sum(prepared(gp.masks.BlockCyclic(always=nothing)).masks(0, 0).values()) == 1
-    assert "head.weight" in prepared(gp.masks.PruneAndGrow(dense=nothing)).targets(0)
-
-
 def test_a_source_without_masks_says_so(prepared) -> None:
     with pytest.raises(TypeError, match="must define masks"):
         prepared(MaskSource()).masks(0, 0)

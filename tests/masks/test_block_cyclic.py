@@ -48,11 +48,6 @@ def test_blocks_may_be_given(prepared, trained) -> None:
     assert all(source.masks(step, 0)["embed.weight"] is False for step in range(4))
 
 
-def test_some_parameters_may_always_train(prepared) -> None:
-    source = prepared(gp.masks.BlockCyclic(always="head.bias", every=1))
-    assert all(source.masks(step, 0)["head.bias"] is True for step in range(6))
-
-
 def test_wrong_arguments_are_errors(prepared) -> None:
     with pytest.raises(PolicyError, match="did you mean 'reverse'"):
         gp.masks.BlockCyclic("reversed")

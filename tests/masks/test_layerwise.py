@@ -35,11 +35,6 @@ def test_every_layer_is_equally_likely(prepared) -> None:
     assert all(abs(count - 1000) < 5 * (2000 * 0.25) ** 0.5 for count in counts.values())
 
 
-def test_always_names_more_that_trains(prepared) -> None:
-    source = prepared(gp.masks.Layerwise(active=1, every=1, always="blocks.*.bias"))
-    assert all(source.masks(step, 0)[f"blocks.{i}.bias"] is True for step in range(5) for i in range(4))
-
-
 def test_a_model_without_numbers_is_sampled_by_module(prepared, trained) -> None:
     parameters = {f"{module}.weight": torch.zeros(2) for module in ("first", "second", "third")}
     source = prepared(gp.masks.Layerwise(active=1, every=1), parameters)
