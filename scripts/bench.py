@@ -7,6 +7,7 @@ benchmarks are listed.
 import argparse
 import importlib
 import json
+import os
 import pkgutil
 import platform
 import sys
@@ -70,7 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("outputs/bench"), help="the folder of the JSON files"
     )
+    parser.add_argument("--quick", action="store_true", help="few rounds, to see that it runs")
     parsed = parser.parse_args(arguments)
+    if parsed.quick:
+        os.environ["GRADPOLICY_BENCH_QUICK"] = "1"
     console, found = Console(width=None if sys.stdout.isatty() else 150), discover()
     machine = {
         "python": platform.python_version(),

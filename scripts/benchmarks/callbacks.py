@@ -10,26 +10,21 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import gradpolicy as gp
-from benchmarks.measure import Row, one_thread, paired_ratio, time_row
-from gradpolicy.insight.audit import Audit
+from benchmarks.measure import Row, is_quick, one_thread, paired_ratio, time_row
 from gradpolicy.insight.record import Record
 from gradpolicy.policies import Policy
 from gradpolicy.tasks.classification import Classifier
 from gradpolicy.tasks.digits import DigitsDataModule
 from gradpolicy.tasks.models import QuantizedConvNet
 
-# The numbers of steps of a run, of warm-up steps, and of steps that are averaged, since not each writes to a
-# file.
-STEPS, WARMUP, WINDOW = 1020, 20, 100
+# The numbers of warm-up steps, and of steps that are averaged, since not each writes to a file.
+WARMUP, WINDOW = 20, 100
 HOOKS = ("on_train_batch_start", "on_after_backward", "on_train_batch_end")
 OBSERVED = ("before_masks", "after_masks", "take_gradients", "measure")
-Policies = Mapping[str, Policy]
 
 
 def import_time() -> list[Row]:
@@ -79,12 +74,7 @@ class Clock(Callback):
         self._began, self._spent = now, 0.0
 
     def row(self, what: str, target: float | None = None) -> Row:
-        """Return the row of a table: the time of steps with the callback relative to that without it.
-
-        Args:
-            what: A description.
-            target: The largest ratio that is acceptable.
-        """
+        """Return the row of a table: the time of steps with the callback relative to that without it."""
         steps = self.steps[WARMUP:]
         windows = [steps[first : first + WINDOW] for first in range(0, len(steps), WINDOW)]
         taken = [sum(step for step, _ in window) / len(window) for window in windows]
@@ -93,98 +83,29 @@ class Clock(Callback):
         return time_row(what, ratios, taken, without, target)
 
 
-def train(
-    clock: Clock,
-    callbacks: list[Callback],
-    model: LightningModule,
-    data: DataLoader | LightningDataModule,
-    folder: str,
-    **settings: Any,
-) -> None:
-    """Train with these callbacks and the clock, on one thread."""
-    trainer = Trainer(
-        devices=1,
-        max_steps=STEPS,
-        default_root_dir=folder,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[*callbacks, clock],
-        **settings,
-    )
-    with one_thread(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer.fit(model, data)
-
-
-class Perceptron(LightningModule):
-    """Four layers of 512 units, 0.9 M entries, on 64 samples a step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        widths = [512] * 4
-        self.trunk = nn.Sequential(*(part for width in widths for part in (nn.LazyLinear(width), nn.ReLU())))
-        self.head, self.probe = nn.Linear(512, 10), nn.Linear(512, 10)
-        self.trunk(torch.zeros(1, 256))
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Return the loss of the head and of a probe."""
-        features = self.trunk(batch[0])
-        losses = [nn.functional.cross_entropy(part(features), batch[1]) for part in (self.head, self.probe)]
-        return losses[0] + losses[1]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return AdamW."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-def audit_cost(what: str, policies: Policies, target: float | None = None, **settings: Any) -> Row:
-    """Return the cost of an audit with these settings."""
-    torch.manual_seed(0)
-    samples = TensorDataset(torch.randn(STEPS * 64, 256), torch.randint(10, (STEPS * 64,)))
-    with tempfile.TemporaryDirectory() as folder:
-        audit = Audit(folder, **settings)
-        clock = Clock(audit, lambda: audit._frozen)
-        callbacks = [audit, gp.GradientPolicies(policies)]
-        train(clock, callbacks, Perceptron(), DataLoader(samples, batch_size=64), folder, logger=False)
-    return clock.row(what, target)
-
-
-def masks(every: int | None = None) -> Policies:
-    """Return policies that train half of the trunk's entries or one layer, and stop the probe's gradient."""
-    mask = gp.masks.Random(0.5, every=every) if every else gp.masks.Layerwise(active=1, every=10_000)
-    return {"trunk": gp.Freeze(mask, params="trunk.*", frozen_state="keep"), "cut": gp.Stop(modules="probe")}
-
-
-def audit() -> list[Row]:
-    """The default audit with masks that stay, change at times, and at each step; then the full one."""
-    return [
-        audit_cost("sampled, whole layers frozen, masks stay", masks(), 1.01),
-        audit_cost("sampled, entries, masks change every 5 steps", masks(5), 1.01),
-        audit_cost("sampled, entries, masks change every step", masks(1), 1.01),
-        audit_cost("full, entries, masks change every 20 steps", masks(20), entries=None, every=100),
-    ]
-
-
-def record_cost(what: str, policies: Policies, target: float | None = None) -> Row:
-    """Return the cost of a record for the default job's network."""
+def record_cost(what: str, policies: Mapping[str, Policy], target: float | None = None) -> Row:
+    """Return the cost of a record for the default job's network, on one thread."""
     torch.manual_seed(0)
     network = QuantizedConvNet(channels=1, size=8, classes=10, width=32, levels=4, dropout=0.25)
-    with tempfile.TemporaryDirectory() as folder:
+    model = Classifier(network, partial(torch.optim.AdamW, lr=1e-3))
+    with tempfile.TemporaryDirectory() as folder, one_thread(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         record, callback = Record(folder), gp.GradientPolicies(policies)
         clock = Clock(record, lambda: callback._measurements)
-        train(
-            clock,
-            [record, callback],
-            Classifier(network, partial(torch.optim.AdamW, lr=1e-3)),
-            DigitsDataModule(batch_size=64, seed=0),
-            folder,
+        trainer = Trainer(
             accelerator="cpu",
+            devices=1,
+            max_steps=WARMUP + WINDOW * (2 if is_quick() else 10),
             # As conf/trainer/default.yaml.
             log_every_n_steps=10,
             limit_val_batches=0,
             logger=CSVLogger(folder),
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[record, callback, clock],
         )
+        trainer.fit(model, DigitsDataModule(batch_size=64, seed=0))
     return clock.row(what, target)
 
 
@@ -205,4 +126,4 @@ def record() -> list[Row]:
     ]
 
 
-BENCHMARKS: dict[str, Callable[[], list[Row]]] = {"import": import_time, "audit": audit, "record": record}
+BENCHMARKS: dict[str, Callable[[], list[Row]]] = {"import": import_time, "record": record}

@@ -47,37 +47,6 @@ def mask_choice() -> list[Row]:
     ]
 
 
-def choice_memory() -> list[Row]:
-    """What a choice adds to what is held before it, of 20 matrices; the masks are a quarter of these."""
-    options: list[dict[str, Any]] = [
-        {"by": by} for by in ("magnitude", "gradient", "snip", "fisher", "change", "lift")
-    ]
-    options += [{"by": "snip", "level": level} for level in ("row", "2:4", "16x16")]
-    options.append({"by": "snip", "within": "tensor"})
-    return [
-        {
-            "what": f"TopK, {', '.join(map(str, each.values()))}: peak of a choice, of the parameters",
-            "ratio": apart(_peak_of_choice, each) / (4 * 20 * 1024**2),
-            "target": 0.3,
-            "unit": "bytes",
-        }
-        for each in options
-    ]
-
-
-def _peak_of_choice(options: dict[str, Any]) -> int:
-    peak = 0
-    for _ in range(2):  # The first loads what a choice runs, and what matrix products keep.
-        parameters, gradients = tensors(20, 1024)
-        source = masks.TopK(None if options.get("level") == "2:4" else 0.1, start=1, **options)
-        source.setup(parameters, seed=0)
-        if source.needs_gradients:
-            source.observe(gradients)
-        del gradients
-        peak = peak_bytes(functools.partial(source.masks, 1, 0))
-    return peak
-
-
 def training_memory() -> list[Row]:
     """The peak of a training of three steps under TopK, relative to that of full training."""
     full = apart(_peak_of_training, None)
@@ -117,6 +86,5 @@ def tensors(count: int, side: int) -> tuple[dict[str, torch.Tensor], dict[str, t
 
 BENCHMARKS: dict[str, Callable[[], list[Row]]] = {
     "mask_choice": mask_choice,
-    "choice_memory": choice_memory,
     "training_memory": training_memory,
 }

@@ -58,38 +58,6 @@ class GuidedLayer(nn.Module):
         return GuidedFunction.apply(x)
 
 
-class StepFunction(torch.autograd.Function):
-    """A step with the gradient of the logistic function, as people write it by hand."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Return the step."""
-        ctx.save_for_backward(x)
-        return (x > 0).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Return the surrogate's gradient."""
-        (x,) = ctx.saved_tensors
-        return grad * (torch.sigmoid(x) * torch.sigmoid(-x))
-
-
-class MaskedByHand(nn.Module):
-    """A mask of positive units by that Function."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Multiply by the step."""
-        return x * StepFunction.apply(x)
-
-
-class MaskedByComparison(nn.Module):
-    """The same by a comparison, which has no gradient without a policy."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Multiply by the cast comparison."""
-        return x * (x > 0).to(x.dtype)
-
-
 def resnet() -> tuple[nn.Module, Tensor]:
     """Return a network of ResNet-18's shape, with 17 ReLUs, and a batch."""
     torch.manual_seed(0)
@@ -130,14 +98,6 @@ def flow_resnet_compiled() -> list[Row]:
     compiled = torch.compile(copy.deepcopy(plain), fullgraph=True)
     guided = torch.compile(_installed(plain, [gp.Guided()]), fullgraph=True)
     return [_against(compiled, guided, batch, "guided, torch.compile", target=1.02, rounds=80)]
-
-
-def flow_casts() -> list[Row]:
-    """A rule on the comparison behind each of 17 masks, against the same gradient by a Python Function."""
-    plain, batch = resnet()
-    by_hand = _with_layers(plain, MaskedByHand)
-    by_policy = _installed(_with_layers(plain, MaskedByComparison), [gp.UseRule("sigmoid", ops=["gt"])])
-    return [_against(by_hand, by_policy, batch, "17 masks by a comparison", target=1.01, rounds=40)]
 
 
 def flow_boundary() -> list[Row]:
@@ -265,7 +225,6 @@ def _zennit(plain: nn.Module) -> nn.Module:
 
 BENCHMARKS: dict[str, Callable[[], list[Row]]] = {
     "flow_resnet_eager": flow_resnet_eager,
-    "flow_casts": flow_casts,
     "flow_resnet_compiled": flow_resnet_compiled,
     "flow_tiny": flow_tiny,
     "flow_boundary": flow_boundary,

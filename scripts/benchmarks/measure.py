@@ -6,6 +6,7 @@ and the ratio of the fastest times: other work on a machine adds to some times a
 """
 
 import contextlib
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,11 @@ from scipy.stats import bootstrap
 Row = dict[str, Any]
 Step = Callable[[], Any]
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def is_quick() -> bool:
+    """Return True if few rounds are wanted, which show that a benchmark runs and not how long it takes."""
+    return "GRADPOLICY_BENCH_QUICK" in os.environ
 
 
 def wall_seconds(function: Step) -> float:
@@ -65,6 +71,8 @@ def paired_ratio(
         warmup: The number of untimed runs of both before.
         seconds: A function that runs one of them and returns its duration.
     """
+    if is_quick():
+        rounds, warmup = 4, 1
     for _ in range(warmup):
         candidate()
         baseline()

@@ -83,15 +83,6 @@ def unmasked(make: Make = adamw, shapes: Shapes = LARGE, dtype: torch.dtype = to
     return optimizer.step
 
 
-def of_many_ages(oldest: int = 20_000) -> MaskedOptimizer:
-    """A wrapped AdamW late in a run: ages anywhere up to the oldest, half of the entries active."""
-    optimizer = masked(changes=1)
-    for known in optimizer.masked_parameters().values():
-        ages = torch.randint(1, oldest, (known.layout.size,), dtype=torch.int32, device=HERE)
-        known.adopt_ages(torch.where(known.ages.dense() > 0, ages, -ages), 1)
-    return optimizer
-
-
 def draw(optimizer: MaskedOptimizer, density: float, key: int, rows: bool = False) -> dict[Tensor, Tensor]:
     """A random mask of entries or rows for each parameter."""
     masks: dict[Tensor, Tensor] = {}
@@ -148,7 +139,6 @@ def entry_masks() -> Iterator[Row]:
         for correction, target in zip(("tensor", "entry"), targets, strict=True):
             step = masked(make, changes=MANY_CHANGES, bias_correction=correction).step
             yield ratio(f"{name}, entries, {correction}, {MANY_CHANGES} changes", step, baseline, target)
-    yield ratio("AdamW, entries, entry, ages up to 20,000", of_many_ages().step, unmasked())
     baseline = unmasked(dtype=torch.bfloat16)
     for correction in ("tensor", "entry"):
         step = masked(changes=MANY_CHANGES, dtype=torch.bfloat16, bias_correction=correction).step
