@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.policies import FlowPolicy, Freeze, Policy
+from gradpolicy.policies import FlowPolicy, Policy
 from gradpolicy.where import pick
 
 # Parts of the names of optimizers, torch's and others', whose update is invariant to the gradient's scale.
@@ -63,10 +63,6 @@ def _class_of(optimizer: Any) -> type:
 
 def _factor(policy: Policy) -> str | None:
     """Return a description of the factor of a policy on gradients of parameters, and an alternative."""
-    if isinstance(policy, Freeze):
-        if not getattr(policy.mask, "rescale", False):
-            return None
-        return "the factor of rescale=True out again; leave rescale out, or train with SGD"
     if not isinstance(policy, FlowPolicy) or not policy.params or policy.rule.name not in _RULES:
         return None
     factor = policy.rule.parameters["factor"]

@@ -218,8 +218,6 @@ class _Loop(TrainingPolicies):
         toggles = toggle_requires_grad and (alone or engine) and len(wrapped) == 1
         self._install_freeze(self.model, wrapped, toggle_requires_grad=toggles)
         if self.freezer is not None:
-            # Hooks of sharded parameters are not called.
-            self.freezer.scales_gradients = any(map(is_sharded, self.freezer.parameters.values()))
             self._hook_gradients()
         else:
             self.masked_optimizers[:] = wrapped
@@ -331,11 +329,11 @@ class _Loop(TrainingPolicies):
         return 0 if self.steps_per_epoch is None else self._time // self.steps_per_epoch
 
     @torch.compiler.disable
-    def _take_gradient(self, name: str, gradient: Tensor | None) -> Tensor | None:
+    def _take_gradient(self, name: str, gradient: Tensor | None) -> None:
         """Process the gradient that a backward pass has accumulated."""
         assert self.freezer is not None
         self._begin_if_over(late=True)
-        return self.freezer.take_gradient(name, gradient)
+        self.freezer.note_gradient(name, gradient)
 
     @torch.compiler.disable
     def _mask_gradient(self, parameter: Tensor) -> None:

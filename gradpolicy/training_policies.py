@@ -184,10 +184,9 @@ class TrainingPolicies:
             self._install_freeze(model, [optimizer], toggle_requires_grad=toggles)
         freezer = self.freezer
         assert freezer is not None
-        freezer.scales_gradients = False
         for name, parameter in freezer.parameters.items():
             if parameter.requires_grad:
-                self._hooks.append(parameter.register_hook(partial(freezer.take_gradient, name)))
+                self._hooks.append(parameter.register_hook(partial(freezer.note_gradient, name)))
         optimizer.hook_gradients()
         self._hooks.append(optimizer.register_step_pre_hook(lambda *_: freezer.observe(optimizer)))
 

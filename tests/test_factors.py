@@ -36,7 +36,6 @@ def warnings_of(model, policies, **arguments):
         (gp.Scale(0.1, params="*"), r"the factor 0.1 .*gradpolicy\.Rates"),
         (gp.Scale(lambda step: 0.5**step, params="*"), "the scheduled factor"),
         (gp.Reverse(0.1, params="*"), "the factor 0.1"),
-        (gp.Freeze(gp.masks.Random(0.5, rescale=True)), "the factor of rescale=True .* leave rescale out"),
     ],
 )
 def test_the_plan_names_the_optimizer_and_what_to_write_instead(policy, text):

@@ -181,26 +181,6 @@ def test_gradients_of_several_batches_add_up_under_one_mask_and_frozen_ones_coun
     assert_close(model, by_hand(6, parts=2, clip=0.05))
 
 
-def test_gradients_are_scaled_before_they_are_clipped():
-    """Random(rescale=True) divides by the density; torch's SGD then takes what is left of it."""
-    model, plain = Net(), NetByHand()
-    reference = torch.optim.SGD(plain.parameters(), 0.1)
-    source = gp.masks.Random(0.5, rescale=True)
-    with gp.training(model, torch.optim.SGD(model.parameters(), 0.1), both(source)) as optimizer:
-        for step in range(4):
-            for number in (2 * step, 2 * step + 1):
-                backward(number, model, plain)
-            masks = [optimizer.get_mask(p) for p in model.parameters()]
-            for p, mask in zip(plain.parameters(), masks, strict=True):
-                p.grad *= 2.0 * mask
-            for each in (model, plain):
-                nn.utils.clip_grad_norm_(each.parameters(), 0.1)
-            for each in (optimizer, reference):
-                each.step()
-                each.zero_grad()
-    assert_close(model, plain)
-
-
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [(torch.optim.SGD, {"lr": 0.1}), (torch.optim.LBFGS, {"lr": 0.5, "max_iter": 4})],

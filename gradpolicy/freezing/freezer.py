@@ -63,8 +63,6 @@ class Freezer:
     Attributes:
         parameters: The parameters that policies match, by name.
         observers: Objects that are called when masks change.
-        scales_gradients: True if :meth:`observe` scales gradients for sources with a gradient scale, False if
-            :meth:`take_gradient` does.
         dropped: Parameters whose gradients are computed in this step, but dropped like those of steps in
             which ``requires_grad`` is disabled.
 
@@ -87,8 +85,6 @@ class Freezer:
         self.optimizers = list(optimizers)
         self.toggle_requires_grad = toggle_requires_grad
         self.observers: list[MaskObserver] = []
-        self.scales_gradients = True
-        self._hook_scales: Mapping[str, float] = {}
         self._seed, self._model = seed, model
         self._requires_grad = RequiresGrad(model)
         self.dropped: set[Tensor] = set()
@@ -268,23 +264,18 @@ class Freezer:
         changed = set().union(*changes.values()) if self._combined else set(self.parameters)
         for one in self._bound.values():
             one.source.gathers = bool(one.gradient_names(step, epoch))
-        resetting = [each for each in bound if each.in_effect and each.source.resets_state]
-        reset = set().union(*(each.source.parameters for each in resetting))
-        concerned = changed | reset
-        if concerned:
-            self._before_masks(concerned)
-            self._empty_state(reset)
-            self._update_masks(concerned)
+        if changed:
+            self._before_masks(changed)
+            self._update_masks(changed)
             training = {name for name in self.parameters if self._combined.get(name) is not False}
             self._warn_of_missing(self._missing.follow(training))
             self._keep_still()
-        self._apply([each for each in bound if each in resetting or (each.in_effect and changes[each.name])])
+        self._apply([each for each in bound if each.in_effect and changes[each.name]])
         self._toggle(bool(changed))
         self._set_settings(phase)
-        if concerned | masked:
+        if changed | masked:
             for observer in self.observers:
-                observer.after_masks(concerned | masked)
-        self._hook_scales = {} if self.scales_gradients else self.gradient_scales()
+                observer.after_masks(changed | masked)
 
     def _whole(self, *, values: bool = False) -> ExitStack:
         """Return a block in which all parameters have their whole shape, and perhaps their values."""
@@ -298,9 +289,8 @@ class Freezer:
         """Process the unscaled and unclipped gradients of an optimizer before its step.
 
         Sources that need gradients get them, unless a gradient of the optimizer is not finite, in which case
-        mixed precision skips the step. Gradients are scaled for sources with a gradient scale. Gradients of
-        frozen entries are kept; the update ignores them. Call the optimizer's ``mask_gradients`` before you
-        clip or log gradients.
+        mixed precision skips the step. Gradients of frozen entries are kept; the update ignores them. Call
+        the optimizer's ``mask_gradients`` before you clip or log gradients.
         """
         own = self._own[optimizer]
         for parameter in self.dropped:
@@ -313,26 +303,16 @@ class Freezer:
             if self.forward.parameters[name] in self._held[optimizer]:
                 self.forward.decay(name, decay)
         self._warn_of_missing(self._missing.update(own))
-        for name, scale in self.gradient_scales().items() if self.scales_gradients else ():
-            if name in own and (gradient := own[name].grad) is not None:
-                gradient.mul_(scale)
 
-    def take_gradient(self, name: str, gradient: Tensor | None) -> Tensor | None:
-        """Process a gradient as it is computed, for callers that mask it before :meth:`observe`.
+    def note_gradient(self, name: str, gradient: Tensor | None) -> None:
+        """Note that a gradient was computed, for callers that mask it before :meth:`observe`.
 
         Args:
             name: The parameter's name.
             gradient: The gradient; None if a function that uses the parameter has returned none for it.
-
-        Returns:
-            The gradient, scaled for sources with a gradient scale unless :meth:`observe` does that; None if
-            it does not change.
         """
-        if gradient is None:
-            return None
-        self._missing.note(name, gradient)
-        scale = self._hook_scales.get(name)
-        return None if scale is None else gradient * scale
+        if gradient is not None:
+            self._missing.note(name, gradient)
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Pass the metrics of a validation to the sources of the policies in effect."""
@@ -352,14 +332,6 @@ class Freezer:
         for each in self._policies.values():
             if each.in_effect:
                 each.source.finish()
-
-    def gradient_scales(self) -> dict[str, float]:
-        """Return the factors of gradients in the current step, by parameter name."""
-        scales: dict[str, float] = {}
-        for each in self._policies.values():
-            for name, scale in each.source.gradient_scale(*self._now).items() if each.in_effect else ():
-                scales[name] = scales.get(name, 1.0) * scale
-        return scales
 
     def wanted_gradients(self) -> set[str]:
         """Return the names of parameters whose whole gradients mask sources need in the current step."""
@@ -593,12 +565,6 @@ class Freezer:
                 new.setdefault((policy.frozen_state, policy.bias_correction), {})[parameter] = combined
         for (frozen_state, bias_correction), masks in new.items():
             self._set(masks, frozen_state=frozen_state, bias_correction=bias_correction)
-
-    def _empty_state(self, names: Collection[str]) -> None:
-        """Reset the optimizer state of parameters, by freezing them temporarily."""
-        for name in names:
-            self._combined.pop(name, None)
-        self._set({self.parameters[name]: False for name in names}, frozen_state="zero")
 
     def _apply(self, changed: Sequence[BoundPolicy[Freeze]]) -> None:
         """Let sources modify the weights for new masks."""

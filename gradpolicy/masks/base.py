@@ -161,18 +161,9 @@ class MaskSource:
         """Process gradients of another optimizer in the same step; by default like those of another step."""
         self.observe(gradients)
 
-    def gradient_scale(self, step: int, epoch: int) -> Mapping[str, float]:
-        """Return factors of the gradients of active entries by parameter name; the default is 1."""
-        return {}
-
     def settings(self, step: int, epoch: int) -> Mapping[str, Mapping[str, Any]]:
         """Return settings of the optimizer by parameter name, in the form of its ``set_settings``."""
         return {}
-
-    @property
-    def resets_state(self) -> bool:
-        """True if the optimizer state is reset with the masks that were just returned."""
-        return False
 
     def apply(self) -> None:
         """Modify the weights as the masks require. Called after the masks are set.

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from gradpolicy.checks import check_flag
 from gradpolicy.masks.base import MaskSource
 from gradpolicy.masks.selection import Density, density_at, density_of_level
 from gradpolicy.tensors.mask import Mask
@@ -14,15 +13,14 @@ from gradpolicy.tensors.seeded import RandomMask, check_level
 class Random(MaskSource):
     """Random masks with the probability ``density`` for each entry, row or tensor, every ``every`` steps.
 
-    The masks are generated from (seed, step, name), so checkpoints contain no mask tensors. With ``rescale``
-    the gradients of active entries are divided by the density, which preserves their expectation:
-    ``g ← g · mask / p``, as in Child-Tuning_F. (Adam is invariant to such a factor; SGD is not.)
+    The masks are generated from (seed, step, name), so checkpoints contain no mask tensors. Child-Tuning_F
+    also divides gradients by ``p``, to which Adam is invariant; with SGD give the parameters a learning rate
+    of their own by :class:`~gradpolicy.Rates`.
 
     Args:
         density: The probability ``p``; a number or a schedule of the count.
         level: The unit of the masks: ``"entry"``, ``"row"``, ``"tensor"`` or blocks, ``"16x16"``; or
             ``"2:4"``: 2 of every 4 entries of a row.
-        rescale: Divide the gradients by the density.
         **timetable: ``every``, ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`. Two random
             policies on one parameter need different seeds to be independent.
 
@@ -46,13 +44,11 @@ class Random(MaskSource):
         density: float | Density | None = None,
         *,
         level: str = "entry",
-        rescale: bool = False,
         **timetable: Any,
     ) -> None:
         super().__init__(**timetable)
         self.level = check_level("Random.level", level)
         self.density = density_of_level("Random", density, level)
-        self.rescale = check_flag("Random.rescale", rescale)
 
     def prepare(self) -> None:
         """Check that the parameters are divisible by the level's pattern."""
@@ -62,19 +58,8 @@ class Random(MaskSource):
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
         """Return a seeded mask for each parameter, which is constant until the next change."""
-        drawn_at, density = self._drawn(step, epoch)
+        drawn_at = self.timetable.begins(self.period(step, epoch))
+        density = density_at(self.density, drawn_at)
         if density in (0.0, 1.0):
             return dict.fromkeys(self.parameters, density == 1.0)
         return {name: RandomMask(self.seed, drawn_at, name, density, self.level) for name in self.parameters}
-
-    def gradient_scale(self, step: int, epoch: int) -> Mapping[str, float]:
-        """Return ``1 / p`` for each parameter if ``rescale`` is True."""
-        density = self._drawn(step, epoch)[1]
-        if not self.rescale or density == 0.0:
-            return {}
-        return dict.fromkeys(self.parameters, 1.0 / density)
-
-    def _drawn(self, step: int, epoch: int) -> tuple[int, float]:
-        """Return the count of the last change, and its density."""
-        drawn_at = self.timetable.begins(self.period(step, epoch))
-        return drawn_at, density_at(self.density, drawn_at)

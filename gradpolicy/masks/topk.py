@@ -29,7 +29,7 @@ from gradpolicy.tensors.mask import Mask
 from gradpolicy.tensors.packed_mask import pack, unpack
 from gradpolicy.tensors.pattern import pattern_of
 from gradpolicy.tensors.seeded import check_level
-from gradpolicy.tensors.sharding import full_tensor, local_shard, shard_like
+from gradpolicy.tensors.sharding import full_tensor, shard_like
 
 SCOPES = ("model", "tensor", "row")
 BEFORE = ("train", "freeze")
@@ -70,8 +70,6 @@ class TopK(GradientSource):
         window: The number of steps whose gradients are summed.
         before: Before the first choice, ``"train"`` trains all entries, and ``"freeze"`` none, as in
             Child-Tuning_D and FISH.
-        rewind: With ``by="change"``: reset the weights to w₀ and the optimizer state at the first choice, as
-            in lottery-ticket fine-tuning.
         every: The number of steps (or epochs) between choices; None: one choice.
         **timetable: ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`. With ``by="change"``,
             ``start`` is the number of steps before the choice, in which the weights change.
@@ -102,7 +100,6 @@ class TopK(GradientSource):
         level: str = "entry",
         window: int | None = 1,
         before: str = "train",
-        rewind: bool = False,
         every: int | None = None,
         **timetable: Any,
     ) -> None:
@@ -120,10 +117,7 @@ class TopK(GradientSource):
         self._by_entry = level == "entry" or (self._pattern is not None and self._pattern.kept is not None)
         self._in_rows = self._by_entry and (level != "entry" or within == "row")
         self.before = check_choice("TopK.before", before, BEFORE)
-        self.rewind = check_flag("TopK.rewind", rewind)
         asks = self.score.asks
-        if rewind and by != "change":
-            raise PolicyError("TopK.rewind: goes with by='change' only")
         if by == "change" and self.timetable.start == 0:
             raise PolicyError(
                 "TopK.start: by='change' needs steps in which the weights change; give start above 0"
@@ -136,14 +130,12 @@ class TopK(GradientSource):
         self._next: dict[str, Tensor] = {}
         self._initial: dict[str, Tensor] = {}
         self._norms: ActivationNorms | None = None
-        self._to_rewind = False
 
     def prepare(self) -> None:
         """Copy the initial weights, and register hooks on layers, if the score needs them."""
         super().prepare()
         self._masks = dict.fromkeys(self.parameters, self.before == "train")
         self._next, self._initial = {}, {}
-        self._to_rewind = False
         if self._pattern is not None:
             for name, parameter in self.parameters.items():
                 self._pattern.check(name, tuple(parameter.shape))
@@ -166,7 +158,6 @@ class TopK(GradientSource):
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
         """Return the last choice, or a new one if one is due and its window is full."""
         if self.overdue(step, epoch):
-            self._to_rewind = self.rewind and self.decided < 0
             changed = self.timetable.begins(self.period(step, epoch))
             marks = self._next or self._choose(density_at(self.density, changed))
             self._masks = {name: self._as_mask(name, marks.pop(name)) for name in self.parameters}
@@ -193,18 +184,6 @@ class TopK(GradientSource):
         }
         self._next = self._choose(self.density.value)
         self.sums, self.steps = {}, 1
-
-    @property
-    def resets_state(self) -> bool:
-        """True if the weights are reset to w₀."""
-        return self._to_rewind
-
-    def apply(self) -> None:
-        """Reset the weights to w₀, once, if ``rewind`` is True."""
-        if self._to_rewind:
-            for name, parameter in self.parameters.items():
-                local_shard(parameter.detach()).copy_(local_shard(self._initial[name]))
-            self._to_rewind = False
 
     def scores(self) -> dict[str, Tensor]:
         """Return the score of each entry, row, tensor or block; −∞ without a gradient."""

@@ -14,7 +14,7 @@ SOURCES = {
     "fisher": lambda: gp.masks.TopK(0.3, by="fisher", window=2, every=3, before="freeze"),
     "wanda": lambda: gp.masks.TopK(0.4, by="wanda", within="row", every=3),
     "zeros": gp.masks.Zeros,
-    "ticket": lambda: gp.masks.TopK(0.3, by="change", start=4, rewind=True),
+    "ticket": lambda: gp.masks.TopK(0.3, by="change", start=4),
     "rigl": lambda: gp.masks.PruneAndGrow(0.4, every=2, window=2, stop=20),
     "set": lambda: gp.masks.PruneAndGrow(0.4, every=2, grow="random"),
 }

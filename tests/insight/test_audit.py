@@ -299,7 +299,6 @@ SOURCES = {
     "prune_and_grow at random": lambda: gp.masks.PruneAndGrow(0.3, grow="random", every=2),
     "rows": lambda: gp.masks.Rows([1]),
     "topk": lambda: gp.masks.TopK(0.3, every=3),
-    "topk with rewind": lambda: gp.masks.TopK(0.3, by="change", start=3, rewind=True),
     "topk of tensors": lambda: gp.masks.TopK(0.5, level="tensor", every=3),
 }
 

@@ -1,8 +1,5 @@
 """Random masks: seeded, and changed by the timetable."""
 
-import pytest
-import torch
-
 import gradpolicy as gp
 from gradpolicy.tensors.seeded import RandomMask
 
@@ -17,13 +14,3 @@ def test_the_density_follows_its_schedule(prepared) -> None:
     given = [source.masks(step, 0)["head.bias"] for step in (0, 2, 5, 8)]
     densities = [mask if isinstance(mask, bool) else mask.density for mask in given]
     assert densities == [True, 0.75, 0.5, False]
-
-
-def test_rescaling_keeps_the_expected_gradient(prepared) -> None:
-    """Child-Tuning_F: the gradient is multiplied by mask / p."""
-    source = prepared(gp.masks.Random(density=0.25, rescale=True))
-    assert source.gradient_scale(3, 0) == dict.fromkeys(source.parameters, 4.0)
-    assert prepared(gp.masks.Random(density=0.25)).gradient_scale(3, 0) == {}
-    gradient = torch.ones(200_000)
-    mask = RandomMask(0, 0, "w", 0.25).materialize((200_000,))
-    assert (torch.where(mask, gradient, 0) * 4.0).mean().item() == pytest.approx(1.0, abs=0.02)

@@ -125,8 +125,8 @@ def test_a_schedule_that_leaves_the_shares_is_an_error() -> None:
 
 
 def test_a_flag_is_true_or_false() -> None:
-    with pytest.raises(PolicyError, match=r"Random.rescale: must be True or False, got 'no'"):
-        gp.masks.Random(0.5, rescale="no")
+    with pytest.raises(PolicyError, match=r"TopK.largest: must be True or False, got 'no'"):
+        gp.masks.TopK(0.5, largest="no")
 
 
 @pytest.mark.parametrize("schedule", [gp.masks.Linear, lambda: 0.5, lambda step, epoch: 0.5])

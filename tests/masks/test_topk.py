@@ -9,7 +9,7 @@ from torch import Tensor
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
 from gradpolicy.freezing import Freezer
-from tests.freezing.conftest import freezer_of, loss_of, train
+from tests.freezing.conftest import freezer_of, loss_of
 
 
 @pytest.fixture
@@ -42,29 +42,6 @@ def test_change_is_measured_from_the_first_weights(prepared, weights) -> None:
     chosen = torch.cat([moved[name].abs()[masks[name]] for name in weights])
     left = torch.cat([moved[name].abs()[~masks[name]] for name in weights])
     assert chosen.min() > left.max()
-
-
-def test_a_ticket_of_everything_goes_back_too(stack, tokens) -> None:
-    """Also where the choice leaves every mask as it was, and only once."""
-    first = copy.deepcopy(stack.state_dict())
-    source = gp.masks.TopK(1.0, by="change", start=2, rewind=True, level="tensor")
-    optimizer, freezer = freezer_of(stack, {"ticket": gp.Freeze(source)})
-    train(stack, freezer, tokens, range(2))
-    freezer.begin_step(2)
-    assert all(torch.equal(stack.state_dict()[name], first[name]) for name in first)
-    train(stack, freezer, tokens, range(2, 4))
-    assert optimizer.age(stack.head.weight).max() == 2
-
-
-def test_the_weights_go_back_once_however_often_is_chosen(prepared) -> None:
-    weight = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    source = prepared(gp.masks.TopK(0.5, by="change", start=2, every=2, rewind=True), {"w": weight})
-    for step in range(8):
-        source.masks(step, 0)
-        assert source.resets_state is (step == 2)
-        source.apply()
-        assert (weight.tolist() == [1.0, 2.0, 3.0, 4.0]) is (step in (0, 2))
-        weight += torch.arange(4.0)
 
 
 def test_what_no_gradient_reaches_comes_behind_negative_scores(prepared) -> None:
@@ -147,7 +124,6 @@ def test_half_precision_gradients_are_summed_in_float32(prepared) -> None:
         ({"within": "layer"}, "within"),
         ({"level": "column"}, "level"),
         ({"before": "wait"}, "before"),
-        ({"rewind": True}, "by='change' only"),
         ({"by": "change"}, "give start above 0"),
         ({"window": 0}, "window"),
     ],

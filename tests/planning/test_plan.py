@@ -73,7 +73,7 @@ def test_a_freeze_policy_shows_its_source_its_timetable_and_its_state(plan_of):
     }
     plan = plan_of(policies)
     assert [row.course for row in plan.rows] == [
-        "Random(density=Cubic(1.0, 0.1, steps=100, begin=0), level=entry, rescale=False) may change every"
+        "Random(density=Cubic(1.0, 0.1, steps=100, begin=0), level=entry) may change every"
         " 5 steps from step 10 until step 90;"
         " what freezes loses its optimizer state, with Adam the memory too",
         "Fixed(mask=['head.bias']) is chosen once; what freezes keeps its optimizer state",
