@@ -91,8 +91,7 @@ class FlowPolicy(Policy, RulePlacement):
         output: With ``at="through"``: the outputs whose gradient the rule computes, by index, key or
             attribute. Default: every floating-point one. Other outputs keep their own gradients.
         calls: The calls on which it acts, counted from 0. Default: all. With ``ops``: calls of each operation
-            within the forward of each matched module (of the model, if none is named). With ``modules``
-            alone: calls of each matched module within the outermost forward, usually the model's.
+            within the forward of each matched module (of the model, if none is named).
         inside: With ``at="through"``: the gradient of the module's own parameters from these outputs:
             ``"none"``, or ``"own"``, their ordinary one.
         when: When the policy is active.
@@ -164,8 +163,8 @@ class FlowPolicy(Policy, RulePlacement):
         for call in self.calls:
             if isinstance(call, bool) or not isinstance(call, int) or call < 0:
                 raise PolicyError(f"{kind}.calls: must be whole numbers from 0 on, got {shown(call)}")
-        if self.calls and self.params:
-            raise PolicyError(f"{kind}.calls: goes with ops= or modules=, whose calls are meant")
+        if self.calls and not self.ops:
+            raise PolicyError(f"{kind}.calls: goes with ops=, whose calls are meant")
 
     def _check_module_settings(self, kind: str) -> None:
         """Check the settings for module boundaries and for the path through a module."""

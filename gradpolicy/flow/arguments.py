@@ -268,12 +268,6 @@ class Signature:
                     f"{', '.join(positional)}"
                 )
             return Argument(positional[wanted] if wanted < len(positional) else None, wanted)
-        if wanted in (self.several, self.others):
-            stars, key = ("*", "position") if wanted == self.several else ("**", "name")
-            raise PolicyError(
-                f"{owner}: argument {wanted!r} is {stars}{wanted}, which are several; give the {key} of one "
-                "of them"
-            )
-        if wanted in self.names or self.others is not None:
+        if wanted in self.names or (self.others is not None and wanted not in (self.several, self.others)):
             return Argument(wanted, positional.index(wanted) if wanted in positional else None)
         raise unknown("argument", wanted, self.names, key=owner)

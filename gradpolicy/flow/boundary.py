@@ -81,11 +81,7 @@ class Boundary:
 
     def _due(self, arguments: Arguments) -> DueRules:
         """Return the rules that act on this call, each with its argument."""
-        due = [
-            (rule, argument)
-            for rule, argument in self.rules
-            if rule.state.acts_at(self.location, self.module)
-        ]
+        due = [(rule, argument) for rule, argument in self.rules if rule.state.acts_at(self.location)]
         if arguments is None:
             return due
         call = Call(self.location, arguments)
@@ -207,14 +203,10 @@ class ThroughRule:
         self._map_outputs(result, lambda tensor: chosen.append(tensor) or tensor)  # type: ignore[func-returns-value]
         if not chosen:
             raise self._error("gives no floating-point output that could have a gradient")
-        matching = [tensor for tensor in inputs if is_differentiable(tensor)]
-        # If outputs and inputs correspond by number and shape, each output is for its own input.
-        pairs = len(chosen) > 1 and [one.shape for one in chosen] == [one.shape for one in matching]
         replaced: list[Tensor] = []
 
         def replace(tensor: Tensor) -> Tensor:
-            own_inputs = [matching[len(replaced)]] if pairs else inputs
-            replaced.append(self._replaced(tensor, own_inputs, bound_rule))
+            replaced.append(self._replaced(tensor, inputs, bound_rule))
             return replaced[-1]
 
         return self._map_outputs(result, replace), replaced
@@ -263,16 +255,13 @@ class ThroughRule:
         return ruled
 
     def _check_input(self, tensor: Tensor, inputs: list[Tensor]) -> None:
-        """Check that there is one input that requires a gradient, and that it has the output's shape."""
+        """Check that one input requires a gradient, and that it has the output's shape."""
         count = sum(one.requires_grad for one in inputs)
         if count > 1:
-            taken = ", ".join(self.signature.names)
-            if self.signature.several is not None:
-                taken = f"{taken}{', ' * bool(taken)}*{self.signature.several}: give a position"
+            names = self.signature.names
             raise self._error(
                 f"rule {self.state.rule.name!r} gives its gradient to one input, and {count} need one; name "
-                f"the argument that is meant (argument=…, its forward takes {taken}), or use a function that "
-                "returns a gradient for each (UseRule)"
+                f"it (argument=…, expected {'one of ' * bool(names)}{', '.join((*names, 'a position'))})"
             )
         first = next((one for one in inputs if is_differentiable(one)), None)
         if first is not None and first.requires_grad and first.shape != tensor.shape:
@@ -305,7 +294,7 @@ class Through:
             kwargs: Its keyword arguments.
             arguments: All arguments by parameter name, for rules with a keyword ``call``.
         """
-        active = [rule for rule in self.rules if rule.state.acts_at(rule.location, rule.module)]
+        active = [rule for rule in self.rules if rule.state.acts_at(rule.location)]
         if not active:
             return forward(args, kwargs)
         cuts = any(rule.keeps_own for rule in active)
@@ -323,37 +312,28 @@ class Through:
             result, replaced = rule.put_on(result, args, kwargs, arguments)
             ruled += replaced
         if cuts:
-            result = self._with_own_gradients(result, ruled, fed, versions)
+            self._check_own(result, ruled, fed, versions)
         elif not in_transform():
             adopt_writes(fed, versions)
         return result
 
-    def _with_own_gradients(
+    def _check_own(
         self, result: Any, ruled: list[Tensor], fed: list[tuple[Tensor, Tensor]], versions: list[int]
-    ) -> Any:
-        """Return the result, and pass the gradients of outputs without a rule to the detached inputs.
+    ) -> None:
+        """Check that with ``inside="own"`` no gradient of the inputs is lost.
 
         Raises:
-            PolicyError: In compiled code, or if the module modified its inputs in place.
+            PolicyError: If an output has no rule, or the module modified its inputs in place.
         """
-        if not in_transform() and any(
+        if any(one.requires_grad and not any(one is other for other in ruled) for one in tensors_in(result)):
+            raise self.rules[0]._error(
+                "has outputs without a rule, whose gradient inside='own' would keep from the inputs; name "
+                "them too (output=…), or use inside='none'"
+            )
+        if versions and any(
             tensor._version != version for (tensor, _), version in zip(fed, versions, strict=True)
         ):
             raise self.rules[0]._error("writes to its input in place, which inside='own' does not allow")
-
-        def has_own(tensor: Tensor) -> bool:
-            return tensor.requires_grad and not any(tensor is one for one in ruled)
-
-        def reattach(tensor: Tensor) -> Tensor:
-            if in_transform():
-                raise self.rules[0]._error(
-                    "has outputs without a rule, and with inside='own' their gradients cannot be compiled or "
-                    "transformed; leave the module to eager mode (torch.compiler.disable)"
-                )
-            inner = [alias for _, alias in fed]
-            return OwnGradient.apply(tensor, inner, *(outer for outer, _ in fed))
-
-        return map_tensors(reattach, result, has_own)
 
 
 class FeedInput(Function):
@@ -369,31 +349,6 @@ class FeedInput(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         """Pass the gradient to the input, unless the alias cuts the graph."""
         return None if ctx.cuts else grad, None
-
-
-class OwnGradient(Function):
-    """Passes an output's own gradient to the inputs of a module, which are detached for its other outputs.
-
-    Autograd sums the gradients of all outputs at an input. So the module gets inputs that stop the gradient,
-    and the gradient of this output alone is computed by a separate backward pass through the same graph.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, fed: list[Tensor], *inputs: Tensor) -> Tensor:
-        """Return the output."""
-        ctx.output, ctx.fed = output, fed
-        return output.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        """Pass the gradient to the module's parameters, and the gradient of this output to its inputs."""
-        if torch.is_grad_enabled():
-            raise PolicyError(
-                "with inside='own' an output that keeps its own gradient has no second derivatives "
-                "(create_graph=True)"
-            )
-        own = torch.autograd.grad(ctx.output, ctx.fed, grad, retain_graph=True, allow_unused=True)
-        return (grad, None, *own)
 
 
 def _fed(tensor: Tensor, cuts: bool) -> Tensor:

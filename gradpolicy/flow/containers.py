@@ -4,7 +4,7 @@ import copy
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Set
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,19 +104,12 @@ def _rebuilt(values: Any, children: dict[Any, Any]) -> Any:
     if _is_dataclass(values):
         return _rebuilt_dataclass(values, children)
     if isinstance(values, Mapping):
-        return children if type(values) is dict else _rebuilt_mapping(values, children)
-    return rebuilt_sequence(values, list(children.values()))
-
-
-def _rebuilt_mapping(values: Mapping, items: dict) -> Any:
-    try:
+        if type(values) is dict:
+            return children
         rebuilt: Any = copy.copy(values)
-        for key, value in items.items():
-            rebuilt[key] = value
-    except TypeError:
-        # An immutable mapping, such as types.MappingProxyType.
-        return cast(Any, type(values))(items)
-    return rebuilt
+        rebuilt.update(children)
+        return rebuilt
+    return rebuilt_sequence(values, list(children.values()))
 
 
 def _rebuilt_dataclass(original: Any, values: dict[str, Any]) -> Any:

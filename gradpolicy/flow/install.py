@@ -44,9 +44,9 @@ def install(
 
     When the policies are removed, there is a warning for each policy that did not act as specified: an
     operation never ran, or only where no gradient is recorded (the warning names operations that did run); a
-    module's forward never ran; no gradient reached a place; a module has another name under which the policy
-    acts too. Calls within which a policy cannot act give a warning when they run. There is no warning while
-    an exception propagates, nor if the model never ran and :meth:`Installed.report` was called.
+    module's forward never ran; no gradient reached a place. Calls within which a policy cannot act give a
+    warning when they run. There is no warning while an exception propagates, nor if the model never ran and
+    :meth:`Installed.report` was called.
 
     Args:
         model: The model.
@@ -248,7 +248,6 @@ class Installed(Displayed):
                 if not policy.ops and at.module not in idle
             },
             idle=idle,
-            aliases=locations.aliases,
         )
 
     def _report_unmet(self) -> None:
@@ -299,8 +298,6 @@ class Installed(Displayed):
         self._parameter_rules += parameter_rules
         for placed in self._placed.values():
             placed.note_module(name, module)
-        counted = [(placed.state, f"module {name!r}") for placed in at_module if placed.state.calls]
-        self._session.scope.counted += tuple(counted)
         for method in entry_points.get(name, ("forward",)):
             forward = getattr(module, method)
             rules = {side: self._rules_at(side, name, at_module, forward) for side in PLACES}
@@ -321,7 +318,6 @@ class Installed(Displayed):
                 scope=self._scope(name, module),
                 parameter_rules=parameter_rules,
                 signature=Signature.of(forward) if needs_call else None,
-                is_counted=bool(counted),
             )
             wrap.put_on()
             self._wraps.append(wrap)
@@ -340,7 +336,7 @@ class Installed(Displayed):
     def _scope(self, name: str, module: nn.Module) -> CallScope | None:
         """Return the scope in which calls are counted, if a policy with ``calls=`` matches the module."""
         counted = [
-            (placed.state, f"operation {operation.name!r}")
+            (placed.state, operation.name)
             for placed in self._placed.values()
             if placed.state.calls and any(module is one for one in placed.locations.modules.values())
             for operation in placed.locations.operations

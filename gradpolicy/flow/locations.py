@@ -1,6 +1,6 @@
 """The modules, operations and parameters on which a policy acts."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ from gradpolicy.errors import under
 from gradpolicy.flow.operations import Operation, resolve_operation
 from gradpolicy.rules.registry import Rule
 from gradpolicy.when import When
-from gradpolicy.where import match_modules, match_names, match_parameters, named_parameters, plain_name
+from gradpolicy.where import match_modules, match_parameters, plain_name
 
 
 class RulePlacement:
@@ -41,7 +41,6 @@ class Locations:
         side: For a policy on modules, ``"input"``, ``"output"`` or ``"through"``; otherwise empty.
         boundaries: For a policy on modules, their ids.
         parameters: For a policy on parameters, the parameters by name.
-        aliases: Other names of these modules or parameters, which do not match the patterns.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -50,7 +49,6 @@ class Locations:
     side: str = ""
     boundaries: frozenset[int] = frozenset()
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
-    aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def find_locations(model: nn.Module, name: str, policy: RulePlacement) -> Locations:
@@ -66,29 +64,18 @@ def find_locations(model: nn.Module, name: str, policy: RulePlacement) -> Locati
     """
     if policy.params:
         with under(f"policy.{name}.params"):
-            parameters = match_parameters(model, policy.params)
-            named = named_parameters(model)
-            chosen = set(match_names(policy.params, named, "parameter"))
-        ids = {id(parameter) for parameter in parameters.values()}
-        shared = {name: parameter for name, parameter in named.items() if id(parameter) in ids}
-        return Locations(parameters=parameters, aliases=_aliases("parameter", shared, chosen))
+            return Locations(parameters=match_parameters(model, policy.params))
     with under(f"policy.{name}.ops"):
         operations = tuple(dict.fromkeys(resolve_operation(operation) for operation in policy.ops))
     if not policy.modules:
         return Locations({"": model}, operations, _inside(model, {""}, set()))
     with under(f"policy.{name}.modules"):
         modules = match_modules(model, policy.modules)
-    every = {plain_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
     if not policy.ops:
-        boundaries = frozenset(map(id, modules.values()))
-        aliases = _aliases("module", {n: m for n, m in every.items() if id(m) in boundaries}, set(modules))
-        return Locations(modules, side=policy.at, boundaries=boundaries, aliases=aliases)
+        return Locations(modules, side=policy.at, boundaries=frozenset(map(id, modules.values())))
     patterns = [p[1:] for p in policy.modules if isinstance(p, str) and p.startswith("!")]
     excluded = {name for pattern in patterns for name in match_modules(model, pattern)}
-    inside = _inside(model, set(modules), excluded)
-    names = {name for name in every if _is_below(name, set(modules)) and not _is_below(name, excluded)}
-    aliases = _aliases("module", {n: m for n, m in every.items() if id(m) in inside}, names)
-    return Locations(modules, operations, inside, aliases=aliases)
+    return Locations(modules, operations, _inside(model, set(modules), excluded))
 
 
 def place_at(side: str, module: str) -> str:
@@ -111,8 +98,8 @@ def describe_location(policy: RulePlacement) -> str:
         return f"ops {written(policy.ops)}{calls}{argument} in {modules}"
     if policy.at == "through":
         output = f"output {written(policy.output)}" if policy.output else "output"
-        return f"{modules}, from {output} to {_input_of(policy)}{calls}"
-    return f"{_input_of(policy) if policy.at == 'input' else 'output'} of {modules}{calls}"
+        return f"{modules}, from {output} to {_input_of(policy)}"
+    return f"{_input_of(policy) if policy.at == 'input' else 'output'} of {modules}"
 
 
 def _input_of(policy: RulePlacement) -> str:
@@ -133,23 +120,3 @@ def _is_below(name: str, names: Collection[str]) -> bool:
     """Return True if a module, or one that contains it, has one of these names."""
     parts = name.split(".") if name else []
     return any(".".join(parts[:end]) in names for end in range(len(parts) + 1))
-
-
-def _aliases(kind: str, named: Mapping[str, Any], chosen: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Return the other names of chosen modules or parameters, without submodules of modules with aliases.
-
-    Args:
-        kind: ``"module"`` or ``"parameter"``, for the message.
-        named: The modules or parameters by all of their names.
-        chosen: The names that were chosen.
-    """
-    names: dict[int, list[str]] = {}
-    for name, each in named.items():
-        names.setdefault(id(each), []).append(name)
-    found: dict[str, tuple[str, ...]] = {}
-    for several in names.values():
-        own = [name for name in several if name in chosen]
-        others = tuple(name for name in several if name not in chosen)
-        if own and others and not _is_below(own[0].rpartition(".")[0], found):
-            found[own[0]] = others
-    return {f"{kind} {name!r}": others for name, others in found.items()}

@@ -1,9 +1,8 @@
 """Calls of operations with a rule: the native forward, with the gradient of the rule.
 
 There are three kinds of rules. One with ``own`` modifies the operation's own gradients: it becomes a node
-between the inputs and the operation. One with a gradient filter becomes a hook on the operation's native
-node, which costs less than an autograd Function in Python. All others replace the gradient by an autograd
-Function, and so do filters under ``torch.compile`` and ``torch.func``, where hooks on nodes do not run.
+between the inputs and the operation. One with a gradient filter becomes a node after the native operation.
+All others replace the gradient.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,7 +48,6 @@ class OperationRule:
         # A policy that detaches one argument does not change the gradients of the others.
         self.changes_own = state.rule.own and (not state.detaches or state.argument is not None)
         self.keeps_nothing = self.filters or (self.changes_own and not self.bound_rule.reads)
-        self.hook = _filter_before(self.bound_rule)
 
     def __reduce__(self) -> tuple:
         # The other attributes are computed from these two.
@@ -60,7 +58,7 @@ class OperationRule:
         state = self.state
         if not state.active or (self.decides is not None and not self.decides(function, args, kwargs)):
             return False
-        return not state.calls or state.count_call(f"operation {self.name!r}")
+        return not state.calls or state.count_call(self.name)
 
     def allows_plain_recomputation(self) -> bool:
         """Return True if a checkpoint may recompute the operation without the rule."""
@@ -76,9 +74,9 @@ class OperationRule:
             module: The name of the running module, for messages.
         """
         spelling = self.operation.spellings[function]
-        if self.filters and not (in_transform() or spelling.is_in_place(kwargs)):
+        if self.filters and not spelling.is_in_place(kwargs):
             with torch._C.DisableTorchFunction():
-                return self._filtered(function(*args, **kwargs), args)
+                return self._filtered(function(*args, **kwargs))
         kwargs = in_order_of_parameters(function, self.name, args, kwargs)
         inputs = spelling.inputs(args, kwargs)
         if self.state.argument is not None:
@@ -101,8 +99,6 @@ class OperationRule:
             native.args = (native.kwargs["input"],)
             native.kwargs = {key: native.kwargs[key] for key in native.kwargs if key != "input"}
         target = native.args[0]
-        if self.filters and not in_transform() and not target._is_view():
-            return self._filtered(native.run())
         before = target.clone()
         inputs = [before if tensor is target else tensor for tensor in native.inputs]
         native = native.mapped(lambda tensor: before if tensor is target else tensor)
@@ -117,7 +113,7 @@ class OperationRule:
         if self.name in _SCORES:
             return self._index(native)
         if self.filters:
-            return self._filtered(native.run(), native.inputs)
+            return self._filtered(native.run())
         detached, target = native.mapped(Tensor.detach), native.target
         if self.state.detaches:
             self.state.note("matched", self.name)
@@ -130,19 +126,13 @@ class OperationRule:
             values = target.copy_(values)
         return self._replaced(values, native.inputs, self._bound_to(detached))
 
-    def _filtered(self, result: Any, inputs: Sequence[Tensor] = ()) -> Any:
-        """Return the result of the native operation with the rule's filter before its node."""
+    def _filtered(self, result: Any) -> Any:
+        """Return the result of the native operation with the rule's filter after it."""
         if not _has_gradient(result):
             self.state.note("without_gradient", self.name)
             return result
         self.state.note("matched", self.name)
-        node = None if not isinstance(result, Tensor) or in_transform() else result.grad_fn
-        # If the operation returned its input, the node belongs to another operation.
-        if node is None or result._is_view() or [one for one in inputs if one is result]:
-            return insert_rule(self.bound_rule, result)
-        hook = _filter_before(self.bound_rule.with_current_numbers()) if self.state.changing else self.hook
-        node.register_prehook(hook)
-        return result
+        return insert_rule(self.bound_rule, result)
 
     def _named_inputs(
         self, function: Function, args: tuple, kwargs: Mapping[str, Any], inputs: Sequence[Tensor]
@@ -320,16 +310,6 @@ def as_floating_point(values: Any, inputs: Sequence[Tensor]) -> Any:
     Otherwise it could not have a gradient. Other values are returned unchanged.
     """
     return values.to(floating_dtype(inputs)) if is_discrete(values) else values
-
-
-def _filter_before(bound_rule: BoundRule) -> Callable:
-    """Return a rule's gradient filter as a hook before an autograd node."""
-    filtered = bound_rule.filtered
-
-    def hook(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        return tuple([None if grad is None else filtered(grad, grad) for grad in grads])
-
-    return hook
 
 
 def _need_gradient(inputs: Sequence[Tensor]) -> bool:

@@ -71,23 +71,6 @@ ALSO_CALLED = {
     "floordiv": "floor_divide",
 }
 
-SYMBOLS = {
-    "+": "add",
-    "-": "sub",
-    "*": "mul",
-    "/": "div",
-    "//": "floor_divide",
-    "@": "matmul",
-    "**": "pow",
-    "%": "remainder",
-    "==": "eq",
-    "!=": "ne",
-    "<": "lt",
-    "<=": "le",
-    ">": "gt",
-    ">=": "ge",
-}
-
 # The names of torch.Tensor's in-place operators, without the prefix ``__i``.
 IN_PLACE_OPERATORS = (
     *("add__", "and__", "div__", "floordiv__", "lshift__", "matmul__", "mod__", "mul__", "or__"),

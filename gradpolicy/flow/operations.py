@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import get_ignored_functions
 
 from gradpolicy.errors import PolicyError, nearest, shown, unknown
 from gradpolicy.flow.arguments import setting_names
@@ -19,7 +18,6 @@ from gradpolicy.flow.operation_tables import (
     LISTED,
     NAMESPACES,
     SHARING,
-    SYMBOLS,
     SYNONYMS,
     Function,
 )
@@ -122,9 +120,8 @@ def resolve_operation(specification: str | Function) -> Operation:
 
     Args:
         specification: A name such as ``"relu"``, ``"floor_divide"`` or ``"argmax-to-one-hot"``, or any
-            function: ``torch.relu``, ``torch.nn.functional.relu``, ``torch.Tensor.relu_``. A function outside
-            of torch that calls ``torch.overrides.handle_torch_function`` is also an operation; its name is
-            its dotted path.
+            function: ``torch.relu``, ``torch.nn.functional.relu``, ``torch.Tensor.relu_``. An operator of
+            ``torch.library`` is also an operation.
 
     Raises:
         PolicyError: If there is no such operation.
@@ -143,15 +140,14 @@ def resolve_operation(specification: str | Function) -> Operation:
     name = _operation_name(specification) if callable(specification) else None
     if name is not None:
         return _operation_named(name, name)
-    if not _arrives_at_modes(specification):
+    if not isinstance(specification, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         raise PolicyError(
             f"an operation is a name or a torch function, got {shown(specification)}; a call of that never "
             f"arrives where rules are put; {_nearest_operation(specification)}"
         )
     packet: Any = getattr(specification, "overloadpacket", specification)
-    functions = _with_overloads(packet) if hasattr(packet, "overloads") else [packet]
-    name = getattr(packet, "__name__", repr(packet))
-    return Operation(name, specification, {function: spelling_of(function) for function in functions})
+    spellings = {function: spelling_of(function) for function in _with_overloads(packet)}
+    return Operation(packet.__name__, specification, spellings)
 
 
 def name_of(function: Function) -> str:
@@ -185,7 +181,7 @@ def find_rule(specification: str | Rule | RuleFunction | Function) -> Rule:
     """
     if isinstance(specification, str) and specification not in rule_names():
         if specification.startswith("torch."):
-            return derivative_of(_differentiable(specification))
+            return derivative_of(resolve_operation(specification))
         if "." not in specification:
             if not is_operation(specification):
                 raise unknown_rule(specification, operation_names())
@@ -193,23 +189,6 @@ def find_rule(specification: str | Rule | RuleFunction | Function) -> Rule:
     elif callable(specification) and not isinstance(specification, Rule) and is_operation(specification):
         return derivative_of(resolve_operation(specification))
     return get_rule(specification)
-
-
-def _differentiable(path: str) -> Operation:
-    """Return the operation with a path such as ``"torch.nn.functional.relu"``.
-
-    Raises:
-        PolicyError: If it is not a function of tensors, since a config must not call ``torch.load``.
-    """
-    name = _canonical(path)
-    if is_operation(name):
-        operation = resolve_operation(name)
-        # Functions that torch.overrides ignores may load or save files, or change settings.
-        stem = SYNONYMS.get(name, (name,))[0]
-        of_tensors = hasattr(torch.ops.aten, stem) or hasattr(Tensor, stem)
-        if of_tensors and operation.functional not in get_ignored_functions():
-            return operation
-    raise unknown("operation", path, {f"torch.{known}" for known in operation_names()})
 
 
 @cache
@@ -233,14 +212,6 @@ def spelling_of(function: Function) -> Spelling:
     )
 
 
-def _arrives_at_modes(specification: Any) -> bool:
-    """Return True if modes get the calls of a function outside of torch."""
-    if isinstance(specification, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        return True
-    code = getattr(inspect.unwrap(specification) if callable(specification) else None, "__code__", None)
-    return code is not None and "handle_torch_function" in code.co_names
-
-
 def _nearest_operation(specification: object) -> str:
     kind = specification if isinstance(specification, type) else type(specification)
     name = getattr(specification, "__name__", kind.__name__)
@@ -248,8 +219,6 @@ def _nearest_operation(specification: object) -> str:
 
 
 def _canonical(name: str) -> str:
-    if name in SYMBOLS:
-        return SYMBOLS[name]
     stem = name.replace("-", "_").rpartition(".")[2]
     if len(stem) > 1 and stem.endswith("_") and not stem.endswith("__"):
         stem = stem[:-1]

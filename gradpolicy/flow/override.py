@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -138,22 +137,9 @@ class Block(DispatchMode):
         report_unmet(self.subject, row, strict=self.strict)
 
     def __call__(self, function: AnyFunction) -> AnyFunction:
-        """Return a function that runs in the block.
-
-        Raises:
-            PolicyError: For a coroutine or generator function. While it waits, other code would run in the
-                block.
-        """
-        name = getattr(function, "__name__", repr(function))
-        unwrapped = inspect.unwrap(function)
-        kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
-        if any(is_kind(unwrapped) for is_kind in kinds):
-            raise PolicyError(
-                f"gradient_override cannot decorate {name!r}, a coroutine or generator function: what runs "
-                "while it waits would be in the block too; enter the block within it, where it does not wait"
-            )
+        """Return a function that runs in the block."""
         block = copy.copy(self)
-        block.subject = f"gradient_override of {name!r}"
+        block.subject = f"gradient_override of {getattr(function, '__name__', repr(function))!r}"
 
         @functools.wraps(function)
         def overridden(*args: Any, **kwargs: Any) -> Any:

@@ -3,8 +3,6 @@
 import itertools
 from collections.abc import Collection, Mapping
 
-from torch import Tensor
-
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.locations import Locations, RulePlacement, describe_location
 from gradpolicy.flow.operations import resolve_operation
@@ -13,17 +11,14 @@ from gradpolicy.where import STEP_OPERATIONS
 
 # Rules that are meaningless where input and output are the same tensor.
 _OF_AN_OPERATION = ("identity", "bernoulli", "gumbel", "lsq", "reinmax", "rotation")
-# The factors for which a rule does not change the gradient.
-_NEUTRAL_FACTORS = {"scale": 1.0, "reverse": -1.0}
 
 
 def check_policies(policies: Mapping[str, RulePlacement], locations: Mapping[str, Locations]) -> None:
     """Check policies that are installed together.
 
     Raises:
-        PolicyError: For two rules on one operation in a module; for a stop together with another policy, or
-            the same rule twice, at a side of a module or on a parameter; for a rule that is meaningless
-            outside of an operation.
+        PolicyError: For two rules on one operation in a module; for a stop together with another policy at a
+            side of a module or on a parameter; for a rule that is meaningless outside of an operation.
     """
     for name, policy in policies.items():
         _check_rule(name, policy)
@@ -33,29 +28,15 @@ def check_policies(policies: Mapping[str, RulePlacement], locations: Mapping[str
 
 
 def remarks(policies: Mapping[str, RulePlacement]) -> list[str]:
-    """Return a line for each policy whose rule changes nothing, or is probably at the wrong place."""
-    lines = []
-    for name, policy in policies.items():
-        if policy.ops and policy.rule.own and policy.rule.each:
-            operations = [resolve_operation(operation).name for operation in policy.ops]
-            lines += [
-                f"{name}: the own gradient of {operation!r} is 0, so that there is nothing to change; "
-                "StraightThrough(ops=[…]) replaces it"
-                for operation in operations
-                if operation in STEP_OPERATIONS
-            ]
-        if policy.ops or policy.at == "through":
-            continue
-        rule, where = policy.rule, describe_location(policy)
-        factor = rule.parameters.get("factor")
-        if not isinstance(factor, Tensor | None) and factor == _NEUTRAL_FACTORS.get(rule.name):
-            lines.append(f"{name}: a factor of {factor:g} changes nothing at {where}; give another one")
-        elif not policy.params and "inputs" in (rule.reads or ()):
-            lines.append(
-                f"{name}: rule {rule.name!r} reads inputs, and at {where} input and output are the one "
-                "tensor that passes; for an operation's own inputs name the operation (ops=[…])"
-            )
-    return lines
+    """Return a line for each policy that scales the gradient of an operation which has none."""
+    return [
+        f"{name}: the own gradient of {operation!r} is 0, so that there is nothing to change; "
+        "StraightThrough(ops=[…]) replaces it"
+        for name, policy in policies.items()
+        if policy.ops and policy.rule.own and policy.rule.each
+        for operation in [resolve_operation(operation).name for operation in policy.ops]
+        if operation in STEP_OPERATIONS
+    ]
 
 
 def is_cut(error: BaseException) -> bool:
@@ -115,14 +96,11 @@ def _check_pair(
     modules = [name for name, module in one.modules.items() if id(module) in other.boundaries]
     parameters = [name for name in one.parameters if name in other.parameters]
     if one.side == other.side == "through" and modules:
-        both = [(policy.output, policy.calls) for policy in (policies[first], policies[second])]
-        if all(_overlap(*choices) for choices in zip(*both, strict=True)):
+        if _overlap(policies[first].output, policies[second].output):
             raise PolicyError(
                 f"policies {first!r} and {second!r} both make the gradient through module {modules[0]!r}; "
                 "give each its own outputs (output=…)"
             )
-        return
-    if not _overlap(policies[first].calls, policies[second].calls):
         return
     if one.side and one.side == other.side and modules:
         arguments = [policies[name].argument for name in (first, second)]
@@ -133,11 +111,6 @@ def _check_pair(
         where = f"parameter {parameters[0]!r}"
     else:
         return
-    kinds = [(type(policy), policy.rule.name) for policy in (policies[first], policies[second])]
-    if kinds[0] == kinds[1]:
-        raise PolicyError(
-            f"policies {first!r} and {second!r} do the same at {where}: {kinds[0][0].__name__}; {APART}"
-        )
     for stop, changed in ((first, second), (second, first)):
         if policies[stop].rule.name == "stop":
             raise PolicyError(

@@ -37,7 +37,6 @@ class ReportRow:
         places: Sides of modules that ran, and parameters, where the rule should have been applied. True for
             places that the policy names; of all others, which match a glob or class, one is enough.
         idle: The matched modules whose forward never ran.
-        aliases: Other names of matched modules and parameters, which its patterns do not match.
     """
 
     name: str
@@ -51,7 +50,6 @@ class ReportRow:
     any_of: bool = False
     places: Mapping[str, bool] = field(default_factory=dict)
     idle: tuple[str, ...] = ()
-    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def matched(self) -> Mapping[str, int]:
@@ -136,11 +134,6 @@ class ReportRow:
         if parameters:
             why = "it is frozen, not used, or no backward pass ran"
             yield f"no gradient came to {_listed(parameters)}: {why}"
-        for name, others in self.aliases.items():
-            yield (
-                f"{name} is also {_quoted(others)}, and the policy acts under each name: name all of them, "
-                "or give each its own"
-            )
 
     def _about_operations(self, unmet: list[str]) -> list[str]:
         seen = self.seen

@@ -95,25 +95,21 @@ class RuleState:
         if not is_compiling() and self.seen.observer is not None:
             self.seen.observer.cut(self.name, location, results)
 
-    def count_call(self, operation_or_module: str) -> bool:
-        """Count a call, and return True if the rule applies to it."""
+    def count_call(self, operation: str) -> bool:
+        """Count a call of an operation, and return True if the rule applies to it."""
         if not self.calls:
             return True
-        number = self.seen.calls.get(operation_or_module)
+        number = self.seen.calls.get(operation)
         if number is None:
             return False
-        self.seen.calls[operation_or_module] = number + 1
+        self.seen.calls[operation] = number + 1
         return number in self.calls
 
-    def acts_at(self, place: str, module: str) -> bool:
+    def acts_at(self, place: str) -> bool:
         """Return True if the rule acts at a place of a module in this call; otherwise record the reason."""
-        is_counted = self.count_call(f"module {module!r}")
-        if not self.active:
-            self.note("off", place)
-        elif not torch.is_grad_enabled():
-            self.note("without_gradient", place)
-        else:
-            return is_counted
+        if self.active and torch.is_grad_enabled():
+            return True
+        self.note("without_gradient" if self.active else "off", place)
         return False
 
     def update(self, phase: str, step: int, epoch: int) -> None:
@@ -141,7 +137,7 @@ class CallScope:
 
     Args:
         where: The forward, for messages.
-        counted: The rules, each with the operation or module whose calls are counted.
+        counted: The rules, each with the name of the operation whose calls are counted.
     """
 
     def __init__(self, where: str, counted: Iterable[tuple[RuleState, str]]) -> None:
@@ -152,27 +148,25 @@ class CallScope:
         """Run the forward, counting from 0.
 
         Raises:
-            PolicyError: If an operation, or a module that ran, ran less often than ``calls=`` requires.
+            PolicyError: If an operation ran less often than ``calls=`` requires.
         """
-        outer = [state.seen.calls.get(what) for state, what in self.counted]
-        for state, what in self.counted:
-            state.seen.calls[what] = 0
+        outer = [state.seen.calls.get(operation) for state, operation in self.counted]
+        for state, operation in self.counted:
+            state.seen.calls[operation] = 0
         try:
             result = forward(args, kwargs)
-            for state, what in self.counted:
-                self._check(state, what, state.seen.calls[what] or 0)
+            for state, operation in self.counted:
+                count = state.seen.calls[operation] or 0
+                if state.active and count <= max(state.calls):
+                    times = "once" if count == 1 else f"{count} times"
+                    raise PolicyError(
+                        f"policy {state.name!r}: operation {operation!r} ran {times} in {self.where}, so "
+                        f"there is no call {max(state.calls)} (calls= counts from 0)"
+                    )
             return result
         finally:
-            for (state, what), count in zip(self.counted, outer, strict=True):
-                state.seen.calls[what] = count
-
-    def _check(self, state: RuleState, what: str, count: int) -> None:
-        if state.active and count <= max(state.calls) and (count or what.startswith("operation")):
-            times = "once" if count == 1 else f"{count} times"
-            raise PolicyError(
-                f"policy {state.name!r}: {what} ran {times} in {self.where}, so there is no call "
-                f"{max(state.calls)} (calls= counts from 0)"
-            )
+            for (state, operation), count in zip(self.counted, outer, strict=True):
+                state.seen.calls[operation] = count
 
 
 def _lost_message(operation: str, function: str, is_index: bool) -> str:

@@ -65,8 +65,8 @@ class Seen:
         taken: The operations on which an inner override or policy acted instead.
         forward: ``"on"`` and ``"off"`` if a forward pass ran while the rule was active or inactive, and
             ``"compiled"`` if code was compiled, which is counted once per compilation.
-        calls: The number of calls of each operation or module in the current forward, for policies with
-            ``calls=``; None outside of the forward.
+        calls: The number of calls of each operation in the current forward, for policies with ``calls=``;
+            None outside of the forward.
         norms: Gradient norms before and after the rule; None if they are not measured.
         observer: An observer; None if there is none.
     """

@@ -87,13 +87,13 @@ def active_modes() -> list[Any]:
 def show_to_compiler(functions: Collection[Function]) -> None:
     """Make the compiler pass calls of these functions to modes, as eager mode does.
 
-    The compiler's own list lacks in-place functions (``torch.relu_``), ``F.sigmoid``, ``F.tanh`` and users'
-    functions, and it never passes the built-in ``abs``. Rules on them would be ignored in compiled code.
+    The compiler's own list lacks in-place functions (``torch.relu_``), ``F.sigmoid`` and ``F.tanh``, and it
+    never passes the built-in ``abs``. Rules on them would be ignored in compiled code.
     """
     known = get_overridable_functions()["gradpolicy"]
     known.extend(set(functions).difference(known))
     in_python = [function for function in functions if isinstance(function, types.FunctionType)]
-    if torch.abs in functions or not all(one.__module__.startswith("torch.") for one in in_python):
+    if torch.abs in functions:
         importlib.import_module("torch._dynamo")
     if "torch._dynamo" not in sys.modules:
         # It reads the list when it is imported.

@@ -7,9 +7,7 @@ from types import CodeType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import _pop_mode, _push_mode
 
 from gradpolicy.errors import PolicyError, warn_user
 from gradpolicy.flow.arguments import Signature
@@ -34,7 +32,6 @@ from gradpolicy.flow.tracing import (
     is_traced,
     mode_at,
     mode_count,
-    skip_alone,
 )
 
 # For each rule, whether it is active and the versions of its changing parameters.
@@ -54,8 +51,6 @@ class InstallSession:
 
     def __init__(self, states: Iterable[RuleState] = ()) -> None:
         self.states = tuple(states)
-        # Counts the calls of modules within the outermost forward.
-        self.scope = CallScope("the outermost forward", ())
         self.is_installed = True
         self.acts_on_parameters = False
         # True while the outermost module runs with gradients, and once any module ran.
@@ -131,9 +126,6 @@ def _changed(how: str) -> PolicyError:
     )
 
 
-_RELU = nn.ReLU.forward
-
-
 class InstallMode(DispatchMode):
     """The mode of an installation on a thread. Its table is that of the running module."""
 
@@ -171,7 +163,6 @@ class WrappedForward:
         scope: The counts of calls of operations inside the module, for policies with ``calls=``.
         parameter_rules: The rules on the module's parameters; for the whole model, on all parameters.
         signature: The signature of the forward, if a rule at the module has a keyword ``call``.
-        is_counted: True if a policy with ``calls=`` counts the module's calls.
     """
 
     module: nn.Module
@@ -185,7 +176,6 @@ class WrappedForward:
     scope: CallScope | None
     parameter_rules: Sequence[ParameterRules]
     signature: Signature | None
-    is_counted: bool
 
     def __post_init__(self) -> None:
         module, method = self.module, self.method
@@ -193,8 +183,6 @@ class WrappedForward:
         self.inner: Callable | None = module.__dict__.get(method)
         # The class of a traced module has no forward of its own.
         self.is_script = isinstance(module, torch.jit.ScriptModule)
-        forward = getattr(type(module), method, None)
-        self.is_relu = forward is _RELU and self.inner is None and self.scope is None
         acts_at_module = self.parameter_rules or self.entering or self.leaving or self.through or self.scope
         self.adds_nothing = self.table is not None and not acts_at_module
 
@@ -276,14 +264,12 @@ class WrappedForward:
         self.session.start_forward()
         result = None
         try:
-            result = self.session.scope.run(self._run_within_boundaries, args, kwargs)
+            result = self._run_within_boundaries(args, kwargs)
             return result
         finally:
             self.session.end_forward(result)
 
     def _run_within_boundaries(self, args: tuple, kwargs: dict) -> Any:
-        if self.is_counted:
-            self._check_countable()
         arguments = None
         if self.signature is not None:
             arguments = self.signature.by_name(*map_tensors(Tensor.detach, (args, kwargs)))
@@ -298,23 +284,6 @@ class WrappedForward:
         if versions:
             adopt_writes(crossed, versions)
         return result if self.leaving is None else self.leaving.leave(result, arguments)
-
-    @skip_alone
-    def _check_countable(self) -> None:
-        """Check that calls of the module can be counted.
-
-        Raises:
-            PolicyError: If they cannot. Without fullgraph, the compiler then runs the module in eager mode.
-        """
-        where = ""
-        if in_transform():
-            where = "in compiled code, or under a transform of torch.func"
-        elif self.session.in_forward and may_be_recomputed():
-            outermost = WrappedForward._run_outermost.__code__
-            if checkpoints_above(entered_by=outermost):
-                where = "in a checkpointed function, which runs again in the backward pass"
-        if where:
-            raise PolicyError(f"module {self.name!r}: calls= cannot count the calls of a module {where}")
 
     def _run_under_table(self, args: tuple, kwargs: dict) -> Any:
         table, session = self.table, self.session
@@ -340,8 +309,6 @@ class WrappedForward:
         self.session.entered.add(self.name)
         outer_module, mode.module = mode.module, self.name
         try:
-            if self.is_relu and mode is mode_at(mode_count() - 1):
-                return self._call_relu(mode, args, kwargs)
             return self._run_in_scope(args, kwargs)
         finally:
             mode.module = outer_module
@@ -350,14 +317,6 @@ class WrappedForward:
         if self.scope is None:
             return self._forward(args, kwargs)
         return self.scope.run(self._forward, args, kwargs)
-
-    def _call_relu(self, mode: DispatchMode, args: tuple, kwargs: dict) -> Any:
-        """Call the mode directly: the dispatch of ``F.relu`` in Python takes longer than a small ReLU."""
-        _pop_mode()
-        try:
-            return mode.__torch_function__(F.relu, (), args, {**kwargs, "inplace": self.module.inplace})
-        finally:
-            _push_mode(mode)
 
     def _forward(self, args: tuple, kwargs: dict) -> Any:
         if self.inner is not None or self.is_script:

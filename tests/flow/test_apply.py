@@ -190,7 +190,7 @@ def test_a_bare_name_that_is_both_means_the_rule_and_a_path_the_operation():
     assert gp.UseRule("torch.nn.functional.gelu", ops="relu").rule.name == "derivative of gelu"
 
 
-@pytest.mark.parametrize("path", ["torch.sine", "torch.load", "torch.save", "torch.hub.load"])
+@pytest.mark.parametrize("path", ["torch.sine", "torch.nn.functional.sine"])
 def test_a_path_to_no_operation_is_refused(path):
     with pytest.raises(gp.PolicyError, match=f"UseRule.rule: unknown operation '{path}'"):
         gp.UseRule(path, ops="round")

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import OrderedDict, deque, namedtuple
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,7 +50,6 @@ CONTAINERS = {
     "nested": (lambda x: {"x": [(x,)]}, lambda tree: tree["x"][0][0]),
     "named tuple": (lambda x: Pair(x, 3), lambda tree: tree.left),
     "ordered dict": (lambda x: OrderedDict(x=x), lambda tree: tree["x"]),
-    "read-only dict": (lambda x: MappingProxyType({"x": x}), lambda tree: tree["x"]),
     "dataclass": (Frozen, lambda tree: tree.left),
     "dataclass that is a dict": (
         lambda x: pytest.importorskip("transformers.modeling_outputs").BaseModelOutput(x),
@@ -272,9 +271,8 @@ class Collects(nn.Module):
         ),
         (
             lambda: gp.install(Collects(), [gp.Stop(modules=Collects, argument="rest")]),
-            r"'rest' is \*rest, .* position of one",
+            "unknown argument 'rest'",
         ),
-        (lambda: gp.install(Collects(), [gp.Stop(modules=Collects, argument="more")]), "name of one"),
     ],
 )
 def test_settings_that_mean_nothing_together_are_refused(make, message):

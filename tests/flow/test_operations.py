@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import handle_torch_function, has_torch_function
 
 import gradpolicy as gp
 from gradpolicy.flow.operation_tables import OPAQUE_CALLS
@@ -36,13 +35,6 @@ def in_place(function, *args, **kwargs):
         return work
 
     return call
-
-
-def twice(x):
-    """A function of a user's own that lets modes take its place."""
-    if has_torch_function((x,)):
-        return handle_torch_function(twice, (x,), x)
-    return 2 * x
 
 
 SPELLINGS = {
@@ -133,12 +125,8 @@ SPELLINGS = {
     "addcmul": [lambda x: torch.addcmul(x, X, X, value=2), lambda x: (x + 0).addcmul_(X, X)],
     "getitem": [lambda x: x[:], lambda x: x[..., None].view(4), lambda x: x[[1, 0, 3, 2]]],
     "cumsum": [lambda x: torch.cumsum(x, 0), lambda x: x.cumsum(0)],
-    twice: [twice],
     torch.cumsum: [lambda x: x.cumsum(0)],
     torch.Tensor.cumsum: [lambda x: torch.cumsum(x, 0)],
-    # An operator's sign is a name too.
-    "//": [lambda x: x // 2],
-    ">": [lambda x: (x > 0) * 1.0],
 }
 
 
@@ -324,7 +312,7 @@ def test_compiled_code_gives_every_spelling_the_gradient_of_eager_mode_or_refuse
     assert not calls or agrees(name, calls, backend)
 
 
-@pytest.mark.parametrize("name", ["relu", "abs", pytest.param(twice, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["relu", "abs"])
 def test_rules_act_in_compiled_code_on(name, compiled, gradient):
     of_graphs = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
     calls = [call for call in SPELLINGS[name] if not isinstance(call, of_graphs)]

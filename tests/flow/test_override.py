@@ -41,18 +41,6 @@ def test_it_holds_in_the_block_only_and_backward_may_run_after_it():
     assert torch.equal(torch.autograd.grad(outside.sum(), x)[0], torch.zeros(5))
 
 
-def test_a_function_that_waits_cannot_be_decorated():
-    async def waits():
-        return None
-
-    def yields():
-        yield None
-
-    for function in (waits, yields):
-        with pytest.raises(gp.PolicyError, match=rf"'{function.__name__}', a coroutine or generator"):
-            gp.gradient_override({"round": "identity"})(function)
-
-
 def test_one_block_may_be_entered_within_itself_and_on_several_threads(gradient):
     block = gp.gradient_override({"round": seven_times})
     ready = threading.Barrier(2)

@@ -237,14 +237,6 @@ def _frozen_trunk():
     return nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
 
 
-def _shared():
-    layer = nn.Linear(4, 4)
-    model = nn.Sequential(layer, nn.ReLU(), layer)
-    model.add_module("tied", nn.Linear(4, 4))
-    model.tied.weight = layer.weight
-    return model
-
-
 def _run(model, x):
     model(x).sum().backward()
 
@@ -294,7 +286,6 @@ NOWHERE = {
             gp.Stop(modules="second", at="output"),
             gp.StraightThrough(modules="second"),
             gp.Clip(norm=1.0, modules=["first", "second"]),
-            gp.Scale(0.5, modules="second", calls=[1]),
             gp.Scale(0.5, modules=nn.Linear),
         ],
         r"module 'second' never ran through its forward",
@@ -329,22 +320,6 @@ NOWHERE = {
         [gp.Guided(modules="many")],
         r"'relu' was never met",
     ),
-    "one of two names": (
-        _shared,
-        _run,
-        [
-            gp.Scale(0.5, modules="2"),
-            gp.StraightThrough(modules="2"),
-            gp.UseRule("identity", ops="linear", argument="input", modules="2"),
-        ],
-        r"module '2' is also '0'",
-    ),
-    "one of two names of a parameter": (
-        _shared,
-        lambda model, x: (model(x) + model.tied(x)).sum().backward(),
-        [gp.Scale(0.5, params="tied.weight")],
-        r"parameter 'tied.weight' is also '0.weight'",
-    ),
 }
 CASES = [(kind, number) for kind, (*_, policies, _) in NOWHERE.items() for number in range(len(policies))]
 
@@ -367,7 +342,7 @@ def test_where_nothing_can_act_there_is_a_warning_and_an_error_if_strict(kind, n
 
 # The cases that a plan knows beforehand, and whether the input of its step needs a gradient.
 PLANNED = {
-    **dict.fromkeys(["in a ScriptModule", "bypassed", "one of two names"], True),
+    **dict.fromkeys(["in a ScriptModule", "bypassed"], True),
     **dict.fromkeys(["data", "one of two that are named", "a frozen parameter"], False),
 }
 
