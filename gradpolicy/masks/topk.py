@@ -13,7 +13,7 @@ from gradpolicy.errors import PolicyError, shown, under
 from gradpolicy.masks.activation_norms import ActivationNorms
 from gradpolicy.masks.gradient_source import STATISTICS, GradientSource, wide
 from gradpolicy.masks.layers import Groups, layers_of, read_groups
-from gradpolicy.masks.scores import SCORES, Score
+from gradpolicy.masks.scores import SCORES
 from gradpolicy.masks.scores.score import GATHERED, as_score
 from gradpolicy.masks.selection import (
     CHUNK,
@@ -51,8 +51,8 @@ class TopK(GradientSource):
     lift          ``|w|`` after a low-rank approximation          LIFT
     ============  ==============================================  ==========================================
 
-    ``by`` may also be a function of a score's inputs, ``lambda weight, gradient: …``, its dotted path, or a
-    :class:`~gradpolicy.masks.scores.Score`: one of these, or a subclass.
+    ``by`` may also be ``gradpolicy.masks.scores.LIFT(rank)``, or a function of a score's inputs,
+    ``lambda weight, gradient: …``, or its dotted path: see :class:`~gradpolicy.masks.scores.score.Score`.
 
     Sums are over the ``window`` effective steps before a choice. The score of a row or tensor is the mean of
     its entries' scores. ``k = n − ⌈(1 − p)(n − 1)⌉`` of ``n`` are chosen (``p · n`` if that is a whole
@@ -94,7 +94,7 @@ class TopK(GradientSource):
         self,
         density: float | Density | None = None,
         *,
-        by: str | Callable[..., Tensor] | type[Score] | Score = "gradient",
+        by: str | Callable[..., Tensor] = "gradient",
         largest: bool = True,
         within: str | Groups = "model",
         level: str = "entry",
@@ -105,7 +105,7 @@ class TopK(GradientSource):
     ) -> None:
         super().__init__(window=window, every=every, **timetable)
         self.score = as_score("TopK.by", by, SCORES)
-        self.by = by if isinstance(by, str) else repr(self.score)
+        self.by = self.score.name
         self.largest = check_flag("TopK.largest", largest)
         self.groups = None if isinstance(within, str) else read_groups("TopK.within", within)
         self.within = within if self.groups else check_choice("TopK.within", within, SCOPES)
@@ -184,13 +184,6 @@ class TopK(GradientSource):
         }
         self._next = self._choose(self.density.value)
         self.sums, self.steps = {}, 1
-
-    def scores(self) -> dict[str, Tensor]:
-        """Return the score of each entry, row, tensor or block; −∞ without a gradient."""
-        return {
-            name: torch.cat([part.flatten() for part in self._units(name)]).reshape(self._shape(name))
-            for name in self.parameters
-        }
 
     @torch.no_grad()
     def preview(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Mask] | None:
@@ -322,7 +315,7 @@ class TopK(GradientSource):
                 yield torch.full_like(wide(own["weight"]).real, -math.inf)
                 continue
             with under(f"TopK.by: {self.by} of {name}"):
-                scores = self.score(**{kind: wide(own[kind]) for kind in self.score.asks})
+                scores = self.score.formula(**{kind: wide(own[kind]) for kind in self.score.asks})
                 if scores.shape != own["weight"].shape or not scores.is_floating_point():
                     raise PolicyError(
                         f"must give a real number for each entry, of shape {tuple(weight.shape)}; got "

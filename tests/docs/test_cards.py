@@ -92,7 +92,7 @@ def test_every_source_has_a_card_and_a_line_in_the_overview(source: str) -> None
 
 def test_every_score_is_in_the_table_of_its_card() -> None:
     names = set(re.findall(r"`(\w+)`", (DOCS / "masks" / "topk.md").read_text()))
-    missing = [name for name, score in SCORES.items() if not {name, score.__name__} & names]
+    missing = sorted(SCORES.keys() - names)
     assert not missing, f"docs/masks/topk.md: add {', '.join(missing)} to the table, in the column `by`"
 
 

@@ -99,7 +99,7 @@ def test_groups_are_ranked_each_by_itself(model) -> None:
     ("by", "message"),
     [
         (lambda weights: weights, "unknown input 'weights'; did you mean 'weight'"),
-        (3, "must be a name, a function or a Score"),
+        (3, "must be a name or a function"),
         ("wand", "did you mean 'wanda'"),
     ],
 )

@@ -5,7 +5,6 @@ from torch import Tensor
 
 from gradpolicy.checks import check_whole
 from gradpolicy.errors import PolicyError
-from gradpolicy.masks.scores.score import Score
 
 ROWS = 256
 """The number of rows of a matrix that are converted at a time."""
@@ -17,7 +16,7 @@ that of a singular value decomposition: here at most 5 times.
 """
 
 
-class LIFT(Score):
+class LIFT:
     """``|U_r S_r V_rᵀ|``, the best approximation of rank ``r`` of a weight matrix.
 
     Args:
@@ -27,10 +26,9 @@ class LIFT(Score):
     """
 
     def __init__(self, rank: int = 128) -> None:
-        super().__init__()
         self.rank = check_whole("LIFT.rank", rank, least=1)
 
-    def __call__(self, weight: Tensor) -> Tensor:  # type: ignore[override]
+    def __call__(self, weight: Tensor) -> Tensor:
         """Return the scores."""
         if weight.dim() < 2:
             raise PolicyError("LIFT: is of matrices; leave vectors such as biases out of params")
