@@ -2,7 +2,6 @@
 
 import os
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,41 +26,28 @@ def read(path: Path) -> Any:
     return load_file(path)
 
 
-def same(content: Any) -> bool:
-    return repr(content) == repr(CONTENT)
-
-
-def flip(data: bytes, bit: int) -> bytes:
-    changed = bytearray(data)
-    changed[bit // 8] ^= 1 << bit % 8
-    return bytes(changed)
-
-
 def test_a_flipped_bit_changes_nothing_or_is_refused(path: Path) -> None:
     whole, refused = path.read_bytes(), 0
+    changes = [whole + b"\0", 2 * whole, whole[:-1]]
     for bit in random.Random(41).sample(range(8 * len(whole)), 100):
-        path.write_bytes(flip(whole, bit))
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        changes.append(bytes(changed))
+    for changed in changes:
+        path.write_bytes(changed)
         try:
-            assert same(read(path))
+            assert repr(read(path)) == repr(CONTENT)
+            assert changed not in changes[:3]
         except UnreadableError:
             refused += 1
     assert refused > 30
-
-
-@pytest.mark.parametrize(
-    "change", [lambda data: data + b"\0", lambda data: data + data, lambda data: data[:-1]]
-)
-def test_surplus_and_missing_bytes_are_refused(path: Path, change: Callable[[bytes], bytes]) -> None:
-    path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(UnreadableError):
-        read(path)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit.*")
 def test_what_could_run_is_refused_by_name_without_advice_to_run_it(tmp_path: Path) -> None:
     torch.save({"state_dict": {}, "callbacks": MakesFolder(tmp_path / "ran")}, tmp_path / "evil.ckpt")
     torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "program.ckpt")
-    for name, said in (("evil.ckpt", r"it holds \w+\.mkdir"), ("program.ckpt", "")):
+    for name, said in (("evil.ckpt", r"it holds \w+\.mkdir"), ("program.ckpt", None)):
         with pytest.raises(UnreadableError, match=said) as caught:
             read(tmp_path / name)
         assert "weights_only" not in str(caught.value)

@@ -50,37 +50,11 @@ def test_what_cannot_be_compiled_is_said_once(source: Path, monkeypatch, variabl
     assert len(warnings) == 1
 
 
-def test_on_windows_a_compiler_is_used_only_if_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "WINDOWS", True)
-    monkeypatch.delenv("CC", raising=False)
-    assert compiling.compiler() == []
-    monkeypatch.setenv("CC", "my-clang -m64")
-    assert compiling.compiler() == ["my-clang", "-m64"]
-
-
 def test_an_error_in_a_source_is_no_error_of_the_run(source: Path) -> None:
     source.write_text("int gradpolicy_twice(")
     with pytest.warns(UserWarning, match="failed"):
         assert compiled(source) is None
     assert libraries(source) == []
-
-
-def test_the_compiler_named_may_have_arguments(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CC", f"{shutil.which('cc') or shutil.which('gcc')} -DNONE")
-    assert compiled(source).gradpolicy_twice(21) == 42
-
-
-def test_a_process_without_a_home_shares_a_folder_with_others_of_its_user(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr("os.path.expanduser", lambda path: path)
-    monkeypatch.setattr("tempfile.tempdir", str(source.parent))
-    assert compiled(source) is not None
-    (library,) = source.parent.glob(f"gradpolicy-{os.getuid()}/*.so")
-    stamp = library.stat().st_mtime_ns
-    assert compiled(source) is not None
-    assert library.stat().st_mtime_ns == stamp
 
 
 def test_no_library_is_run_from_a_folder_that_others_can_write_to(

@@ -8,7 +8,6 @@ from rich.console import Console
 from torch import nn
 
 import gradpolicy as gp
-from gradpolicy.display import as_html, as_text
 
 
 def model() -> nn.Sequential:
@@ -71,13 +70,3 @@ def test_a_plan_as_plain_values_names_what_each_policy_matched() -> None:
     assert half["remarks"][0].startswith("half: Random(")
     assert given["without_gradient"] == ["0.weight", "0.bias"]
     assert (given["entries"], given["training_entries"]) == (30, 5)
-
-
-def test_a_notebook_is_shown_nothing_that_is_only_rendered(monkeypatch):
-    """Within Jupyter rich writes to the cell unless it is told otherwise."""
-    shown = []
-    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    monkeypatch.setattr("rich.jupyter.display", lambda *content: shown.append(content))
-    assert "seen" in as_text("seen")
-    assert "seen" in as_html("seen")
-    assert shown == []

@@ -45,17 +45,3 @@ def test_the_plan_names_the_optimizer_and_what_to_write_instead(policy, text):
     assert re.match(rf"own: AdamW divides {text}", warning)
     assert warnings_of(model, {"own": policy}, optimizers=torch.optim.SGD(model.parameters(), lr=0.1)) == ()
     assert warnings_of(model, {"own": policy}) == ()
-
-
-@pytest.mark.parametrize(
-    "policy", [gp.Scale(0.1, modules="head"), gp.Scale(0.0, params="*"), gp.Freeze(gp.masks.Random(0.5))]
-)
-def test_other_factors_give_no_warning(policy):
-    model = nn.ModuleDict({"head": nn.Linear(4, 2)})
-    plan = gp.plan(
-        model,
-        {"own": policy},
-        lambda copy: copy["head"](torch.ones(3, 4)).sum(),
-        optimizers=[torch.optim.Adam(model.parameters())],
-    )
-    assert not any("divides" in warning for warning in plan.warnings)
