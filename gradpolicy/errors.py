@@ -19,12 +19,6 @@ class PolicyError(ValueError):
     exit_code = 2
 
 
-class FailedRunError(PolicyError):
-    """Raised if a run fails because of its input, such as by a loss of NaN."""
-
-    exit_code = 1
-
-
 class PromiseError(PolicyError):
     """Raised if a guarantee of this package is violated, such as by a frozen entry that changed."""
 

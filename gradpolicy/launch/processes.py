@@ -121,11 +121,7 @@ OmegaConf.register_new_resolver("program", program_name, replace=True)
 
 @contextmanager
 def termination_exits() -> Iterator[None]:
-    """Exit with code 143 on SIGTERM, running all cleanup code.
-
-    While a model trains, :class:`gradpolicy.lightning.preemption.SaveOnPreemption` handles the signal instead
-    and saves a checkpoint first.
-    """
+    """Exit with code 143 on SIGTERM, running all cleanup code."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

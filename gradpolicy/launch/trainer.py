@@ -26,8 +26,6 @@ from gradpolicy.launch.run_directory import RunDirectory
 from gradpolicy.launch.targets import build, build_all
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.lightning.checkpoints import WholeCheckpointIO
-from gradpolicy.lightning.nonfinite import StopOnNonFinite
-from gradpolicy.lightning.preemption import SaveOnPreemption
 from gradpolicy.lightning.progress_bar import ProgressBar as OneLineProgressBar
 from gradpolicy.lightning.resume import ExactResume
 from gradpolicy.lightning.runs import RunRecord
@@ -111,11 +109,8 @@ def build_trainer(
         PolicyError: If the strategy is DeepSpeed's.
     """
     node = dict(settings.trainer)
-    saves = node.get("enable_checkpointing") is not False and not node.get("fast_dev_run")
     chosen = _chosen_callbacks(settings)
     check_weight_averaging(chosen, policies.policies)
-    # After the policies, since a value that is not finite in a stopped gradient does no harm.
-    guards = [callback for callback in chosen if isinstance(callback, StopOnNonFinite)]
     if resumed is not None:
         name_stored_runs(settings, resumed)
     loggers = build_all(settings.logger, "logger", Logger)
@@ -124,12 +119,10 @@ def build_trainer(
     callbacks = [
         ExactResume(directory.path),
         SaveSettings(settings),
-        *(callback for callback in chosen if callback not in guards),
+        *chosen,
         policies,
-        *guards,
         RunBegins(directory, record, loggers),
         *others,
-        *([SaveOnPreemption()] if saves else []),
     ]
     plugins = build_plugins(node.pop("plugins", None))
     trainer: Trainer = build(
