@@ -49,14 +49,6 @@ def test_several_results_give_the_rule_tuples_and_keep_their_container():
     assert torch.equal(x.grad, torch.full((2,), 11.0))
 
 
-def test_tensors_within_containers_are_inputs_in_order():
-    x, y = torch.randn(2, requires_grad=True), torch.randn(2, requires_grad=True)
-    rule = lambda grad, inputs, output: (2 * grad, 3 * grad)  # noqa: E731
-    gp.apply(rule, lambda pair, scale: pair["x"] + scale[0], {"x": x}, scale=[y]).sum().backward()
-    assert torch.equal(x.grad, torch.full((2,), 2.0))
-    assert torch.equal(y.grad, torch.full((2,), 3.0))
-
-
 def test_under_func_and_with_a_second_derivative():
     def rounded(x):
         return gp.apply(lambda grad, inputs, output: grad * inputs[0] ** 3, torch.round, x)
@@ -138,20 +130,6 @@ def test_a_forward_for_numpy_gets_arrays_and_runs_once(forward):
     torch.testing.assert_close(y.detach(), torch.as_tensor(forward(X.numpy())).to(y.dtype))
     y.sum().backward()
     assert torch.equal(x.grad, torch.full((2,), 3.0))
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: gp.apply("identity", lambda x: x.astype(int), X),
-        lambda: gp.apply("identity", lambda x: x[::-1].copy(), X),
-        lambda: torch.func.vmap(lambda x: gp.apply("identity", lambda tensor: np.sin(tensor), x))(X),
-    ],
-)
-def test_numpy_code_that_gets_tensors_fails_with_the_way_to_get_arrays(call):
-    with pytest.raises((AttributeError, ValueError, RuntimeError)) as caught:
-        call()
-    assert "NumPy code needs numpy=True" in caught.value.__notes__[0]
 
 
 def test_arrays_of_bfloat16_are_float32():

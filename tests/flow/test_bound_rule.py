@@ -70,16 +70,6 @@ def test_a_gradient_in_the_outputs_shape_is_summed_for_what_was_broadcast_only(g
         y.sum().backward()
 
 
-def test_an_error_names_the_module_that_goes_on_after_a_part_of_it_ran(as_module):
-    part = as_module(torch.round)
-    model = nn.Sequential(as_module(lambda x: torch.floor(part(x))))
-    model[0].part = part
-    with gp.install(model, {"odd": gp.UseRule(multiplied_wrongly, ops="floor")}):
-        y = model(torch.ones(3, 4, requires_grad=True))
-        with pytest.raises(gp.PolicyError, match="operation 'floor' in module '0': failed"):
-            y.sum().backward()
-
-
 def test_running_out_of_memory_is_passed_on_as_it_is():
     def hungry(grad, inputs, output):
         raise torch.OutOfMemoryError

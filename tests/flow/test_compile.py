@@ -125,14 +125,6 @@ def function_of_many(x):
 OVERRIDES = {"round": "identity", "relu": "guided_relu", "sign": torch.tanh}
 
 
-def test_compiled_code_within_a_block_and_again_without_it(batch, agree):
-    compiled = torch.compile(function_of_many, backend="eager", fullgraph=True)
-    for _ in range(2):
-        with gp.gradient_override(OVERRIDES):
-            agree(compiled, function_of_many, batch)
-        agree(compiled, function_of_many, batch)
-
-
 def thrice(grad, inputs, output):
     return 3.0 * grad
 
@@ -196,18 +188,6 @@ def test_a_block_round_compiled_code_uses_its_own_rule_and_compiles_once_for_eac
                 agree(compiled, function_of_many, batch)
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs[-1] - graphs[0] == 1
-
-
-def test_an_eager_block_says_what_never_ran_though_compiled_code_met_it_before(recwarn):
-    compiled = torch.compile(lambda x: torch.relu(x) * 2, backend="eager", fullgraph=True)
-    x = torch.randn(3, requires_grad=True)
-    for _ in range(2):
-        with gp.gradient_override({"relu": "guided_relu"}):
-            compiled(x).sum()
-    assert not recwarn.list
-    override = gp.gradient_override({"relu": "guided_relu"})
-    with pytest.warns(UserWarning, match="'relu' was never met"), override:
-        torch.tanh(x)
 
 
 def test_a_block_within_code_that_breaks_is_left_to_eager_mode(batch, agree):
@@ -274,17 +254,6 @@ def test_a_transform_of_torch_func_in_compiled_code_is_refused_or_left_to_eager_
     in_eager_mode = torch.compiler.disable(transform(loss))
     compiled = torch.compile(lambda x: in_eager_mode(2 * x) + 1, backend="eager")
     torch.testing.assert_close(compiled(batch), transform(loss)(2 * batch) + 1)
-
-
-@pytest.mark.slow
-def test_inductor_with_changing_shapes(parameter_gradients, same):
-    model = Small()
-    twin = copy.deepcopy(model)
-    compiled = torch.compile(model, dynamic=True)
-    with gp.install(model, POLICIES), gp.install(twin, POLICIES):
-        for rows in (3, 5, 8):
-            x = torch.randn(rows, 4)
-            assert same(parameter_gradients(model, x, call=compiled), parameter_gradients(twin, x), 1e-5)
 
 
 @pytest.mark.slow

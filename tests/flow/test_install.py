@@ -1,6 +1,5 @@
 """Policies on a model: put on, switched, removed, and the model is as it was."""
 
-import contextlib
 import copy
 import gc
 import io
@@ -119,22 +118,6 @@ def test_a_policy_holds_in_the_matched_modules_and_those_below(modules, matched,
         model(batch.requires_grad_())
         counts = {row.name: row.matched for row in installed.report().rows}
     assert counts == {"guide": {"relu": matched}, "flat": {"sigmoid": 1}}
-
-
-def test_a_module_goes_on_under_its_own_policies_after_it_caught_an_error_of_a_part(gradient, as_module):
-    def forward(x):
-        with contextlib.suppress(KeyError):
-            model.part(x)
-        return torch.round(x)
-
-    model = as_module(forward)
-    model.part = as_module(lambda x: {}[x])
-    policies = {"own": gp.StraightThrough(ops="round", modules=["*", "!part"])}
-    policies["parts"] = gp.UseRule("stop", ops=["round"], modules="part")
-    with gp.install(model, policies) as installed:
-        found, _ = gradient(model, torch.randn(3))
-        installed.remove(quiet=True)
-    assert torch.equal(found, torch.ones(3))
 
 
 def test_a_block_inside_a_module_wins_over_its_policy(gradient, as_module):
@@ -265,14 +248,6 @@ def test_other_entry_points_and_what_lightning_looks_for(batch):
         model.training_step(batch, 0).backward()
     assert model.weight.grad.any()
     assert "training_step" not in model.__dict__
-
-
-def test_a_shared_module_and_a_compiled_wrapper_are_wrapped_once(batch):
-    shared = nn.ReLU()
-    model = nn.Sequential(shared, nn.Linear(4, 4), shared)
-    with gp.install(model, {"slow": gp.Scale(0.5, modules="0"), "guide": gp.Guided()}) as installed:
-        model(batch.requires_grad_()).sum().backward()
-        assert installed.operation_counts == {"slow": 2, "guide": 2}
 
 
 def test_installing_and_removing_does_not_leak(net, batch):

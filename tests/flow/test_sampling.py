@@ -70,18 +70,6 @@ def test_gradient_of_categories():
     torch.testing.assert_close(found.mean(0), p * (C - (p * C).sum()))
 
 
-def test_categories_of_batches_with_unnormalised_weights():
-    weights, grad = (5 * torch.rand(2, 3)).requires_grad_(), torch.randn(4, 2, 3)
-    shares = weights.detach() / weights.detach().sum(-1, keepdim=True)
-    with gp.gradient_override({"categorical": "identity"}):
-        y = F.one_hot(torch.multinomial(weights, 4, replacement=True).T, 3).to(weights)
-    g = grad.sum(0)
-    expected = (g - (shares * g).sum(-1, keepdim=True)) / weights.detach().sum(-1, keepdim=True)
-    assert y.shape == (4, 2, 3)
-    found = torch.autograd.grad((y * grad).sum(), weights)[0]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
 def test_draws_without_replacement_are_another_operation():
     p = P.clone().requires_grad_()
     with (

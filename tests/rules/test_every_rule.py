@@ -169,15 +169,6 @@ def test_vmap_is_the_rule_applied_to_each(name):
     torch.testing.assert_close(mapped(grad, inputs, output), torch.stack(alone))
 
 
-@pytest.mark.parametrize("name", OF_WHOLE_TENSORS)
-def test_vmap_of_a_rule_of_lengths_is_per_sample(name):
-    grad, inputs, output = example(name)
-    rule = configured(name)
-    mapped = torch.vmap(lambda grad, x: rule(grad, (x,), x))(grad, inputs[0])
-    per_sample = rule.with_parameters(per_sample=True)(grad, inputs, output)
-    torch.testing.assert_close(mapped, per_sample)
-
-
 @pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", ["tanh", "guided_relu", "clip_norm", "bernoulli", "rotation", "gate"])
 def test_the_rule_traces_without_a_break(name):

@@ -1,10 +1,7 @@
-import functools
-
 import pytest
 import torch
 
-from gradpolicy import PolicyError, Rule, get_rule, rule, rule_names
-from gradpolicy.rules.registry import keyword_names
+from gradpolicy import PolicyError, get_rule, rule, rule_names
 
 NAMES_OF_THE_DESIGN = {
     *("stop", "identity", "scale", "reverse", "clip_value", "clip_norm", "guided_relu", "deconv_relu"),
@@ -75,19 +72,3 @@ def test_parameters_are_kept_and_the_original_stays():
     assert slow.parameters == {}
     assert fast.parameters == {"slope": 4.0}
     assert get_rule(fast, slope=5.0).parameters == {"slope": 5.0}
-
-
-def test_a_function_with_any_keyword_takes_any_parameter():
-    def takes_all(grad, inputs, output, **anything):
-        return grad * anything["gain"]
-
-    x = torch.ones(1)
-    assert keyword_names(takes_all) is None
-    assert get_rule(takes_all, gain=3.0)(x, (x,), x).item() == 3.0
-
-
-def test_callables_without_a_name_are_rules_too():
-    doubled = functools.partial(module_level_rule, factor=3.0)
-    found = get_rule(doubled)
-    assert isinstance(found, Rule)
-    assert found.name == "partial"

@@ -45,24 +45,6 @@ def test_a_surrogate_acts_at_the_nearest_step(name, operation):
     torch.testing.assert_close(found, expected.expand_as(x), rtol=2e-4, atol=2e-5)
 
 
-def test_trunc_has_no_step_at_zero():
-    found = gradient("trunc", gp.get_rule("triangular", width=0.5), torch.tensor([-0.6, 0.0, 0.2, 0.8]))
-    torch.testing.assert_close(found, torch.tensor([0.2, 0.0, 0.0, 0.6]))
-
-
-def test_rounding_to_decimals_steps_as_often():
-    x = torch.tensor([0.05, 0.10], requires_grad=True)
-    with gp.gradient_override({"round": gp.get_rule("triangular", width=0.04)}):
-        torch.round(x, decimals=1).sum().backward()
-    torch.testing.assert_close(x.grad, torch.tensor([1.0, 0.0]))
-
-
-def test_a_forward_of_ones_own_is_known_by_its_name():
-    x = torch.tensor([1.5, 2.0], requires_grad=True)
-    gp.apply(gp.get_rule("triangular", width=0.5), torch.round, x).sum().backward()
-    assert x.grad.tolist() == [1.0, 0.0]
-
-
 @pytest.mark.parametrize("name", [*SURROGATES, "soft_round", "sigmoid_sum"])
 def test_a_number_over_the_input_is_refused(name):
     x = torch.tensor([1.4, 3.0], requires_grad=True)
