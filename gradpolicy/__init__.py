@@ -13,115 +13,68 @@ Example:
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from gradpolicy.errors import PolicyError
-from gradpolicy.when import When
+from gradpolicy.errors import PolicyError as PolicyError
+from gradpolicy.when import When as When
 
 if TYPE_CHECKING:
-    from gradpolicy import delta, masks, schedules
-    from gradpolicy.flow.apply import apply
-    from gradpolicy.flow.gradcheck_rule import gradcheck_rule
-    from gradpolicy.flow.install import install
-    from gradpolicy.flow.override import gradient_override
-    from gradpolicy.insight import curvature
-    from gradpolicy.lightning.callback import GradientPolicies
-    from gradpolicy.optim import MaskedOptimizer, Optimizers, UpdateRule, update_rule
-    from gradpolicy.planning.plan import plan
-    from gradpolicy.policies import (
-        Clip,
-        Deconv,
-        ForwardMask,
-        Freeze,
-        Guided,
-        Reverse,
-        Scale,
-        Stop,
-        StraightThrough,
-        Train,
-        UseRule,
-    )
-    from gradpolicy.rates import LayerDecay, Rates
-    from gradpolicy.rules import Rule, get_rule, rule, rule_names
-    from gradpolicy.rules.derivative import gradient_of
-    from gradpolicy.rules.registry import Call
-    from gradpolicy.training_loop import training
+    from gradpolicy import delta as delta
+    from gradpolicy import masks as masks
+    from gradpolicy import schedules as schedules
+    from gradpolicy.flow.apply import apply as apply
+    from gradpolicy.flow.gradcheck_rule import gradcheck_rule as gradcheck_rule
+    from gradpolicy.flow.install import install as install
+    from gradpolicy.flow.override import gradient_override as gradient_override
+    from gradpolicy.insight import curvature as curvature
+    from gradpolicy.lightning.callback import GradientPolicies as GradientPolicies
+    from gradpolicy.optim import MaskedOptimizer as MaskedOptimizer
+    from gradpolicy.optim import Optimizers as Optimizers
+    from gradpolicy.optim import UpdateRule as UpdateRule
+    from gradpolicy.optim import update_rule as update_rule
+    from gradpolicy.planning.plan import plan as plan
+    from gradpolicy.policies import Clip as Clip
+    from gradpolicy.policies import Deconv as Deconv
+    from gradpolicy.policies import ForwardMask as ForwardMask
+    from gradpolicy.policies import Freeze as Freeze
+    from gradpolicy.policies import Guided as Guided
+    from gradpolicy.policies import Reverse as Reverse
+    from gradpolicy.policies import Scale as Scale
+    from gradpolicy.policies import Stop as Stop
+    from gradpolicy.policies import StraightThrough as StraightThrough
+    from gradpolicy.policies import Train as Train
+    from gradpolicy.policies import UseRule as UseRule
+    from gradpolicy.rates import LayerDecay as LayerDecay
+    from gradpolicy.rates import Rates as Rates
+    from gradpolicy.rules import Rule as Rule
+    from gradpolicy.rules import get_rule as get_rule
+    from gradpolicy.rules import rule as rule
+    from gradpolicy.rules import rule_names as rule_names
+    from gradpolicy.rules.derivative import gradient_of as gradient_of
+    from gradpolicy.rules.registry import Call as Call
+    from gradpolicy.training_loop import training as training
 
 __version__ = "0.1.0"
 
-# The module of each public name, which is loaded on first use. Importing the package does not load torch, so
-# that errors in a command line are reported at once.
-_HOMES = {
-    "GradientPolicies": "gradpolicy.lightning.callback",
-    "apply": "gradpolicy.flow",
-    "gradient_override": "gradpolicy.flow",
-    "install": "gradpolicy.flow",
-    **dict.fromkeys(("MaskedOptimizer", "Optimizers", "UpdateRule", "update_rule"), "gradpolicy.optim"),
-    **dict.fromkeys(("LayerDecay", "Rates"), "gradpolicy.rates"),
-    "gradcheck_rule": "gradpolicy.flow",
-    "plan": "gradpolicy.planning.plan",
-    "Call": "gradpolicy.rules.registry",
-    "gradient_of": "gradpolicy.rules.derivative",
-    "training": "gradpolicy.training_loop",
-    **dict.fromkeys(("Rule", "get_rule", "rule", "rule_names"), "gradpolicy.rules"),
-    **dict.fromkeys(
-        (
-            "Clip",
-            "Deconv",
-            "ForwardMask",
-            "Freeze",
-            "Guided",
-            "Reverse",
-            "Scale",
-            "Stop",
-            "StraightThrough",
-            "Train",
-            "UseRule",
-        ),
-        "gradpolicy.policies",
-    ),
+# The public names by module, which is loaded on first use. Importing the package does not load torch, so that
+# errors in a command line are reported at once.
+_NAMES = {
+    "flow": "apply gradient_override install gradcheck_rule",
+    "lightning.callback": "GradientPolicies",
+    "optim": "MaskedOptimizer Optimizers UpdateRule update_rule",
+    "planning.plan": "plan",
+    "policies": "Clip Deconv ForwardMask Freeze Guided Reverse Scale Stop StraightThrough Train UseRule",
+    "rates": "LayerDecay Rates",
+    "rules": "Rule get_rule rule rule_names",
+    "rules.derivative": "gradient_of",
+    "rules.registry": "Call",
+    "training_loop": "training",
 }
+_HOMES = {name: f"gradpolicy.{module}" for module, names in _NAMES.items() for name in names.split()}
 _MODULES = {
     "curvature": "gradpolicy.insight.curvature",
     **{name: f"gradpolicy.{name}" for name in ("delta", "masks", "rules", "schedules")},
 }
 
-__all__ = [
-    "Call",
-    "Clip",
-    "Deconv",
-    "ForwardMask",
-    "Freeze",
-    "GradientPolicies",
-    "Guided",
-    "LayerDecay",
-    "MaskedOptimizer",
-    "Optimizers",
-    "PolicyError",
-    "Rates",
-    "Reverse",
-    "Rule",
-    "Scale",
-    "Stop",
-    "StraightThrough",
-    "Train",
-    "UpdateRule",
-    "UseRule",
-    "When",
-    "apply",
-    "curvature",
-    "delta",
-    "get_rule",
-    "gradcheck_rule",
-    "gradient_of",
-    "gradient_override",
-    "install",
-    "masks",
-    "plan",
-    "rule",
-    "rule_names",
-    "schedules",
-    "training",
-    "update_rule",
-]
+__all__ = sorted([*_HOMES, "PolicyError", "When", "curvature", "delta", "masks", "schedules"])
 
 
 def __getattr__(name: str) -> Any:

@@ -82,9 +82,6 @@ def test_the_table_has_means_and_sample_standard_deviations_of_finished_runs(fin
     assert table.loc["slow", ("seeds", "")] == 2
     # One seed has no spread.
     assert "| slow | 1.00 | 2 | 1 |" in markdown(TWO_WAYS, table_of(TWO_WAYS, finished[:2]))
-
-
-def test_a_band_holds_the_steps_that_all_seeds_have(finished: list[Run]) -> None:
     curves = [run.curves["val/loss"].dropna() for run in finished if run.row == "slow"]
     values = band([*curves[:2], curves[2].iloc[:1]])
     assert values.to_dict("index") == {1: {"mean": 2.0, "min": 1.0, "max": 3.0}}
@@ -107,39 +104,27 @@ def test_the_program_shows_and_writes_the_table_of_finished_runs(
         assert picture.width > picture.height > 100
 
 
-def test_the_program_trains_what_is_missing_and_continues_where_it_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    columns = [{"heading": "accuracy", "metric": "test/accuracy", "digits": 1}]
-    curve = {"metric": "val/accuracy", "label": "accuracy"}
-    monkeypatch.setitem(
-        COMPARISONS, "digits", Comparison("Digits", {"plain": ["policy=none"]}, columns, curve)
-    )
-    arguments = ["digits", "logger=csv", "trainer.max_epochs=1", "trainer.limit_train_batches=2"]
-    arguments += ["callbacks=model_checkpoint", "--seeds", "3", "--out", str(tmp_path)]
-    assert compare.main(arguments) == 0
-    result = tmp_path / "plain/seed-3" / RESULT
-    assert 0.0 <= Result.load(result).metrics["test/accuracy"] <= 1.0
-    written = result.stat().st_mtime_ns
-    assert compare.main(arguments) == 0
-    assert result.stat().st_mtime_ns == written
-
-
-def test_a_run_that_fails_says_why_and_names_its_log(
+def test_the_program_trains_what_is_missing_and_says_why_a_run_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrong = Comparison("Wrong", {"wrong": ["policy=nothing"]}, [], {"metric": "val/loss", "label": "loss"})
-    monkeypatch.setitem(COMPARISONS, "wrong", wrong)
-    assert compare.main(["wrong", "--seeds", "0", "--out", str(tmp_path)]) == 2
+    rows = {"plain": ["policy=none"], "wrong": ["policy=nothing"]}
+    digits = Comparison("Digits", rows, [], {"metric": "val/accuracy", "label": "accuracy"})
+    monkeypatch.setitem(COMPARISONS, "digits", digits)
+    arguments = ["digits", "logger=csv", "trainer.max_epochs=1", "trainer.limit_train_batches=2"]
+    arguments += ["callbacks=model_checkpoint", "--seeds", "3", "--out", str(tmp_path)]
+    assert compare.main(arguments) == 2
+    result = tmp_path / "plain/seed-3" / RESULT
+    written = result.stat().st_mtime_ns
+    assert 0.0 <= Result.load(result).metrics["test/accuracy"] <= 1.0
+    assert compare.main(arguments) == 2
+    assert result.stat().st_mtime_ns == written
     message = " ".join(capsys.readouterr().err.split())
-    assert "wrong with seed 0: " in message
-    assert "policy=nothing: there is no such config" in message
-    assert "policy=nothing: there is no such config" in (tmp_path / "wrong/seed-0.log").read_text()
+    assert "wrong with seed 3: " in message
+    assert "policy=nothing: there is no such config" in (tmp_path / "wrong/seed-3.log").read_text()
     assert compare.main(["fashon"]) == 2
     assert "did you mean 'fashion'" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(COMPARISONS))
 def test_every_run_of_a_comparison_composes(name: str, tmp_path: Path) -> None:
     runs = list(runs_of(COMPARISONS[name], [0], tmp_path))
