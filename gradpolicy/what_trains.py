@@ -98,8 +98,8 @@ class Layers(Displayed):
         from rich.console import Group
         from rich.markup import escape
 
-        share = self.training / max(self.entries, 1)
-        total = f"[bold]{self.training:,}[/bold] of {self.entries:,} entries ({share:.1%}) train."
+        share = _percent(self.training / max(self.entries, 1))
+        total = f"[bold]{self.training:,}[/bold] of {self.entries:,} entries ({share}) train."
         return Group(self.table(), total, escape(self.unmatched))
 
     def table(self) -> "Table":
@@ -114,8 +114,8 @@ class Layers(Displayed):
             table.add_column(heading, justify="right")
         table.add_column("module mode")
         for row in self.rows:
-            share = f"{row.share:.0%}" if row.share in (0, 1) else f"{100 * row.share:.3g}%"
-            table.add_row(escape(row.name), escape(row.trains), share, f"{row.entries:,}", row.rate, row.mode)
+            cells = (_percent(row.share), f"{row.entries:,}", row.rate, row.mode)
+            table.add_row(escape(row.name), escape(row.trains), *cells)
         return table
 
 
@@ -164,6 +164,10 @@ def what_trains(
             )
         )
     return Layers(tuple(_joined(rows)), _unmatched(shares, matched, trains_only_matched))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}%"
 
 
 def _unmatched(shares: Mapping[str, float], matched: Collection[str], trains_only_matched: bool) -> str:
