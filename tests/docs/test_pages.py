@@ -167,15 +167,26 @@ def chosen_policies():
     return sorted(found)
 
 
-@pytest.mark.mostly_slow
-@pytest.mark.usefixtures("own_modules")
-@pytest.mark.parametrize("words", chosen_policies(), ids=" ".join)
-def test_what_the_pages_let_a_person_try_first_trains_what_its_policies_are_on(words, configs):
+def planned(configs, words):
     with hydra_at(configs):
         job = compose_job(configs, fixed_overrides(list(words)))
         with read_write(job), open_dict(job):
             del job["hydra"]
-        warnings = make_run_plan(build_subject(resolved(job)), seed=0).warnings
+        return make_run_plan(build_subject(resolved(job)), seed=0)
+
+
+@pytest.mark.slow
+def test_the_readme_shows_the_plan_that_is_printed(configs):
+    (command,) = re.findall(r'python train\.py "(.+)" plan_only=true', (ROOT / "README.md").read_text())
+    printed = re.sub(r"[\u2500-\u257f]", " ", str(planned(configs, [command])))
+    assert blocks(ROOT / "README.md", "text")[0].split() == printed.split()
+
+
+@pytest.mark.mostly_slow
+@pytest.mark.usefixtures("own_modules")
+@pytest.mark.parametrize("words", chosen_policies(), ids=" ".join)
+def test_what_the_pages_let_a_person_try_first_trains_what_its_policies_are_on(words, configs):
+    warnings = planned(configs, words).warnings
     # A policy that freezes a part for a while says that dropout goes on there.
     assert [line for line in warnings if "not dropout" not in line] == []
 
