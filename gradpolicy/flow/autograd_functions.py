@@ -1,8 +1,8 @@
 """Autograd Functions that put rules into the graph.
 
 They work under ``torch.compile`` and ``torch.func``, but not under forward-mode differentiation
-(``torch.func.jvp``, ``jacfwd``): a rule maps the gradient of the output to the gradient of the input, and
-unless this map is linear, it has no transpose that forward mode could use.
+(``torch.func.jvp``, ``jacfwd``), which torch refuses: a rule maps the gradient of the output to the gradient
+of the input, and unless this map is linear, it has no transpose that forward mode could use.
 """
 
 from collections.abc import Sequence
@@ -214,7 +214,7 @@ def replace_gradient(bound_rule: BoundRule, values: Any, inputs: Sequence[Tensor
         PolicyError: If the values are of another type, or ``torch.compile`` traces a transform of
             ``torch.func``.
     """
-    _check_transforms(bound_rule, inputs)
+    _check_transforms(bound_rule)
     bound_rule = bound_rule.with_current_numbers()
     if is_compiling() and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)):
         # Without gradients there is nothing to do, and the compiler mishandles Functions of several tensors.
@@ -263,7 +263,7 @@ def change_own_gradients(bound_rule: BoundRule, inputs: Sequence[Tensor], output
     ]
     if not places:
         return found
-    _check_transforms(bound_rule, inputs)
+    _check_transforms(bound_rule)
     bound_rule = bound_rule.with_current_numbers()
     if is_compiling():
         # For a view of an input the compiler would return a tensor without a gradient.
@@ -284,31 +284,16 @@ def insert_rule(bound_rule: BoundRule, values: Any) -> Any:
 
 
 @skip_alone
-def _check_transforms(bound_rule: BoundRule, inputs: Sequence[Tensor]) -> None:
+def _check_transforms(bound_rule: BoundRule) -> None:
     """Check that rules are supported under the active transforms.
 
     Raises:
-        PolicyError: Under forward-mode differentiation, or a transform of ``torch.func`` in compiled code.
+        PolicyError: Under a transform of ``torch.func`` in compiled code.
     """
-    where = f"rule {bound_rule.rule.name!r} at {bound_rule.location}"
-    if is_compiling():
-        if in_functorch():
-            # The compiler would ignore the rule, or fail with an unrelated error.
-            raise PolicyError(
-                f"{where} cannot be compiled under a transform of torch.func: the compiler does not take "
-                "autograd Functions through them. Leave this part to eager mode (torch.compiler.disable), or "
-                "compile without fullgraph"
-            )
-    elif forward_ad._current_level >= 0 and any(
-        torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        or forward_ad.unpack_dual(tensor).tangent is not None
-        for tensor in inputs
-        if is_differentiable(tensor)
-    ):
+    if is_compiling() and in_functorch():
+        # The compiler would ignore the rule, or fail with an unrelated error.
         raise PolicyError(
-            f"{where} has no forward-mode derivative: "
-            "it only maps gradients backward. Use reverse mode: torch.func.jacrev for "
-            "jacfwd, torch.autograd.grad for jvp. For hessian use gradpolicy.curvature, which differentiates "
-            "the gradient under the policy; jacrev(jacrev(f)) would apply the rule in both passes. Or switch "
-            "the policy off"
+            f"rule {bound_rule.rule.name!r} at {bound_rule.location} cannot be compiled under a transform of "
+            "torch.func: the compiler does not take autograd Functions through them. Leave this part to "
+            "eager mode (torch.compiler.disable), or compile without fullgraph"
         )

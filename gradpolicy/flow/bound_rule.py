@@ -87,8 +87,10 @@ class BoundRule:
         """
         gradients: Sequence
         if self.state.filters:
-            return [self.filtered(grad, inputs[0])]
-        if self.rule.own and self.rule.each:
+            gradients = [self._call(cast(Callable, self.filter), grad)]
+            if gradients[0] is None:
+                raise self._error("returned None; a gradient filter returns a tensor")
+        elif self.rule.own and self.rule.each:
             gradients = [
                 None if one is None else self._returned(one, (tensor,), tensor, (True,))[0]
                 for one, tensor in zip(grad, inputs, strict=True)
@@ -100,19 +102,6 @@ class BoundRule:
             for number, (gradient, tensor, needed) in enumerate(zip(gradients, inputs, wanted, strict=True))
         ]
         self.state.measure(grad, checked)
-        return checked
-
-    def filtered(self, grad: Tensor, tensor: Tensor) -> Tensor | None:
-        """Return the gradient of one tensor after the rule's filter, checked.
-
-        Raises:
-            PolicyError: If the filter fails, or does not return a gradient of this shape.
-        """
-        gradient = self._call(cast(Callable, self.filter), grad)
-        if gradient is None:
-            raise self._error("returned None; a gradient filter returns a tensor")
-        checked = self._checked(0, gradient, tensor, grad)
-        self.state.measure(grad, (checked,))
         return checked
 
     def _call(self, function: Callable, *arguments: Any) -> Any:

@@ -112,8 +112,6 @@ class Boundary:
             # The compiler cannot trace in-place changes of an alias. A copy is free in compiled code.
             value = result.clone() if torch.compiler.is_compiling() else result
             result = value.detach() if state.detaches else insert_rule(bound_rule, value)
-            if state.detaches:
-                state.note_cut(self.location, result)
         crossed.append((tensor, result))
         return result
 
@@ -243,9 +241,7 @@ class ThroughRule:
         if self.state.detaches and self.keeps_own:
             return tensor
         if self.state.detaches:
-            result = tensor.detach()
-            self.state.note_cut(self.location, result)
-            return result
+            return tensor.detach()
         # Such a rule passes the gradient of the output, changed or not, to a single input.
         if self.state.rule.each:
             self._check_input(tensor, inputs)

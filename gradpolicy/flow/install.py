@@ -20,7 +20,7 @@ from gradpolicy.flow.parameters import ParameterRules
 from gradpolicy.flow.policy_checks import check_cuts, check_policies, is_cut
 from gradpolicy.flow.policy_report import Report, ReportRow, report_unmet, warn_or_raise
 from gradpolicy.flow.rule_state import CallScope, RuleState
-from gradpolicy.flow.seen import FlowObserver, GradientNorms
+from gradpolicy.flow.seen import GradientNorms
 from gradpolicy.flow.wrapped_forward import InstallSession, WrappedForward
 from gradpolicy.what_trains import what_trains
 from gradpolicy.where import BOUNDARIES, PLACES, STEP_OPERATIONS, named_parameters, plain_name
@@ -189,14 +189,6 @@ class Installed(Displayed):
         """The gradients before and after each measured policy that passed some, over all locations."""
         measured = {state.name: state.seen.norms for state in self._states}
         return {name: norms for name, norms in measured.items() if norms is not None and norms.entries}
-
-    def observe(self, name: str, observer: FlowObserver | None) -> None:
-        """Set the observer of a policy, which is called in eager mode; None removes it.
-
-        Raises:
-            PolicyError: If there is no such policy.
-        """
-        self._state(name).seen.observer = observer
 
     @property
     def operation_counts(self) -> dict[str, int]:

@@ -117,9 +117,7 @@ class OperationRule:
         detached, target = native.mapped(Tensor.detach), native.target
         if self.state.detaches:
             self.state.note("matched", self.name)
-            result = detached.run()
-            self.state.note_cut(self.name, result if target is None else ())
-            return result
+            return detached.run()
         with torch.no_grad():
             values = detached.run()
         if target is not None and is_discrete(target):
@@ -180,9 +178,7 @@ class OperationRule:
             self.state.note("without_gradient", self.name)
             return result
         self.state.note("matched", self.name)
-        if self.state.detaches:
-            self.state.note_cut(self.name, result)
-        elif "output" in bound_rule.reads:
+        if "output" in bound_rule.reads and not self.state.detaches:
             outputs += [map_tensors(Tensor.detach, result), result._version]
         return result
 

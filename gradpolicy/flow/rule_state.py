@@ -82,18 +82,9 @@ class RuleState:
         self.note("opaque", (call, reason), f"policy {self.name!r} cannot see into {call}: {reason}")
 
     def measure(self, before: Any, after: Iterable[Tensor | None]) -> None:
-        """Measure gradients before and after the rule, and pass them to the observer, in eager mode only."""
-        if is_compiling():
-            return
-        if self.seen.norms is not None:
+        """Measure gradients before and after the rule, in eager mode only."""
+        if not is_compiling() and self.seen.norms is not None:
             self.seen.norms.measure(before, after)
-        if self.seen.observer is not None:
-            self.seen.observer.passed(self.name, after)
-
-    def note_cut(self, location: str, results: Any) -> None:
-        """Notify the observer that results were detached from the graph."""
-        if not is_compiling() and self.seen.observer is not None:
-            self.seen.observer.cut(self.name, location, results)
 
     def count_call(self, operation: str) -> bool:
         """Count a call of an operation, and return True if the rule applies to it."""

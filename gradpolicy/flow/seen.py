@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -38,16 +38,6 @@ class GradientNorms:
                 self.entries += tensor.numel()
 
 
-class FlowObserver(Protocol):
-    """An observer of policies; see :meth:`gradpolicy.flow.install.Installed.observe`."""
-
-    def cut(self, policy: str, location: str, results: Any) -> None:
-        """Handle results that the policy detached from the graph."""
-
-    def passed(self, policy: str, gradients: Iterable[Tensor | None]) -> None:
-        """Handle gradients after the policy's rule."""
-
-
 @dataclass(eq=False)
 class Seen:
     """A record of how a rule was used. The report, the warnings and the plan read it.
@@ -68,7 +58,6 @@ class Seen:
         calls: The number of calls of each operation in the current forward, for policies with ``calls=``;
             None outside of the forward.
         norms: Gradient norms before and after the rule; None if they are not measured.
-        observer: An observer; None if there is none.
     """
 
     matched: dict[str, int] = field(default_factory=dict)
@@ -82,7 +71,6 @@ class Seen:
     forward: set[str] = field(default_factory=set)
     calls: dict[str, int | None] = field(default_factory=dict)
     norms: GradientNorms | None = None
-    observer: FlowObserver | None = None
 
     # How often eager code applied any rule. Global, since a caller with only a loss function, such as
     # gradpolicy.curvature, has no reference to the policies that act in it.
@@ -112,10 +100,6 @@ class Seen:
         """Warn of operations whose discrete results never became floating-point."""
         for operation in sorted(self.discrete - self.matched.keys()):
             warn_user(f"{subject}: the result of {operation!r} {message}")
-
-    def __getstate__(self) -> dict:
-        # The observer belongs to the original model.
-        return {**self.__dict__, "observer": None}
 
 
 def _square(tensor: Tensor) -> Tensor:

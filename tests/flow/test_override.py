@@ -192,7 +192,7 @@ def test_forward_mode_derivatives_are_refused_and_reverse_mode_gives_the_same(ru
     ]
     with gp.gradient_override({"relu": rule}):
         for forward_mode in forward_modes:
-            with pytest.raises(gp.PolicyError, match="at operation 'relu' has no forward-mode derivative"):
+            with pytest.raises(NotImplementedError, match="forward mode AD"):
                 forward_mode()
         torch.testing.assert_close(
             torch.func.jacrev(torch.func.jacrev(loss))(x), torch.autograd.functional.hessian(loss, x)
