@@ -99,9 +99,9 @@ def _check_number(value: Any, key: str) -> None:
 
 def _signature(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
     """Return the parameters of a function or class; None if Python does not know them."""
-    for settings in ({"eval_str": True}, {}):
+    for evaluated in (True, False):
         try:
-            return list(inspect.signature(function, **settings).parameters.values())
+            return list(inspect.signature(function, eval_str=evaluated).parameters.values())
         except NameError:
             # An annotation uses a name that is imported for type checking only.
             continue
