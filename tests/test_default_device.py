@@ -31,7 +31,10 @@ def network() -> nn.Module:
 def trained(source: MaskSource, default: str, folder: Path) -> dict[str, Tensor]:
     """The weights after some updates under a freeze and a flow policy; half of them after a resume."""
     model = network()
-    policies = {"some": gp.Freeze(source, frozen_state="drop"), "small": gp.Clip(norm=0.5, modules="head")}
+    policies = {
+        "some": gp.Freeze(source, params="*.weight", frozen_state="drop"),
+        "small": gp.Clip(norm=0.5, modules="head"),
+    }
     saved = None
     for begin in (0, 3):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)

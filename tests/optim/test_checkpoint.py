@@ -161,18 +161,6 @@ def test_looking_at_the_state_before_the_first_step_changes_nothing(kind, way):
     assert_same(*ends)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_looking_at_the_state_before_the_first_step_leaves_every_bit_of_the_parameters(kind):
-    model, optimizer = model_and_optimizer(kind, "keep", torch.float16)
-    with torch.no_grad():
-        model[0].weight[0] = -0.0
-        model[0].weight[1] = torch.inf
-    before = [weight.detach().clone().view(torch.int16) for weight in model.parameters()]
-    get_optimizer_state_dict(model, optimizer)
-    after = [weight.detach().view(torch.int16) for weight in model.parameters()]
-    assert all(map(torch.equal, before, after))
-
-
 @pytest.mark.parametrize("kind", ["SGD", "NAdam", "Adafactor", "Muon"])
 @pytest.mark.parametrize("looks", [False, True])
 def test_a_tensor_that_rests_is_saved_as_torch_saves_one(kind, looks):
@@ -193,44 +181,6 @@ def test_a_tensor_that_rests_is_saved_as_torch_saves_one(kind, looks):
     assert state["state"].keys() == {"0.weight", "1.weight"}
     set_optimizer_state_dict(model, other, state)
     assert not other.get_mask(model[0].weight).any()
-
-
-def test_a_loaded_count_of_a_group_stays_where_masks_have_emptied_what_was_loaded():
-    weight = torch.nn.Parameter(torch.ones(3))
-    model = torch.nn.ParameterList([weight])
-    optimizer, other = (
-        MaskedOptimizer(pytorch_optimizer.AdEMAMix([weight], lr=0.1), frozen_state="zero") for _ in range(2)
-    )
-    for _ in range(3):
-        weight.grad = torch.ones(3)
-        optimizer.step()
-    optimizer.zero_grad()
-    set_optimizer_state_dict(model, other, get_optimizer_state_dict(model, optimizer))
-    for mask in (torch.arange(3) < 2, torch.arange(3) == 2, None):
-        other.set_mask(weight, mask)
-    weight.grad = torch.ones(3)
-    other.step()
-    assert other.param_groups[0]["step"] == 4
-
-
-def test_a_parameter_without_a_gradient_keeps_the_state_that_a_look_has_made():
-    model = torch.nn.Linear(3, 3)
-    optimizer = MaskedOptimizer(torch.optim.NAdam(model.parameters()))
-    get_optimizer_state_dict(model, optimizer)
-    model.weight.grad = torch.ones(3, 3)
-    optimizer.step()
-    assert get_optimizer_state_dict(model, optimizer)["state"].keys() == {"weight", "bias"}
-
-
-def test_ages_stay_when_torch_asks_an_optimizer_that_keeps_no_state_for_it():
-    model = torch.nn.Linear(2, 2)
-    optimizer = MaskedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    optimizer.set_masks(dict.fromkeys(model.parameters()))
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    get_optimizer_state_dict(model, optimizer)
-    assert optimizer.age(model.weight).eq(1).all()
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
@@ -362,19 +312,6 @@ def test_a_saved_age_outweighs_the_tensors_step_count():
     other.set_mask(weight, torch.tensor([True]))
     assert other.age(weight).tolist() == [1]
     assert other.state[weight]["step"] == 1
-
-
-def test_what_was_saved_stays_as_it_was_while_those_who_loaded_it_go_on():
-    model, optimizer = model_and_optimizer("adamw", "keep")
-    run(model, optimizer, range(4))
-    saved = copy.deepcopy(optimizer.state_dict())
-    ends = []
-    for _ in range(2):
-        resumed, other = resumed_from(model, "adamw", "keep")
-        other.load_state_dict({**saved, "state": copy.deepcopy(saved["state"])})
-        run(resumed, other, range(4, 9))
-        ends.append(resumed)
-    assert_same(*ends)
 
 
 def test_bf16_ages_are_exact():

@@ -1,7 +1,5 @@
 """One parameter with its mask: new masks, and whatever becomes of its data and state meanwhile."""
 
-import weakref
-
 import pytest
 import torch
 
@@ -18,24 +16,6 @@ def made():
     parameters = [torch.nn.Parameter(torch.randn(4, 3)) for _ in range(4)]
     masks = {parameter: torch.rand(4, 3) < 0.5 for parameter in parameters}
     return MaskedOptimizer(torch.optim.AdamW(parameters, lr=0.1)), masks
-
-
-def test_of_seeded_masks_one_is_in_memory_at_a_time():
-    alive = []
-
-    class Seeded:
-        def materialize(self, shape, device):
-            alive.append(sum(reference() is not None for reference in drawn))
-            mask = torch.rand(shape) < 0.5
-            drawn.append(weakref.ref(mask))
-            return mask
-
-    drawn = []
-    optimizer, masks = made()
-    optimizer.set_masks({parameter: Seeded() for parameter in masks})
-    # The one before is let go of while the next is drawn.
-    assert max(alive) <= 1
-    assert not any(reference() is not None for reference in drawn)
 
 
 @pytest.mark.parametrize("frozen_state", ["keep", "drop"])
@@ -83,16 +63,6 @@ def test_a_parameter_that_was_given_another_shape_is_refused(kind, frozen_state)
             use()
 
 
-def test_a_parameter_is_found_in_its_group_wherever_that_has_moved():
-    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    groups = [{"params": [weight], "lr": lr} for weight, lr in zip(weights, (0.1, 0.2), strict=True)]
-    optimizer = MaskedOptimizer(torch.optim.AdamW(groups))
-    optimizer.set_masks(dict.fromkeys(weights, torch.tensor([True, False])))
-    optimizer.param_groups.reverse()
-    known = optimizer.masked_parameters()
-    assert [known[weight].group["lr"] for weight in weights] == [0.1, 0.2]
-
-
 @pytest.mark.parametrize("frozen_state", ["keep", "drop"])
 @pytest.mark.parametrize("shape", [(4, 3), (4, 1)])
 @pytest.mark.parametrize(
@@ -110,16 +80,3 @@ def test_moments_that_do_not_belong_to_the_parameter_are_refused(frozen_state, s
     if frozen_state == "drop":
         with pytest.raises(PolicyError, match=r"'exp_avg_sq'.*has the shape"):
             optimizer.set_mask(weight, None)
-
-
-def test_what_a_user_keeps_beside_the_moments_is_left_alone():
-    weight = torch.nn.Parameter(torch.randn(4, 3))
-    optimizer = MaskedOptimizer(torch.optim.AdamW([weight]), frozen_state="drop")
-    weight.grad = torch.ones(4, 3)
-    optimizer.step()
-    optimizer.state[weight]["note"] = "mine"
-    for mask in (torch.rand(4, 3) < 0.5, torch.rand(4, 3) < 0.5, None):
-        optimizer.set_mask(weight, mask)
-        optimizer.step()
-    assert optimizer.state[weight]["note"] == "mine"
-    assert optimizer.state[weight]["exp_avg"].shape == (4, 3)

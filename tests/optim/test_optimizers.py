@@ -71,21 +71,6 @@ def test_a_closure_runs_once(stack, tokens) -> None:
     assert len(calls) == 1
 
 
-def test_a_loss_scaler_takes_it(stack, tokens) -> None:
-    peer = copy.deepcopy(stack)
-    optimizer, scaler = joined(stack), torch.amp.GradScaler("cpu", init_scale=4.0)
-    for scale in (1.0, float("inf")):
-        scaler.scale(scale * stack(tokens).square().mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    alone = by_hand(peer)
-    peer(tokens).square().mean().backward()
-    for each in alone:
-        each.step()
-    assert equal(stack, peer)
-
-
 FREEZE: dict[str, Callable[[], Any]] = {
     "none": dict,
     "entries": lambda: {"half": gp.Freeze(gp.masks.Random(0.5, every=2), frozen_state="drop")},

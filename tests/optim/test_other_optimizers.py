@@ -13,7 +13,6 @@ from torch import nn
 import gradpolicy as gp
 from gradpolicy import MaskedOptimizer
 from gradpolicy.errors import PolicyError
-from gradpolicy.optim.other_optimizers import initial_values
 from tests.optim.alone import run_alone, without_rule
 
 HALF = torch.tensor([[True, False], [False, True]])
@@ -26,19 +25,6 @@ EXAMPLES = {
     "MARS": lambda weights: pytorch_optimizer.MARS(weights, lr=1e-4),
 }
 KINDS = without_rule(EXAMPLES)
-
-
-class Packs(torch.optim.Optimizer):
-    """Keeps a byte for each two entries."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in (p for p in group["params"] if p.grad is not None):
-                self.state[parameter]["momentum"] = torch.zeros(parameter.numel() // 2, dtype=torch.uint8)
-                parameter.data -= group["lr"] * parameter.grad
 
 
 def masked(make, state="keep"):
@@ -79,7 +65,6 @@ def test_one_with_a_rule_needs_no_word(state):
         (bitsandbytes.optim.AdamW8bit, "AdamW8bit keeps one scale for a block"),
         (torchao.optim.AdamW8bit, "AdamW8bit keeps one scale for a block"),
         (pytorch_optimizer.FlashAdamW, "FlashAdamW keeps one scale"),
-        (Packs, "Packs keeps one scale for a block of entries"),
     ],
 )
 def test_state_without_a_value_for_each_entry_is_refused_but_for_whole_tensors(make, why):
@@ -119,14 +104,6 @@ def test_the_plan_says_it_too():
 def test_the_plan_refuses_what_the_run_would_refuse():
     with pytest.raises(PolicyError, match=r"policy\.half: SOAP keeps"):
         planned(lambda weights: pytorch_optimizer.SOAP(list(weights)), gp.Freeze(gp.masks.Random(0.5)))
-
-
-def test_what_decay_leaves_in_the_first_state_of_a_frozen_entry_is_emptied():
-    weight, optimizer = masked(lambda weights: torch.optim.Adadelta(weights, weight_decay=0.5))
-    optimizer.set_mask(weight, HALF)
-    weight.grad = torch.ones(2, 2)
-    optimizer.step()
-    assert torch.equal(optimizer.state[weight]["square_avg"] != 0, HALF)
 
 
 # --- how state begins
@@ -176,43 +153,6 @@ def test_state_that_does_not_begin_at_zero_begins_anew(kind, dtype, shape):
         optimizer.step()
     expected = run_alone(kind, settings, start, gradients, masks, "zero")
     torch.testing.assert_close(weight.detach(), expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
-@pytest.mark.parametrize("bias_correction", ["entry", "tensor"])
-def test_what_counts_for_a_whole_tensor_is_not_emptied_as_the_state_of_a_scalars_entry(kind, bias_correction):
-    ends = []
-    for shape in ((), (1,)):
-        weight = torch.nn.Parameter(torch.ones(shape))
-        optimizer = MaskedOptimizer(kind([weight], lr=0.1), "zero", bias_correction)
-        for mask in (True, True, False, True, True):
-            optimizer.set_mask(weight, torch.tensor(mask))
-            weight.grad = torch.ones(shape)
-            optimizer.step()
-        ends.append(weight.item())
-    assert ends[0] == ends[1]
-
-
-def test_what_a_strangers_state_begins_with_is_seen_in_a_first_step():
-    weight = torch.nn.Parameter(torch.randn(5, 3))
-    optimizer = pytorch_optimizer.Prodigy([weight], weight_decay=0.1)
-    group = optimizer.param_groups[0]
-    before = torch.get_rng_state()
-    found = initial_values(optimizer, group, weight, {"p0": weight, "exp_avg": weight})
-    assert torch.equal(found["p0"], weight)
-    assert not found["exp_avg"].any()
-    assert torch.equal(torch.get_rng_state(), before)
-    assert not optimizer.state
-
-
-def test_what_cannot_be_found_out_is_left_alone():
-    class Demanding(torch.optim.SGD):
-        def __init__(self, weights, model):
-            super().__init__(weights, lr=0.1, momentum=0.9)
-
-    weight = torch.nn.Parameter(torch.randn(5, 3))
-    optimizer = Demanding([weight], model=None)
-    assert initial_values(optimizer, optimizer.param_groups[0], weight, {"momentum_buffer": weight}) == {}
 
 
 def test_sam_gets_its_closure_for_both_of_its_passes():

@@ -121,23 +121,6 @@ def test_the_active_part_moves_as_under_the_optimizer_alone(name, seed):
     follow_course(make, by_hand(make, weight.detach()), weight, draw_mask, generator, 20, 1e-6)
 
 
-@pytest.mark.parametrize("make", [muon(), adafactor()])
-def test_other_parameters_of_the_group_are_stepped_as_ever(make):
-    weights = [torch.nn.Parameter(torch.randn(4, 3)) for _ in range(3)]
-    plain = torch.nn.Parameter(weights[2].detach().clone())
-    optimizer, alone = gp.MaskedOptimizer(make(weights)), make([plain])
-    optimizer.set_masks({weights[0]: torch.tensor([[True], [False], [True], [False]]), weights[1]: False})
-    for _ in range(3):
-        for weight in weights:
-            weight.grad = torch.randn(4, 3)
-        plain.grad = weights[2].grad.clone()
-        optimizer.step()
-        alone.step()
-    assert torch.equal(weights[2], plain)
-    assert [len(group["params"]) for group in optimizer.param_groups] == [3]
-    assert set(optimizer.state) == {weights[0], weights[2]}
-
-
 def test_a_part_has_the_settings_of_its_parameter():
     weights = [torch.nn.Parameter(torch.ones(4, 3)) for _ in range(2)]
     optimizer = gp.MaskedOptimizer(torch.optim.Muon(weights, lr=0.1, weight_decay=0.0))

@@ -6,7 +6,6 @@ import torch
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
-from gradpolicy.optim.update_rules import rule_for
 from tests.optim.alone import EachAlone, follow_course
 
 SHAPE = (4, 3)
@@ -101,26 +100,3 @@ def test_a_mask_changes_only_in_training():
         optimizer.set_mask(weight, ~half)
     with pytest.raises(Exception, match="train mode"):
         optimizer.step()
-
-
-def test_half_precision_has_no_rule():
-    weights = [torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]
-    assert rule_for(made("sgd")(weights)) is None
-
-
-def test_train_and_eval_of_several_optimizers_reach_each():
-    model = torch.nn.Linear(3, 4)
-    entries = [
-        {"params": "weight", "optimizer": schedulefree.SGDScheduleFree, "lr": 0.1},
-        {"params": "*", "optimizer": torch.optim.AdamW},
-    ]
-    optimizer = gp.MaskedOptimizer(gp.Optimizers(model, entries))
-    optimizer.train()
-    optimizer.set_mask(model.weight, torch.arange(4).view(4, 1) < 2)
-    for _ in range(2):
-        model(torch.ones(2, 3)).sum().backward()
-        optimizer.step()
-    before = model.weight.detach().clone()
-    optimizer.eval()
-    assert torch.equal(before[2:], model.weight[2:])
-    assert (before[:2] != model.weight[:2]).all()
