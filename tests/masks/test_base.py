@@ -2,7 +2,6 @@
 
 import pytest
 
-import gradpolicy as gp
 from gradpolicy.errors import PolicyError
 from gradpolicy.masks.base import MaskSource
 
@@ -44,11 +43,6 @@ def test_the_first_masks_hold_before_start_and_the_last_after_stop() -> None:
 def test_an_impossible_timetable_is_an_error(arguments: dict, message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         MaskSource(**arguments)
-
-
-def test_gradual_needs_every() -> None:
-    with pytest.raises(PolicyError, match=r"\.every: must be a whole number of at least 1, got None"):
-        gp.masks.Gradual(every=None)
 
 
 def test_a_source_that_was_not_begun_says_so(prepared) -> None:

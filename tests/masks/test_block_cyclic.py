@@ -29,13 +29,6 @@ def test_random_order_visits_each_block_once_a_cycle_in_a_new_order(prepared) ->
     assert visited(prepared(gp.masks.BlockCyclic("random", every=1), seed=1), 60) != turns
 
 
-def test_exactly_one_block_trains_for_every_steps(prepared, trained, stack) -> None:
-    source = prepared(gp.masks.BlockCyclic(every=3))
-    for step in range(18):
-        expected = [name for name, _ in stack.named_parameters() if name.startswith(BLOCKS[step // 3])]
-        assert trained(source.masks(step, 0)) == expected
-
-
 def test_neighbouring_layers_may_form_a_block(prepared) -> None:
     source = prepared(gp.masks.BlockCyclic(size=4, every=1))
     assert visited(source, 3) == [BLOCK_OF_FOUR, "blocks.3+head", BLOCK_OF_FOUR]

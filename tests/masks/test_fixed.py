@@ -91,9 +91,3 @@ def test_a_timetable_is_taken_and_said_to_make_no_difference(kind, recwarn):
 )
 def test_it_tells_what_was_given_in_short(source, text: str) -> None:
     assert repr(source) == text
-
-
-def test_masks_are_not_read_from_a_device(prepared, tmp_path) -> None:
-    (tmp_path / "masks.safetensors").symlink_to("/dev/null")
-    with pytest.raises(PolicyError, match=r"^Fixed.mask: .* is neither a file nor a directory$"):
-        prepared(gp.masks.Fixed(mask=str(tmp_path / "masks.safetensors")))

@@ -39,8 +39,3 @@ def course(source, counts: range, epochs: bool = False) -> tuple[list[int], list
 def test_a_window_of_gradients_comes_before_each_change(prepared, unit, timetable, wanted, decided) -> None:
     source = prepared(gp.masks.TopK(unit=unit, **{"window": 2, **timetable}), {"w": torch.ones(4, 4)})
     assert course(source, range(12), unit == "epoch") == (wanted, decided)
-
-
-def test_what_needs_no_gradients_decides_at_once(prepared) -> None:
-    source = prepared(gp.masks.TopK(by="weight", every=5, start=2, stop=8), {"w": torch.ones(4, 4)})
-    assert course(source, range(12)) == ([], [2, 7])

@@ -3,7 +3,6 @@
 from collections import Counter
 
 import pytest
-import torch
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
@@ -33,12 +32,6 @@ def test_every_layer_is_equally_likely(prepared) -> None:
     source = prepared(gp.masks.Layerwise(active=2, every=1))
     counts = Counter(layer for step in range(2000) for layer in source.active_layers(step, 0))
     assert all(abs(count - 1000) < 5 * (2000 * 0.25) ** 0.5 for count in counts.values())
-
-
-def test_a_model_without_numbers_is_sampled_by_module(prepared, trained) -> None:
-    parameters = {f"{module}.weight": torch.zeros(2) for module in ("first", "second", "third")}
-    source = prepared(gp.masks.Layerwise(active=1, every=1), parameters)
-    assert all(len(trained(source.masks(step, 0))) == 1 for step in range(10))
 
 
 def test_more_active_layers_than_there_are_is_an_error(prepared) -> None:

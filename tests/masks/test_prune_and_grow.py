@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
-from gradpolicy.masks.prune_and_grow import grown_entries, kept_entries, normal_values
+from gradpolicy.masks.prune_and_grow import grown_entries, kept_entries
 from tests.freezing.conftest import freezer_of, train
 
 
@@ -127,17 +127,6 @@ def test_biases_stay_dense(prepared) -> None:
     assert int(masks["head.weight"].sum()) == 12 - int(0.6 * 12)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_random_start_values_have_the_parameters_dtype(prepared, dtype: torch.dtype) -> None:
-    weight = torch.randn(20, 20).to(dtype)
-    source = prepared(sources(grow="random"), {"w": weight})
-    source.apply()
-    mask = source.masks(3, 0)["w"]
-    source.apply()
-    assert weight.dtype == dtype
-    assert torch.equal(weight != 0, mask)
-
-
 def test_entries_outside_the_mask_are_zero_and_grown_ones_start_there(stack, tokens) -> None:
     source = sources(every=2, window=2, stop=20)
     policy = gp.Freeze(source, params=["blocks.*", "head.*"], frozen_state="zero")
@@ -156,11 +145,6 @@ def test_entries_outside_the_mask_are_zero_and_grown_ones_start_there(stack, tok
     assert exchanged > 10
 
 
-def test_a_tensor_without_entries_stays_as_it_is(prepared) -> None:
-    source = prepared(sources(distribution="erk"), {"w": torch.randn(4, 4), "none": torch.zeros(0, 3)})
-    assert source.masks(0, 0)["none"] is True
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -174,11 +158,6 @@ def test_a_tensor_without_entries_stays_as_it_is(prepared) -> None:
 def test_wrong_arguments_are_errors(arguments: dict, message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         sources(**arguments)
-
-
-def test_nothing_to_make_sparse_is_an_error(prepared) -> None:
-    with pytest.raises(PolicyError, match="two dimensions or more"):
-        prepared(sources(), {"bias": torch.zeros(3)})
 
 
 def test_a_complex_weight_has_no_sign(prepared) -> None:
@@ -215,13 +194,3 @@ def test_a_lower_target_takes_the_smallest_away(by_sign: bool) -> None:
     weight = torch.tensor([3.0, -1.0, 2.0, -4.0])
     kept = kept_entries(torch.ones(4, dtype=torch.bool), weight, 0.0, 2, by_sign=by_sign)
     assert kept.tolist() == [True, False, False, True]
-
-
-def test_values_of_grown_entries_are_normal_and_depend_on_key_and_place() -> None:
-    places = torch.arange(0, 200_000, 2)
-    values = normal_values(7, places, deviation=0.5)
-    drawn = values / 0.5
-    for moment, expected in ((1, 0.0), (2, 1.0), (3, 0.0), (4, 3.0)):
-        assert drawn.pow(moment).mean().item() == pytest.approx(expected, abs=0.08)
-    assert torch.equal(normal_values(7, places[30::5], 0.5), values[30::5])
-    assert not torch.equal(normal_values(8, places, 0.5), values)

@@ -8,7 +8,6 @@ those of scores (snip, wanda, lift) were recorded like these, on a CPU.
 import functools
 import importlib
 import importlib.util
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -144,86 +143,6 @@ def test_child_tuning_d_chooses_the_same_entries_and_takes_the_same_steps() -> N
             assert torch.equal(parameters[name][~mask], under("weight")[name][~mask])
 
 
-def test_child_tuning_ds_code_clips_each_tensor_before_it_squares() -> None:
-    """By the paper the Fisher information is of the gradients as they are; theirs shifts it by clipping."""
-    _, under = recorded("child_tuning")
-    plain, clipped = under("mask/inf"), under("mask/1.0")
-    sums = {name: torch.zeros_like(mask, dtype=torch.float32) for name, mask in clipped.items()}
-    for number in range(8):
-        for name in sums:
-            gradient = under(f"gradient/{number}")[name]
-            sums[name] += (gradient / max(1.0, float(gradient.norm()) + 1e-6)) ** 2
-    source = gp.masks.TopK(0.3, by="fisher", window=1)
-    source.setup({name: torch.zeros_like(total) for name, total in sums.items()}, seed=0)
-    source.observe({name: total.sqrt() for name, total in sums.items()})
-    masks = source.masks(1, 0)
-    assert all(torch.equal(masks[name], mask) for name, mask in clipped.items())
-    assert any(not torch.equal(plain[name], clipped[name]) for name in plain)
-
-
-class Drawn(gp.masks.Random):
-    """Random with the draws of others."""
-
-    draws: list[dict[str, Tensor]]
-
-    def masks(self, step: int, epoch: int) -> dict[str, Tensor]:
-        return self.draws[step]
-
-
-def test_child_tuning_f_moves_alike_what_has_never_been_frozen() -> None:
-    """What freezes goes on moving by its momentum in theirs; by the paper, and here, it does not.
-
-    Theirs divides gradients by the density, to which Adam is invariant.
-    """
-    _, under = recorded("child_tuning")
-    theirs = [under(f"F/gradient/{number}") for number in range(8)]
-    source = Drawn(0.3)
-    source.draws = [{name: gradient != 0 for name, gradient in given.items()} for given in theirs]
-    gradients = [under(f"gradient/{number}") for number in range(8)]
-    before, moved_on = under("weight"), False
-    always = {name: torch.ones_like(weight, dtype=torch.bool) for name, weight in before.items()}
-    course = steps_with(gp.Freeze(source), child_tuning_adamw, before, gradients)
-    for step, (parameters, _) in enumerate(course):
-        after = under(f"F/weight/{step}")
-        for name, parameter in parameters.items():
-            torch.testing.assert_close(parameter.grad / 0.3, theirs[step][name])
-            active = source.draws[step][name]
-            always[name] &= active
-            expected = after[name][always[name]]
-            torch.testing.assert_close(parameter.detach()[always[name]], expected, rtol=1e-5, atol=1e-6)
-            assert torch.equal(parameter.detach()[~active], before[name][~active])
-            if step:
-                earlier = under(f"F/weight/{step - 1}")[name]
-                moved_on |= not torch.equal(after[name][~active], earlier[~active])
-        before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    assert moved_on
-    drawn = torch.cat([active.flatten() for draw in source.draws for active in draw.values()])
-    assert float(drawn.double().mean()) == pytest.approx(0.3, abs=4 * math.sqrt(0.21 / drawn.numel()))
-
-
-@pytest.mark.parametrize("ratio", ["0.4", "0.7"])
-def test_fish_chooses_the_same_entries(ratio: str) -> None:
-    everything, under = recorded("fish")
-    model = nn.ModuleDict({"body": nn.Linear(9, 16), "fc": nn.Linear(16, 4)}).double()
-    model.load_state_dict(under("weight"))
-    theirs = under(f"mask/{ratio}")
-    body = [mask for name, mask in theirs.items() if name.startswith("body")]
-    density = sum(int(mask.sum()) for mask in body) / sum(mask.numel() for mask in body)
-    source = gp.masks.TopK(density, by="fisher", window=10, before="freeze")
-    optimizer = gp.MaskedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
-    freezer = Freezer(model, [optimizer], {"fish": gp.Freeze(source, params="body.*")})
-    for step in range(10):
-        freezer.begin_step(step)
-        logits = model["fc"](torch.tanh(model["body"](everything["inputs"][step][None])))
-        nn.functional.cross_entropy(logits, everything["targets"][step][None]).backward()
-        freezer.observe(freezer.optimizers[0])
-        optimizer.step()
-        optimizer.zero_grad()
-    freezer.begin_step(10)
-    ours = {name: optimizer.get_mask(p).expand(p.shape) for name, p in model.named_parameters()}
-    assert_same_masks(ours, theirs)
-
-
 def recorded_scores(name: str):
     """A network of two layers, its batches, and the part under a prefix."""
     everything, under = recorded(name)
@@ -264,20 +183,6 @@ def test_badam_takes_the_same_steps(order: str, mode: str) -> None:
     for step, (parameters, _) in enumerate(steps_with(policy, adamw, under("weight"), gradients, first=1)):
         for name, theirs in under(f"{mode}/{step}").items():
             torch.testing.assert_close(parameters[name].detach(), theirs, rtol=1e-6, atol=1e-7)
-
-
-def test_lisa_lets_the_same_parameters_train_once_its_layers_are_drawn(prepared) -> None:
-    course = recorded("lisa")[0]["trains"]
-    names = ["embed.weight", *(f"layers.{place}.weight" for place in range(6)), "head.weight"]
-
-    class DrawnLayers(gp.masks.Layerwise):
-        def active_layers(self, step: int, epoch: int) -> list[str]:
-            drawn = course[10 * self.period(step, epoch)]
-            return [f"layers.{place}" for place in range(6) if drawn[1 + place]]
-
-    source = prepared(DrawnLayers(2, every=10), {name: torch.zeros(2) for name in names})
-    for step, trains in enumerate(course):
-        assert list(source.masks(step, 0).values()) == trains.tolist()
 
 
 @pytest.mark.parametrize("program", ["masked", "sparse"])

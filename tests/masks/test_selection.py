@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
 from gradpolicy.masks.selection import (
-    as_density,
     densities,
-    density_at,
     highest,
     kept_count,
     marks_of_highest,
@@ -64,26 +62,6 @@ def test_of_equal_scores_the_first_tensors_come_first(parts: list[list[float]], 
     assert torch.equal(together, highest(torch.cat(list(scores.values())), kept))
 
 
-def test_mixed_dtypes_are_compared_in_the_widest() -> None:
-    scores = {"a": torch.tensor([1.0, 1.0 + 2**-20]), "b": torch.tensor([1.0 + 2**-30], dtype=torch.float64)}
-    marked = highest_together(scores, 2)
-    assert [marked["a"].tolist(), marked["b"].tolist()] == [[False, True], [True]]
-
-
-@pytest.mark.parametrize("kept", [1, 400, 501, 9_000, 9_600, 9_999])
-def test_values_that_are_very_common_are_found_too(kept: int) -> None:
-    """Most scores are equal: the zero gradients of rare tokens, the weights outside a topology."""
-    generator = torch.Generator().manual_seed(kept)
-    scores = torch.zeros(10_000)
-    places = torch.randperm(10_000, generator=generator)
-    scores[places[:500]] = torch.rand(500, generator=generator)
-    scores[places[500:1_000]] = -math.inf
-    order = torch.sort(scores, descending=True, stable=True).indices
-    expected = torch.zeros(10_000, dtype=torch.bool)
-    expected[order[:kept]] = True
-    assert torch.equal(highest(scores, kept), expected)
-
-
 @pytest.mark.parametrize(
     ("density", "count"), [("1e-7", 20_000_000), ("0.999999999", 35), ("0.29", 101), ("0.4331", 244602430)]
 )
@@ -93,17 +71,6 @@ def test_the_count_is_that_of_exact_arithmetic(density: str, count: int) -> None
 
 
 # ---- densities
-
-
-def test_any_function_of_the_count_is_a_schedule() -> None:
-    assert density_at(as_density("Random.density", lambda count: 1 / (1 + count)), 3) == 0.25
-    assert density_at(as_density("Random.density", gp.schedules.Linear(1.0, 0.0, steps=4)), 1) == 0.75
-
-
-@pytest.mark.parametrize("value", [-0.1, 1.1, "much", True, math.nan])
-def test_what_is_no_share_is_an_error(value: object) -> None:
-    with pytest.raises(PolicyError, match="between 0 and 1"):
-        as_density("Random.density", value)
 
 
 @pytest.mark.parametrize(
@@ -117,16 +84,6 @@ def test_what_is_no_share_is_an_error(value: object) -> None:
 def test_a_ready_made_schedule_that_leaves_the_shares_is_an_error_at_once(schedule, text) -> None:
     with pytest.raises(PolicyError, match=rf"TopK\.density: {text}"):
         gp.masks.TopK(schedule)
-
-
-def test_a_schedule_that_leaves_the_shares_is_an_error() -> None:
-    with pytest.raises(PolicyError, match="density at 3"):
-        density_at(lambda count: float(count), 3)
-
-
-def test_a_flag_is_true_or_false() -> None:
-    with pytest.raises(PolicyError, match=r"TopK.largest: must be True or False, got 'no'"):
-        gp.masks.TopK(0.5, largest="no")
 
 
 @pytest.mark.parametrize("schedule", [gp.masks.Linear, lambda: 0.5, lambda step, epoch: 0.5])
@@ -144,12 +101,6 @@ def test_erk_is_proportional_to_the_sum_over_the_product_of_the_shape() -> None:
     raw = {name: sum(shape) / math.prod(shape) for name, shape in SHAPES.items()}
     for name in SHAPES:
         assert shares[name] / shares["wide"] == pytest.approx(raw[name] / raw["wide"])
-
-
-def test_erk_fills_the_smallest_tensors_first() -> None:
-    shares = densities(SHAPES, 0.2, "erk")
-    assert shares["fc"] == shares["stem"] == 1.0
-    assert shares["wide"] < 0.2
 
 
 @given(

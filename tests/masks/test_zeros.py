@@ -75,16 +75,6 @@ def test_a_weight_that_is_0_as_a_whole_freezes_as_a_whole(prepared) -> None:
     assert source.may_freeze() == {"w"}
 
 
-def test_an_export_is_as_sparse_as_the_checkpoint(pruned: nn.Module) -> None:
-    before = zeros(pruned)
-    with gp.training(pruned, adamw(pruned), [gp.Freeze(gp.masks.Zeros())]) as optimizer:
-        train(pruned, optimizer, range(5))
-    exported = torch.export.export(pruned.eval(), (torch.randn(2, 8),))
-    for name, zero in (("0.weight", before[0]), ("3.weight", before[1])):
-        assert torch.equal(exported.state_dict[name] == 0, zero)
-        assert torch.equal(exported.state_dict[name].detach().to_sparse_csr().to_dense() == 0, zero)
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_without_a_zero_is_warned_of(pruned: nn.Module) -> None:
     nn.init.ones_(pruned[0].weight)

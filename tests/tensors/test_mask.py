@@ -11,7 +11,6 @@ from gradpolicy.tensors.mask import (
     intersect,
     mask_from_state,
     mask_to_state,
-    same_mask,
 )
 from gradpolicy.tensors.seeded import RandomMask
 
@@ -51,21 +50,6 @@ def test_an_intersection_is_active_where_both_are(one, other) -> None:
     both = intersect(one, other, SHAPE)
     assert torch.equal(as_tensor(both, SHAPE).expand(SHAPE), expected)
     assert active_entries(both, SHAPE) == int(expected.sum())
-
-
-def test_the_intersection_of_a_mask_with_itself_stays_as_small_as_it_is() -> None:
-    assert intersect(SEEDED, RandomMask(1, 2, "w", 0.5), SHAPE) is SEEDED
-    assert intersect(True, SEEDED, SHAPE) is SEEDED
-    assert intersect(ROWS, ROWS, SHAPE) is ROWS
-    assert intersect(ROWS, False, SHAPE) is False
-
-
-def test_masks_are_the_same_only_where_that_can_be_known_without_looking() -> None:
-    assert same_mask(ROWS, ROWS)
-    assert not same_mask(ROWS, ROWS.clone())
-    assert same_mask(SEEDED, RandomMask(1, 2, "w", 0.5))
-    assert not same_mask(True, SEEDED)
-    assert not same_mask(None, False)
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)

@@ -30,14 +30,6 @@ def test_two_of_every_four_entries_of_a_row_are_active(source) -> None:
         assert (groups[mask.reshape(-1, 4)].reshape(-1, 2).min(1).values >= groups.median(1).values).all()
 
 
-@pytest.mark.parametrize("level", ["2:4", "2x4"])
-def test_a_part_of_the_rows_can_be_drawn_by_itself(level: str) -> None:
-    mask = gp.masks.RandomMask(0, 3, "w", 0.5, level)
-    whole = mask.materialize((10, 8))
-    for start in range(10):
-        assert torch.equal(mask.materialize((10, 8), start=start, stop=start + 3), whole[start : start + 3])
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [({"level": "4:2"}, "level"), ({"level": "2:4", "density": 0.1}, "'2:4' means 0.5, got 0.1")],

@@ -40,14 +40,6 @@ def test_clipping_by_norm_equals_that_of_the_dense_gradient(gradient: RowGradien
     torch.testing.assert_close(parameters[0].grad.dense(), plain[0].grad)
 
 
-def test_clipping_by_value_changes_the_held_rows(gradient: RowGradient) -> None:
-    wanted = gradient.dense().clamp(-0.5, 0.5)
-    parameter = parameter_with(gradient)
-    nn.utils.clip_grad_value_([parameter], 0.5)
-    assert parameter.grad is gradient
-    assert torch.equal(gradient.dense(), wanted)
-
-
 @pytest.mark.parametrize("value", [1.0, float("inf"), float("nan")])
 def test_unscaling_divides_the_rows_and_finds_what_is_not_finite(value: float) -> None:
     parameter = nn.Parameter(torch.zeros(4, 5))
@@ -59,26 +51,3 @@ def test_unscaling_divides_the_rows_and_finds_what_is_not_finite(value: float) -
     torch.testing.assert_close(parameter.grad.held, torch.full((2, 5), value / 4), equal_nan=True)
     (found,) = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
     assert bool(found) is not (value == 1.0)
-
-
-def test_gradients_add_up_where_they_are_held(gradient: RowGradient) -> None:
-    whole = torch.arange(20.0).view(4, 5)
-    wanted = gradient.dense() * 2 + whole
-    gradient.add_(gradient.clone()).add_(whole)
-    torch.testing.assert_close(gradient.held, gradient.rows.select(wanted))
-
-
-def test_functions_that_need_all_entries_get_zeros(gradient: RowGradient) -> None:
-    dense = gradient.dense()
-    assert torch.equal(gradient + 1, dense + 1)
-    assert torch.equal(torch.isfinite(gradient), torch.isfinite(dense))
-    assert gradient.abs().mean() == dense.abs().mean()
-    assert torch.equal(gradient.norm(dim=1), dense.norm(dim=1))
-
-
-def test_scaling_keeps_rows_alone(gradient: RowGradient) -> None:
-    for scaled in (gradient * 2, gradient / torch.tensor(0.5), -gradient, gradient.double()):
-        assert isinstance(scaled, RowGradient)
-    torch.testing.assert_close((gradient * 2).dense(), gradient.dense() * 2)
-    assert isinstance(gradient.zero_(), RowGradient)
-    assert not gradient.dense().any()
