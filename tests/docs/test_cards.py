@@ -11,7 +11,7 @@ import gradpolicy as gp
 from gradpolicy import policies
 from gradpolicy.masks import SOURCES
 from gradpolicy.masks.scores import SCORES
-from tests.docs.markdown import DOCS, ROOT, blocks, pictures
+from tests.docs.markdown import DOCS, MODULE, ROOT, blocks, pictures
 
 CARDS = {
     folder: sorted(path for path in (DOCS / folder).glob("*.md") if path.name != "README.md")
@@ -39,8 +39,9 @@ def test_the_python_runs_as_it_stands_and_the_yaml_makes_policies(card: Path) ->
     code, texts = blocks(card, "python"), blocks(card, "yaml")
     assert code
     assert texts
-    # The rules that it registers are named in the YAML.
-    exec(compile("\n".join(code), card.name, "exec"), {"__name__": "card"})
+    # The rules that it registers are named in the YAML; they belong to the module that the card shows.
+    name = next((found[1] for found in map(MODULE.match, code) if found), "card")
+    exec(compile("\n".join(code), card.name, "exec"), {"__name__": name})
     for content in map(yaml.safe_load, texts):
         if "_target_" in content:
             continue  # a model with a rule as its argument
