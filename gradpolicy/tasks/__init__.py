@@ -4,14 +4,13 @@ from gradpolicy.tasks.classification import Classifier
 from gradpolicy.tasks.digits import DigitsDataModule
 from gradpolicy.tasks.fashion_mnist import FashionMNISTDataModule
 from gradpolicy.tasks.language_model import LanguageModel
-from gradpolicy.tasks.models import ConvNet, MultilayerPerceptron, Prediction, QuantizedConvNet
+from gradpolicy.tasks.models import MultilayerPerceptron, Prediction, QuantizedConvNet
 from gradpolicy.tasks.tiny_shakespeare import TinyShakespeareDataModule
 from gradpolicy.tasks.transformer import CharacterTransformer
 
 __all__ = [
     "CharacterTransformer",
     "Classifier",
-    "ConvNet",
     "DigitsDataModule",
     "FashionMNISTDataModule",
     "LanguageModel",

@@ -7,25 +7,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError
-from gradpolicy.tasks.files import KEY, FileDataModule, RemoteFile
-from gradpolicy.tasks.loading import TensorRows
-from gradpolicy.tasks.splits import check_shares, stratified_split
+from gradpolicy.tasks.files import check_present, fetch
+from gradpolicy.tasks.loading import DataModule, TensorRows
+from gradpolicy.tasks.splits import split_off
 
-_SITE = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
-FILES = tuple(
-    RemoteFile(name, _SITE + name, sha256)
-    for name, sha256 in (
-        ("train-images-idx3-ubyte.gz", "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84"),
-        ("train-labels-idx1-ubyte.gz", "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845"),
-        ("t10k-images-idx3-ubyte.gz", "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073"),
-        ("t10k-labels-idx1-ubyte.gz", "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"),
-    )
-)
+SITE = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
+FILES = {
+    "train-images-idx3-ubyte.gz": "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+    "train-labels-idx1-ubyte.gz": "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+    "t10k-images-idx3-ubyte.gz": "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+    "t10k-labels-idx1-ubyte.gz": "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+}
 
 
-class FashionMNISTDataModule(FileDataModule):
-    """60,000 grey images of 28×28 pixels for training and validation, 10,000 for the test, in ten classes.
+class FashionMNISTDataModule(DataModule):
+    """60,000 grey images of 28×28 pixels, of which a tenth is for validation, and 10,000 for the test.
 
     A batch is ``(images, labels)``: float32 of shape (batch, 1, 28, 28) in [0, 1], int64 of shape (batch,).
 
@@ -34,7 +30,6 @@ class FashionMNISTDataModule(FileDataModule):
     Args:
         data_dir: The directory of the four compressed files.
         batch_size: Images per batch, on each process.
-        validation_share: Share of the 60,000 images for validation.
         seed: The seed of the split and of the order of the training images.
         workers: The number of loader processes; 0 loads in the training process.
         download: Download missing files.
@@ -52,24 +47,21 @@ class FashionMNISTDataModule(FileDataModule):
         self,
         data_dir: str | Path,
         batch_size: int = 128,
-        validation_share: float = 0.1,
         seed: int = 0,
         workers: int = 0,
         download: bool = False,
     ) -> None:
-        check_shares(validation_share=validation_share)
-        super().__init__(FILES, data_dir, batch_size, seed, workers, download)
-        self.validation_share = validation_share
+        super().__init__(batch_size, seed, workers)
+        self.data_dir, self.download = check_present(Path(data_dir), FILES, download), download
+
+    def prepare_data(self) -> None:
+        """Check the files, or download them."""
+        fetch(self.data_dir, SITE, FILES, self.download)
 
     def setup(self, stage: str | None = None) -> None:
         """Read the images and split off those for validation."""
-        if self.train_set is not None:
-            return
-        paths = (self.data_dir / file.name for file in self.files)
-        images, labels, test_images, test_labels = map(read_idx, paths)
-        train, validation = stratified_split(
-            "validation_share", np.arange(len(labels)), labels.numpy(), self.validation_share, self.seed
-        )
+        images, labels, test_images, test_labels = (read_idx(self.data_dir / name) for name in FILES)
+        train, validation = split_off(0.1, np.arange(len(labels)), labels.numpy(), self.seed)
         self.train_set = TensorRows(images[train][:, None] / 255, labels[train].long())
         self.validation_set = TensorRows(images[validation][:, None] / 255, labels[validation].long())
         self.test_set = TensorRows(test_images[:, None] / 255, test_labels.long())
@@ -80,14 +72,8 @@ def read_idx(path: Path) -> Tensor:
 
     The format: two zero bytes, the type (8 = unsigned byte), the number of dimensions, each dimension as a
     big-endian 32-bit number, then the values (Y. LeCun, C. Cortes, C. Burges, the MNIST database).
-
-    Raises:
-        PolicyError: If it is not such a file.
     """
     content = gzip.decompress(path.read_bytes())
-    dimensions = content[3] if len(content) > 3 else 0
-    start = 4 + 4 * dimensions
+    start = 4 + 4 * content[3]
     shape = np.frombuffer(content[4:start], ">u4").astype(int)
-    if content[:3] != b"\0\0\x08" or len(content) != start + shape.prod():
-        raise PolicyError(f"{KEY}: {path} is not an IDX file of bytes")
     return torch.from_numpy(np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy())

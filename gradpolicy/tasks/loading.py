@@ -12,13 +12,10 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from gradpolicy.checks import LARGEST_SEED, LARGEST_SIZE, check_whole
 from gradpolicy.errors import PolicyError
-
-# Each is a process.
-MOST_WORKERS = 1024
 
 
 class TensorRows(TensorDataset):
@@ -26,8 +23,7 @@ class TensorRows(TensorDataset):
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
         """Return the rows of a batch, stacked; a loader over it needs `already_stacked` to collate."""
-        chosen = torch.as_tensor(indices)
-        return tuple(tensor[chosen] for tensor in self.tensors)
+        return tuple(tensor[torch.as_tensor(indices)] for tensor in self.tensors)
 
 
 def already_stacked(batch: Any) -> Any:
@@ -38,44 +34,31 @@ def already_stacked(batch: Any) -> Any:
 class EpochSampler(DistributedSampler[Any]):
     """The order of an epoch as a function of (seed, epoch), distributed over the ranks.
 
-    Rank r of w takes samples r, r + w, … of the order. With batches of b samples on each rank, batch i of
-    all ranks together is therefore batch i of one process with batches of w·b. Since it is a
-    `DistributedSampler`, Lightning does not replace it.
-
-    Args:
-        dataset: The dataset that is sampled.
-        shuffle: Use a new random order for each epoch.
-        seed: The seed of the orders.
-        ranks: Number of processes that share an epoch.
-        rank: This process.
-        even: Give every rank the same number of samples by dropping up to ranks - 1 of the last ones, as
-            training needs; otherwise each sample is used exactly once, as evaluation needs.
+    Arguments are those of a `DistributedSampler`, so that Lightning does not replace it. Rank r of w takes
+    samples r, r + w, … of the order. With batches of b samples on each rank, batch i of all ranks together is
+    therefore batch i of one process with batches of w·b. With `drop_last`, as training needs, every rank gets
+    the same number of samples; otherwise each sample is used exactly once, as evaluation needs.
     """
 
-    def __init__(
-        self, dataset: Any, *, shuffle: bool, seed: int = 0, ranks: int = 1, rank: int = 0, even: bool = True
-    ) -> None:
-        super().__init__(dataset, ranks, rank, shuffle=shuffle, seed=seed, drop_last=even)
-        self.start = 0
-        self.count = len(dataset)
-        if even:
-            self.count -= self.count % ranks
-
-    def order(self) -> Tensor:
-        """Return the samples of this epoch over all ranks, in order."""
-        size = len(self.dataset)  # type: ignore[arg-type]
-        if not self.shuffle:
-            return torch.arange(self.count, device="cpu")
-        generator = torch.Generator("cpu").manual_seed(epoch_seed(self.seed, self.epoch))
-        return torch.randperm(size, generator=generator, device="cpu")[: self.count]
+    start = 0
 
     def __iter__(self) -> Iterator[int]:
         """Yield this rank's samples of the epoch, from `start` on."""
-        return iter(self.order()[self.rank :: self.num_replicas][self.start :].tolist())
+        order = torch.arange(len(self.dataset), device="cpu")  # type: ignore[arg-type]
+        if self.shuffle:
+            generator = torch.Generator("cpu").manual_seed(epoch_seed(self.seed, self.epoch))
+            order = torch.randperm(len(order), generator=generator, device="cpu")
+        return iter(order[self._places][self.start :].tolist())
 
     def __len__(self) -> int:
         """Return the number of samples of this rank in a whole epoch."""
-        return len(range(self.rank, self.count, self.num_replicas))
+        return len(range(len(self.dataset))[self._places])  # type: ignore[arg-type]
+
+    @property
+    def _places(self) -> slice:
+        """This rank's places in the order."""
+        samples = len(self.dataset)  # type: ignore[arg-type]
+        return slice(self.rank, samples - samples % self.num_replicas * self.drop_last, self.num_replicas)
 
 
 class ResumableLoader(DataLoader[Any]):
@@ -92,23 +75,17 @@ class ResumableLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield the remaining batches of this epoch."""
-        if not isinstance(self.sampler, EpochSampler):  # Lightning's overfit_batches puts its own here
-            yield from super().__iter__()
-            return
-        if self.generator is not None:  # seeds the workers
-            self.generator.manual_seed(epoch_seed(self.sampler.seed, self.sampler.epoch))
-        self.sampler.start = self.batches_done() * (self.batch_size or 1)
+        if isinstance(self.sampler, EpochSampler):  # Lightning's overfit_batches puts its own here
+            self.generator.manual_seed(epoch_seed(self.sampler.seed, self.sampler.epoch))  # seeds the workers
+            self.sampler.start = self.batches_done() * (self.batch_size or 1)
         yield from super().__iter__()
 
     def state_dict(self) -> dict[str, int]:
         """Return the values that determine the order of the samples, for a check when the run is resumed."""
         if not isinstance(self.sampler, EpochSampler):
             return {}
-        return {
-            "samples": len(self.dataset),  # type: ignore[arg-type]
-            "seed": self.sampler.seed,
-            "batch_size": (self.batch_size or 1) * self.sampler.num_replicas,
-        }
+        size = (self.batch_size or 1) * self.sampler.num_replicas
+        return {"samples": len(self.dataset), "seed": self.sampler.seed, "batch_size": size}  # type: ignore[arg-type]
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Check that the order of samples is unchanged if the run is resumed within an epoch.
@@ -116,12 +93,11 @@ class ResumableLoader(DataLoader[Any]):
         Raises:
             PolicyError: If seed, number of samples or joint batch size differ from the checkpoint's.
         """
-        for key, here in self.state_dict().items():
-            if key in state and state[key] != here:
-                raise PolicyError(
-                    f"data: the checkpoint was saved within an epoch with {key}={state[key]}, here it is"
-                    f" {here} (batch_size counts all ranks); keep it, or resume from the end of an epoch"
-                )
+        if (here := self.state_dict()) and state and here != state:
+            raise PolicyError(
+                f"data: the checkpoint was saved within an epoch with {state}, here it is {here} (batch_size"
+                " counts all ranks); keep it, or resume from the end of an epoch"
+            )
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
@@ -148,9 +124,7 @@ def evaluation_batch_size(samples: int, ranks: int, largest: int) -> int:
         63
     """
     share, more = divmod(samples, ranks)
-    if not more:
-        return largest
-    return next((size for size in range(largest, 1, -1) if share % size), largest)
+    return next((size for size in range(largest, 1, -1) if not more or share % size), largest)
 
 
 class DataModule(LightningDataModule):
@@ -168,27 +142,23 @@ class DataModule(LightningDataModule):
         PolicyError: If a number is too small or too large; when training starts, if no batch can be filled.
     """
 
-    train_set: Dataset[Any] | None = None
-    validation_set: Dataset[Any] | None = None
-    test_set: Dataset[Any] | None = None
+    train_set: Any = None
+    validation_set: Any = None
+    test_set: Any = None
 
     def __init__(self, batch_size: int = 64, seed: int = 0, workers: int = 0) -> None:
         super().__init__()
-        check_whole("data.batch_size", batch_size, least=1, most=LARGEST_SIZE)
-        check_whole("data.seed", seed, least=0, most=LARGEST_SEED)
-        check_whole("data.workers", workers, least=0, most=MOST_WORKERS)
-        self.batch_size = batch_size
-        self.seed = seed
-        self.workers = workers
+        self.batch_size = check_whole("data.batch_size", batch_size, least=1, most=LARGEST_SIZE)
+        self.seed = check_whole("data.seed", seed, least=0, most=LARGEST_SEED)
+        self.workers = check_whole("data.workers", workers, least=0, most=1024)
 
     def train_dataloader(self) -> ResumableLoader:
         """Return the training samples, shuffled for each epoch, without an incomplete last batch."""
         loader = self._loader(self.train_set, training=True)
         if len(loader) == 0:
-            ranks = self._ranks()[0]
+            samples = len(self.train_set)
             raise PolicyError(
-                f"data.batch_size: {self.batch_size} on {ranks} process(es) is more than the"
-                f" {len(self.train_set)} training samples"  # type: ignore[arg-type]
+                f"data.batch_size: {self.batch_size} is too large for {samples} training samples"
             )
         loader.batches_done = self._batches_done
         return loader
@@ -201,31 +171,20 @@ class DataModule(LightningDataModule):
         """Return the test samples, each once, in their own order."""
         return self._loader(self.test_set, training=False)
 
-    def _loader(self, dataset: Dataset[Any] | None, training: bool) -> ResumableLoader:
-        if dataset is None:
-            raise RuntimeError("call setup() before asking for a loader")
-        ranks, rank = self._ranks()
-        sampler = EpochSampler(
-            dataset, shuffle=training, seed=self.seed, ranks=ranks, rank=rank, even=training
-        )
-        batch_size = self.batch_size
-        if not training:
-            batch_size = evaluation_batch_size(len(dataset), ranks, batch_size)  # type: ignore[arg-type]
+    def _loader(self, dataset: Any, training: bool) -> ResumableLoader:
+        shares = (self.trainer.distributed_sampler_kwargs if self.trainer else None) or {}
+        ranks, rank = shares.get("num_replicas", 1), shares.get("rank", 0)
+        size = self.batch_size if training else evaluation_batch_size(len(dataset), ranks, self.batch_size)
         return ResumableLoader(
             dataset,
-            batch_size=batch_size,
-            sampler=sampler,
+            batch_size=size,
+            sampler=EpochSampler(dataset, ranks, rank, training, self.seed, drop_last=training),
             drop_last=training,
             num_workers=self.workers,
             persistent_workers=self.workers > 0,
             collate_fn=already_stacked if hasattr(dataset, "__getitems__") else None,
             generator=torch.Generator().manual_seed(self.seed),
         )
-
-    def _ranks(self) -> tuple[int, int]:
-        """Return the number of processes that share the data, and the rank of this one."""
-        shares = (self.trainer.distributed_sampler_kwargs if self.trainer else None) or {}
-        return shares.get("num_replicas", 1), shares.get("rank", 0)
 
     def _batches_done(self) -> int:
         return self.trainer.fit_loop.epoch_loop.batch_progress.current.ready if self.trainer else 0

@@ -1,5 +1,6 @@
 """Small image classifiers in which every activation is its own module."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -7,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradpolicy.checks import LARGEST_SIZE, check_share, check_sizes, check_whole
+from gradpolicy.checks import check_share, check_sizes
 
 
 class Prediction(NamedTuple):
@@ -48,71 +49,6 @@ class QuantizedReLU(nn.Module):
         bounded = self.relu(x).clamp(max=1.0)
         return torch.round(bounded * self.levels) / self.levels
 
-    def extra_repr(self) -> str:
-        """Return the number of steps."""
-        return f"levels={self.levels}"
-
-
-class QuantizedBlock(nn.Sequential):
-    """A 3×3 convolution, normalisation over all channels, and a quantised activation.
-
-    Args:
-        inputs: Input channels.
-        outputs: Output channels.
-        stride: 1 keeps the size of the image, 2 halves it.
-        levels: Steps of the activation.
-    """
-
-    def __init__(self, inputs: int, outputs: int, stride: int, levels: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=False)
-        self.norm = nn.GroupNorm(1, outputs)
-        self.activation = QuantizedReLU(levels)
-
-
-class ConvNet(nn.Module):
-    """Two convolutions with pooling, two linear layers; every activation is its own `nn.ReLU`.
-
-    Args:
-        channels: Channels of the images.
-        size: Height and width of the images in pixels.
-        classes: Number of classes.
-        width: Channels of the first convolution; the second has twice as many.
-        hidden: Units of the hidden linear layer.
-        dropout: The dropout probability of these units.
-
-    Raises:
-        PolicyError: For an impossible size, or images that are too small for pooling.
-    """
-
-    def __init__(
-        self,
-        channels: int = 1,
-        size: int = 28,
-        classes: int = 10,
-        width: int = 32,
-        hidden: int = 128,
-        dropout: float = 0.25,
-    ) -> None:
-        super().__init__()
-        check_sizes("ConvNet", channels=channels, classes=classes, width=width, hidden=hidden)
-        # Each of the two poolings halves it.
-        check_whole("ConvNet.size", size, least=4, most=LARGEST_SIZE)
-        check_share("ConvNet.dropout", dropout)
-        self.trunk = nn.Sequential(
-            nn.Sequential(nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-            nn.Sequential(nn.Conv2d(width, 2 * width, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-        )
-        self.hidden = nn.Linear(2 * width * (size // 4) ** 2, hidden)
-        self.activation = nn.ReLU()
-        self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(hidden, classes)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Classify images of shape (batch, channels, size, size)."""
-        features = self.activation(self.hidden(self.trunk(images).flatten(1)))
-        return self.head(self.dropout(features))
-
 
 class MultilayerPerceptron(nn.Module):
     """Fully connected layers with ReLUs between them.
@@ -121,30 +57,18 @@ class MultilayerPerceptron(nn.Module):
         inputs: Pixels of an image, over all channels.
         hidden: Units of each hidden layer.
         classes: Number of classes.
-        normalize: Add batch normalisation before each ReLU.
 
     Raises:
         PolicyError: For an impossible size.
     """
 
-    def __init__(
-        self,
-        inputs: int = 784,
-        hidden: Sequence[int] = (300, 100),
-        classes: int = 10,
-        normalize: bool = False,
-    ) -> None:
+    def __init__(self, inputs: int = 784, hidden: Sequence[int] = (300, 100), classes: int = 10) -> None:
         super().__init__()
         check_sizes("MultilayerPerceptron", inputs=inputs, classes=classes)
         for units in hidden:
             check_sizes("MultilayerPerceptron", hidden=units)
         sizes = [inputs, *hidden]
-        self.trunk = nn.Sequential(
-            *(
-                nn.Sequential(nn.Linear(*pair), *[nn.BatchNorm1d(pair[1])] * normalize, nn.ReLU())
-                for pair in pairwise(sizes)
-            ),
-        )
+        self.trunk = nn.Sequential(*(nn.Sequential(nn.Linear(*pair), nn.ReLU()) for pair in pairwise(sizes)))
         self.head = nn.Linear(sizes[-1], classes)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -159,7 +83,6 @@ class QuantizedConvNet(nn.Module):
     without training it, for which a policy is needed: ``gp.Stop(modules="*.probe")``.
 
     Args:
-        channels: Channels of the images.
         size: Height and width of the images in pixels.
         classes: Number of classes.
         width: Channels of the first block; the later ones have twice as many.
@@ -171,23 +94,15 @@ class QuantizedConvNet(nn.Module):
     """
 
     def __init__(
-        self,
-        channels: int = 1,
-        size: int = 8,
-        classes: int = 10,
-        width: int = 32,
-        levels: int = 4,
-        dropout: float = 0.25,
+        self, size: int = 8, classes: int = 10, width: int = 32, levels: int = 4, dropout: float = 0.25
     ) -> None:
         super().__init__()
-        check_sizes(
-            "QuantizedConvNet", channels=channels, size=size, classes=classes, width=width, levels=levels
-        )
+        check_sizes("QuantizedConvNet", size=size, classes=classes, width=width, levels=levels)
         check_share("QuantizedConvNet.dropout", dropout)
         self.trunk = nn.Sequential(
-            QuantizedBlock(channels, width, 1, levels),
-            QuantizedBlock(width, 2 * width, 2, levels),
-            QuantizedBlock(2 * width, 2 * width, 1, levels),
+            _block(1, width, 1, levels),
+            _block(width, 2 * width, 2, levels),
+            _block(2 * width, 2 * width, 1, levels),
         )
         self.dropout = nn.Dropout(dropout)
         features = 2 * width * ((size + 1) // 2) ** 2
@@ -195,6 +110,14 @@ class QuantizedConvNet(nn.Module):
         self.probe = nn.Linear(features, classes)
 
     def forward(self, images: Tensor) -> Prediction:
-        """Classify images of shape (batch, channels, size, size)."""
+        """Classify images of shape (batch, 1, size, size)."""
         features = self.dropout(self.trunk(images).flatten(1))
         return Prediction(self.head(features), self.probe(features))
+
+
+def _block(inputs: int, outputs: int, stride: int, levels: int) -> nn.Sequential:
+    """Return a 3×3 convolution, normalisation over all channels, and a quantised activation."""
+    conv = nn.Conv2d(inputs, outputs, kernel_size=3, stride=stride, padding=1, bias=False)
+    return nn.Sequential(
+        OrderedDict(conv=conv, norm=nn.GroupNorm(1, outputs), activation=QuantizedReLU(levels))
+    )

@@ -1,18 +1,14 @@
 """The base class of Lightning modules: a model, and functions that return its optimizer."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.optim import Optimizer
 
-from gradpolicy.checks import check_choice
 from gradpolicy.errors import PolicyError
-
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
-INTERVALS = ("step", "epoch")
 
 
 class Task(LightningModule):
@@ -24,23 +20,20 @@ class Task(LightningModule):
             true``.
         scheduler: A function of the optimizer that returns a learning-rate scheduler.
         scheduler_interval: When the scheduler steps, ``"step"`` or ``"epoch"``.
-
-    Raises:
-        PolicyError: For another interval.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: OptimizerFactory,
-        scheduler: SchedulerFactory | None = None,
+        optimizer: Callable[[Any], Optimizer],
+        scheduler: Callable[[Optimizer], Any] | None = None,
         scheduler_interval: str = "epoch",
     ) -> None:
         super().__init__()
         self.model = model
         self.make_optimizer = optimizer
         self.make_scheduler = scheduler
-        self.scheduler_interval = check_choice("model.scheduler_interval", scheduler_interval, INTERVALS)
+        self.scheduler_interval = scheduler_interval
 
     def forward(self, inputs: torch.Tensor) -> Any:
         """Return the model's output."""
@@ -63,29 +56,23 @@ class Task(LightningModule):
 
     def validation_step(self, batch: Any, batch_index: int) -> None:
         """Log the validation values."""
-        self.evaluate("val", batch)
+        self._evaluate("val", batch)
 
     def test_step(self, batch: Any, batch_index: int) -> None:
         """Log the test values."""
-        self.evaluate("test", batch)
+        self._evaluate("test", batch)
 
-    def evaluate(self, stage: str, batch: Any) -> None:
-        """Log the values of a batch.
-
-        Args:
-            stage: ``"val"`` or ``"test"``, the prefix of their names.
-            batch: A batch of the loader, whose first entry is a tensor of samples.
-        """
+    def _evaluate(self, stage: str, batch: Any) -> None:
         values = {f"{stage}/{name}": value for name, value in self.assess(batch)[1].items()}
         self.log_dict(
-            values, on_epoch=True, sync_dist=True, batch_size=len(batch[0]), prog_bar=stage == "val"
+            values, prog_bar=stage == "val", on_epoch=True, sync_dist=True, batch_size=len(batch[0])
         )
 
-    def build_optimizer(self) -> torch.optim.Optimizer:
+    def build_optimizer(self) -> Optimizer:
         """Return a new optimizer of the parameters; one that chooses by names gets these too."""
         kind = getattr(self.make_optimizer, "func", self.make_optimizer)
         needs_names = getattr(kind, "needs_names", False)
-        return self.make_optimizer(self.named_parameters() if needs_names else self.parameters())  # type: ignore[arg-type]
+        return self.make_optimizer(self.named_parameters() if needs_names else self.parameters())
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer and, if there is one, its scheduler.

@@ -86,7 +86,7 @@ class Clock(Callback):
 def record_cost(what: str, policies: Mapping[str, Policy], target: float | None = None) -> Row:
     """Return the cost of a record for the default job's network, on one thread."""
     torch.manual_seed(0)
-    network = QuantizedConvNet(channels=1, size=8, classes=10, width=32, levels=4, dropout=0.25)
+    network = QuantizedConvNet(size=8, classes=10, width=32, levels=4, dropout=0.25)
     model = Classifier(network, partial(torch.optim.AdamW, lr=1e-3))
     with tempfile.TemporaryDirectory() as folder, one_thread(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

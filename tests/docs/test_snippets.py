@@ -10,6 +10,7 @@ import pytest
 import yaml
 from omegaconf import open_dict, read_write
 
+from gradpolicy.imports import limited_to
 from gradpolicy.launch.config import (
     Source,
     check_job,
@@ -18,9 +19,9 @@ from gradpolicy.launch.config import (
     hydra_at,
     resolved,
 )
+from gradpolicy.launch.permissions import trusted_packages
 from gradpolicy.launch.run import build_subject, make_run_plan
 from gradpolicy.tasks import tiny_shakespeare
-from gradpolicy.tasks.files import RemoteFile
 from tests.docs.markdown import DOCS, ROOT, write_modules
 
 CARDS = [
@@ -72,8 +73,8 @@ def shakespeare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where a text of 65 characters stands for the one that a command downloads."""
     text = "".join(map(chr, range(40, 105))) * 80
     (tmp_path / "input.txt").write_text(text)
-    file = RemoteFile("input.txt", "nowhere", hashlib.sha256(text.encode()).hexdigest())
-    monkeypatch.setattr(tiny_shakespeare, "FILES", (file,))
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    monkeypatch.setattr(tiny_shakespeare, "FILES", {"input.txt": sha256})
     return tmp_path
 
 
@@ -100,9 +101,9 @@ def test_a_block_is_planned_on_its_model(configs: Source, shakespeare: Path, pat
     words = shlex.split(command)
     if "data=tiny_shakespeare" in words:
         words.append(f"data.data_dir={shakespeare}")
-    with hydra_at(configs):
+    with limited_to(trusted_packages(words, ROOT)), hydra_at(configs):
         job = compose_job(configs, fixed_overrides(words))
-        check_job(job)
+        check_job(job, words)
         with read_write(job), open_dict(job):
             del job["hydra"]
         plan = make_run_plan(build_subject(resolved(job)), seed=0)

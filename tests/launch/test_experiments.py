@@ -9,7 +9,6 @@ import torch
 
 from gradpolicy.lightning.checkpoints import read_checkpoint
 from gradpolicy.tasks import fashion_mnist, tiny_shakespeare
-from gradpolicy.tasks.files import RemoteFile
 from tests.tasks.test_fashion_mnist import write_idx
 
 FASHION = ("dense", "rigl", "set")
@@ -40,10 +39,7 @@ def shakespeare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def trust(module, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = tuple(
-        RemoteFile(file.name, file.url, hashlib.sha256((directory / file.name).read_bytes()).hexdigest())
-        for file in module.FILES
-    )
+    files = {name: hashlib.sha256((directory / name).read_bytes()).hexdigest() for name in module.FILES}
     monkeypatch.setattr(module, "FILES", files)
 
 

@@ -1,0 +1,8 @@
+"""`gradpolicy sweep`, from a clone."""
+
+import sys
+
+from gradpolicy.commands.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["sweep", *sys.argv[1:]]))
