@@ -1,11 +1,9 @@
-"""Compiles the C kernels and writes the schemas of configs when the package is built.
+"""Compiles the C kernels when the package is built.
 
-A wheel without them works: torch does what the kernels would, and editors complete nothing.
+A wheel without them works: torch does what the kernels would.
 """
 
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +15,7 @@ HERE = Path(__file__).parent
 
 
 class BuildWithKernels(build_py):
-    """Builds the package, with its C kernels beside their sources and the schemas beside the configs."""
+    """Builds the package, with its C kernels beside their sources."""
 
     def run(self) -> None:
         """Build."""
@@ -28,10 +26,6 @@ class BuildWithKernels(build_py):
             build_all(root / "gradpolicy")
         except Exception as error:
             print(f"gradpolicy: the C kernels were not compiled: {error}", file=sys.stderr)
-        if not self.editable_mode:
-            write = [sys.executable, "-m", "gradpolicy", "schema", str(root / "gradpolicy" / "conf")]
-            if subprocess.run(write, env={**os.environ, "PYTHONPATH": str(HERE)}).returncode:
-                print("gradpolicy: the schemas of configs were not written", file=sys.stderr)
 
 
 class WheelForOnePlatform(bdist_wheel):

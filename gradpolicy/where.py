@@ -7,7 +7,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, nearest, shown, under
-from gradpolicy.imports import allowed_packages, import_by_name, is_limited, lies_in
+from gradpolicy.imports import import_by_name
 
 ModulePattern = str | type[nn.Module]
 Named = TypeVar("Named", bound=Tensor)
@@ -207,11 +207,7 @@ def _match_modules(pattern: ModulePattern, modules: Mapping[str, nn.Module]) -> 
     module_class = _class_at(pattern)
     if module_class is not None:
         return _match_modules(module_class, modules)
-    error = no_match(pattern, modules, "module")
-    package, _, name = pattern.rpartition(".")
-    if is_limited() and package and name[:1].isupper() and not lies_in(pattern, allowed_packages()):
-        raise PolicyError(f"{error}; a class of your own needs allowed_targets=[{package.split('.')[0]}]")
-    raise error
+    raise no_match(pattern, modules, "module")
 
 
 def _class_at(path: str) -> type[nn.Module] | None:

@@ -80,7 +80,6 @@ def test_the_wheel_holds_every_config_and_the_kernels(wheel: Path) -> None:
     kernel = re.compile(r"gradpolicy/optim/kernels/native/built/update-adam-.*\.so")
     assert any(map(kernel.fullmatch, names))
     assert "gradpolicy/commands/starter/conf/train.yaml" in names
-    assert "gradpolicy/conf/policy.schema.json" in names
     assert not any("/local/" in name for name in names)
 
 

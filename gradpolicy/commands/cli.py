@@ -16,18 +16,15 @@ from gradpolicy.imports import EXTRAS
 CONFIGS = Path(__file__).parents[1] / "conf"
 # The modules of subcommands with their own arguments.
 COMMANDS = {
-    "attribute": "gradpolicy.commands.attribute",
-    "checkpoint": "gradpolicy.commands.checkpoint",
     "delta": "gradpolicy.commands.delta",
     "init": "gradpolicy.commands.init",
     "plan": "gradpolicy.commands.plan",
     "report": "gradpolicy.commands.report",
     "resume": "gradpolicy.commands.resume",
-    "schema": "gradpolicy.commands.schema",
     "sweep": "gradpolicy.commands.sweep",
 }
 # Subcommands that read configs, and so get their directory.
-READ_CONFIGS = ("attribute", "plan", "resume", "sweep")
+READ_CONFIGS = ("plan", "resume", "sweep")
 INTERRUPTED = 130
 
 
@@ -36,8 +33,7 @@ def main(arguments: Sequence[str] | None = None, config_dir: Path | None = None)
 
     Args:
         arguments: The command line; default: that of this process.
-        config_dir: The directory of configs; default: those of the package. A file of packages that configs
-            may name (``allowed_targets.txt``) is read beside it.
+        config_dir: The directory of configs; default: those of the package.
 
     Returns:
         The exit code: 0, 1 for a failure, 2 for invalid input, 3 for a violated guarantee, 130 for Ctrl-C,

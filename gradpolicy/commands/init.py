@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradpolicy.errors import PolicyError, shown
-from gradpolicy.imports import to_install
 
 STARTER = Path(__file__).parent / "starter"
 # The package of the starter project, which is renamed after the directory.
@@ -36,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def write_project(directory: Path) -> None:
-    """Write the project, with JSON schemas of its configs for editors.
+    """Write the project.
 
     Args:
         directory: The directory, whose name becomes that of the project's package.
@@ -58,16 +57,6 @@ def write_project(directory: Path) -> None:
                 target = directory / str(source.relative_to(STARTER)).replace(PACKAGE, name)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_text(source.read_text("utf-8").replace(PACKAGE, name), "utf-8")
-        _write_schemas(directory / "conf")
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise PolicyError(f"DIR: {directory} cannot be written: {reason}") from error
-
-
-def _write_schemas(configs: Path) -> None:
-    try:
-        from gradpolicy.commands.schema import write_schemas
-    except ModuleNotFoundError as error:
-        print(f"No schemas for editors: {to_install(error)}, then run gradpolicy schema")
-        return
-    write_schemas(configs)

@@ -7,11 +7,8 @@ from pathlib import Path
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.launch.app import main as train
-from gradpolicy.launch.processes import SWEEP_ONLY, quoted
+from gradpolicy.launch.processes import quoted
 from gradpolicy.lightning.runs import LAST, RunRecord, find_checkpoint, run_of
-
-# Overrides of the original command that are not repeated: those that only the user may allow, and new values.
-LEFT_OUT = ("allowed_targets=", "extensions=", "hydra.searchpath=", "ckpt_path=")
 
 
 def main(arguments: Sequence[str], config_dir: Path) -> int:
@@ -57,9 +54,4 @@ def _run(directory: Path | None) -> tuple[Path, list[str]]:
     run = run.absolute()
     if Path(record.started_in).is_dir():
         os.chdir(record.started_in)
-    return run, [word for word in record.command if not _is_left_out(word)]
-
-
-def _is_left_out(word: str) -> bool:
-    # No run records those of a sweep, of which some reach a shell.
-    return word.lstrip("+~").startswith(LEFT_OUT) or SWEEP_ONLY.match(word) is not None
+    return run, [word for word in record.command if not word.startswith("ckpt_path=")]

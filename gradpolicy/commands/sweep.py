@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+from omegaconf import OmegaConf
 from optuna.trial import FrozenTrial, Trial, TrialState
 from optuna_integration import PyTorchLightningPruningCallback
 
-from gradpolicy.commands.cli import CONFIGS
-from gradpolicy.commands.search_space import Metric, SearchSpace, read_space
 from gradpolicy.display import wide_console
-from gradpolicy.errors import PolicyError, unknown
-from gradpolicy.imports import limited_to
+from gradpolicy.errors import PolicyError, shown, unknown
 from gradpolicy.insight.report import write_report
 from gradpolicy.insight.run_files import REPORT, RESULT, Result
 from gradpolicy.insight.run_log import replace_unencodable
@@ -31,7 +29,6 @@ from gradpolicy.insight.sweep_summary import SweepSummary
 from gradpolicy.launch.app import main as train
 from gradpolicy.launch.config import Source, check_job, compose_job, hydra_at
 from gradpolicy.launch.messages import INTERRUPTED, TERMINATED, WRONG_INPUT, report_error, wrong_input_errors
-from gradpolicy.launch.permissions import trusted_packages
 from gradpolicy.launch.processes import quoted, termination_exits
 
 DIRECTORY = "directory"
@@ -77,25 +74,25 @@ class Search:
     Args:
         study: The study.
         url: The storage of the study.
-        space: The sweep config.
+        parameters: The values that are drawn, by key: a list, or a mapping of ``min``, ``max`` and perhaps
+            ``log: true``, of two integers or two numbers.
         overrides: The overrides of all trials.
         directory: The directory of the trials.
+        metric: The metric that is optimized.
+        mode: ``"min"`` or ``"max"``.
         monitor: The metric by which trials are pruned.
         config_dir: The directory of configs.
     """
 
     study: optuna.Study
     url: str
-    space: SearchSpace
+    parameters: Mapping[str, Any]
     overrides: list[str]
     directory: Path
+    metric: str
+    mode: str
     monitor: str
     config_dir: Path
-
-    @property
-    def metric(self) -> str:
-        """The metric that is optimized."""
-        return self.space.metric.name
 
 
 def main(arguments: Sequence[str], config_dir: Path) -> int:
@@ -142,32 +139,69 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(arguments)
 
 
-def split(overrides: list[str]) -> tuple[str, list[str]]:
-    """Separate the sweep's name from the overrides."""
-    names = [line.partition("=")[2] for line in overrides if line.startswith("sweep=")]
-    if len(names) != 1:
-        raise PolicyError("sweep: name one search space of conf/sweep, as sweep=learning_rate")
-    return names[0], [line for line in overrides if not line.startswith("sweep=")]
-
-
 def prepare(options: argparse.Namespace, config_dir: Path) -> Search:
     """Read the search space, and open the study or create it."""
-    name, overrides = split(options.overrides)
-    space = read_space(name, [directory / "sweep" for directory in (config_dir, CONFIGS)])
-    source = Source(config_dir)
-    # Check the overrides with the first value of each parameter.
-    first = [f"{key}={parameter.first}" for key, parameter in space.parameters.items()]
-    with limited_to(trusted_packages(overrides, config_dir.parent)), hydra_at(source):
-        check_job(compose_job(source, [*overrides, *first]), overrides)
+    source, overrides = Source(config_dir), options.overrides
+    with hydra_at(source):
+        config = compose_job(source, overrides)
+        sweep = config.get("sweep")
+        space: Any = OmegaConf.to_container(sweep, resolve=True) if OmegaConf.is_config(sweep) else {}
+        parameters = space.get("parameters") if isinstance(space, dict) else None
+        if not isinstance(parameters, dict) or not parameters:
+            raise PolicyError(
+                "sweep: name one search space, a config of the group sweep with parameters, such as"
+                " sweep=learning_rate"
+            )
+        # Check the overrides with one value of each parameter.
+        first = [f"{key}={check_space(key, each)}" for key, each in parameters.items()]
+        settings = check_job(compose_job(source, [*overrides, *first]))
+    metric, mode = settings.optimized_metric, settings.optimized_mode
+    if metric is None:
+        raise PolicyError("optimized_metric: must name the metric that the search compares, got None")
     directory = Path(options.directory).absolute()
     directory.mkdir(parents=True, exist_ok=True)
     url = options.storage or f"sqlite:///{directory / 'study.db'}"
-    study = open_study(url, options.study or name, space.metric, options.seed)
-    monitor = options.monitor or space.metric.name.removesuffix("_best")
-    return Search(study, url, space, overrides, directory / study.study_name, monitor, config_dir)
+    name = options.study or str(config.hydra.runtime.choices.sweep)
+    study = open_study(url, name, metric, mode, options.seed)
+    monitor = options.monitor or metric.removesuffix("_best")
+    place = directory / study.study_name
+    return Search(study, url, parameters, overrides, place, metric, mode, monitor, config_dir)
 
 
-def open_study(url: str, name: str, metric: Metric, seed: int) -> optuna.Study:
+def check_space(key: str, space: Any) -> Any:
+    """Return one of the values of a parameter.
+
+    Raises:
+        PolicyError: If it is neither a list of values nor an interval.
+    """
+    if isinstance(space, list) and space:
+        return as_word(space[0])
+    if isinstance(space, dict) and {"min", "max"} <= space.keys() <= {"min", "max", "log"}:
+        low, high = space["min"], space["max"]
+        numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in (low, high))
+        if numbers and low <= high and (low > 0 or not space.get("log")):
+            return low
+    raise PolicyError(
+        f"sweep.parameters.{key}: must be a list of values, or numbers min and max and perhaps log: true,"
+        f" got {shown(space)}"
+    )
+
+
+def draw(trial: Trial, key: str, space: Any) -> Any:
+    """Draw the value of a trial."""
+    if isinstance(space, list):
+        return as_word(trial.suggest_categorical(key, space))
+    whole = isinstance(space["min"], int) and isinstance(space["max"], int)
+    suggest: Any = trial.suggest_int if whole else trial.suggest_float
+    return suggest(key, space["min"], space["max"], log=bool(space.get("log")))
+
+
+def as_word(value: Any) -> Any:
+    """Return a value as it stands on the right side of an override."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+
+
+def open_study(url: str, name: str, metric: str, mode: str, seed: int) -> optuna.Study:
     """Open or create a study; trials whose process is gone count as failed.
 
     In dashboards the objective is named after the metric.
@@ -180,13 +214,13 @@ def open_study(url: str, name: str, metric: Metric, seed: int) -> optuna.Study:
     study = optuna.create_study(
         study_name=name,
         storage=storage,
-        direction=metric.goal,
+        direction="minimize" if mode == "min" else "maximize",
         # The same seed would repeat the first trials.
         sampler=optuna.samplers.TPESampler(seed=seed + done),
         pruner=make_pruner(),
         load_if_exists=True,
     )
-    study.set_metric_names([metric.name])
+    study.set_metric_names([metric])
     optuna.storages.fail_stale_trials(study)
     return study
 
@@ -219,8 +253,7 @@ def run_trial(trial: Trial, search: Search) -> float:
     }
     words = [
         *search.overrides,
-        *(f"{key}={given.draw(trial, key)}" for key, given in search.space.parameters.items()),
-        f"optimized_metric={quoted(search.metric)}",
+        *(f"{key}={draw(trial, key, space)}" for key, space in search.parameters.items()),
         f"+callbacks.study={as_override(report)}",
         f"hydra.run.dir={quoted(str(directory))}",
     ]
@@ -243,7 +276,7 @@ def run_trial(trial: Trial, search: Search) -> float:
     except PolicyError as error:
         raise TrialFailedError(f"trial {trial.number}: {error}") from error
     if result.optimized is None:
-        raise unknown("metric", search.metric, result.metrics, key="metric.name")
+        raise unknown("metric", search.metric, result.metrics, key="optimized_metric")
     return result.optimized
 
 
@@ -256,8 +289,7 @@ def as_override(node: Mapping[str, Any]) -> str:
 def show(search: Search) -> None:
     """Print and save the table of all trials, and a report of the runs."""
     results = [as_result(trial) for trial in search.study.trials]
-    mode = "min" if search.space.metric.goal == "minimize" else "max"
-    summary, console = SweepSummary(results, search.metric, mode), wide_console()
+    summary, console = SweepSummary(results, search.metric, search.mode), wide_console()
     summary.show(console)
     # Not with_suffix, which would replace the end of a name such as v1.2.
     summary.write(search.directory.with_name(f"{search.directory.name}.csv"), console)

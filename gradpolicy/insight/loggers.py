@@ -15,9 +15,8 @@ from gradpolicy.planning.plan_table import HEADINGS, Plan, cells
 
 # Keys of the config with paths of the run.
 PLACES = ("paths", "logger", "extras")
-PERMISSIONS = ("allowed_targets", "extensions")
 # Keys that are not part of a run's name.
-UNNAMED = (*PLACES, *PERMISSIONS, "policy", "callbacks", "tags", "ckpt_path", "hydra")
+UNNAMED = (*PLACES, "extensions", "policy", "callbacks", "tags", "ckpt_path", "hydra")
 # The maximum length of a name in W&B, in characters.
 LONGEST_NAME = 128
 # Characters that MLflow does not allow in the name of a parameter.
@@ -39,7 +38,7 @@ def hyperparameters(config: Mapping[str, Any]) -> dict[str, Any]:
         >>> hyperparameters({"seed": 3, "policy": {"half": {"mask": {"density": 0.5}}}, "paths": {}})
         {'policies': 'half', 'seed': 3, 'policy.half.mask.density': 0.5}
     """
-    kept = {key: value for key, value in config.items() if key not in (*PLACES, *PERMISSIONS, "callbacks")}
+    kept = {key: value for key, value in config.items() if key not in (*PLACES, "extensions", "callbacks")}
     values = {key: value for key, value in flat(kept).items() if value is not None and value != {}}
     texts = {key: str(value) for key, value in values.items() if not isinstance(value, str | int | float)}
     return {"policies": policies_of(config), **values, **texts}

@@ -21,7 +21,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from gradpolicy.display import wide_console
 from gradpolicy.errors import PolicyError, brief, nearest
-from gradpolicy.imports import allowed_packages, limited_to
 from gradpolicy.insight.report import write_report
 from gradpolicy.insight.run_files import REPORT, STOPPED, Result
 from gradpolicy.insight.run_log import quieter, replace_unencodable
@@ -31,6 +30,7 @@ from gradpolicy.launch.config import (
     Settings,
     Source,
     check_job,
+    check_launcher,
     compose_job,
     fixed_overrides,
     hydra_at,
@@ -46,13 +46,6 @@ from gradpolicy.launch.messages import (
     full_disk,
     report_error,
     wrong_input_errors,
-)
-from gradpolicy.launch.permissions import (
-    check_given_search_path,
-    check_hydra,
-    check_launcher,
-    check_not_from_config,
-    trusted_packages,
 )
 from gradpolicy.launch.processes import (
     is_first_rank,
@@ -89,14 +82,15 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
             options.config_name or CONFIG_NAME,
             Path(options.config_dir).absolute() if options.config_dir else None,
         )
-        trusted = trusted_packages(options.overrides, config_dir.parent)
-        with limited_to(trusted), hydra_at(source) as prepared:
+        # Modules beside the configs, and those of the current directory, may be named in a config.
+        given = [Path(each).absolute().parent for each in (options.config_path, options.config_dir) if each]
+        sys.path += [str(place) for place in (*given, Path.cwd()) if str(place) not in sys.path]
+        with hydra_at(source) as prepared:
             if not _asks_for_information(options):
                 show_traceback = "extras.traceback=true" in options.overrides
                 config = compose_job(source, fixed_overrides(options.overrides))
                 show_traceback = OmegaConf.select(config, "extras.traceback") is True
                 return start(prepared, source, options, config)
-            check_given_search_path(options.overrides)
             if options.cfg:
                 compose_job(source, options.overrides)
             if options.help:
@@ -161,13 +155,11 @@ def start(prepared: Hydra, source: Source, options: Namespace, config: DictConfi
     if not options.multirun and config.hydra.mode != RunMode.MULTIRUN:
         if fixed_overrides(overrides) != overrides:
             raise PolicyError("several values for one key make a sweep: add -m, or quote the value")
-        run_job(prepared, config, check_job(config, overrides))
+        run_job(prepared, config, check_job(config))
         return 0
-    check_hydra(config, overrides)
-    check_not_from_config(config, overrides)
     check_launcher(config)
     for job in jobs_of(config, overrides):
-        check_job(compose_job(source, job), overrides)
+        check_job(compose_job(source, job))
     run_sweep(prepared, source, config, overrides)
     return 0
 
@@ -260,8 +252,6 @@ class Job:
 
     def __init__(self, *, in_sweep: bool) -> None:
         self.in_sweep = in_sweep
-        # A launcher may run the job in a process that does not have this command line.
-        self.trusted = allowed_packages()
         self.began = False
 
     def __call__(self, config: DictConfig) -> float | None:
@@ -275,8 +265,7 @@ class Job:
         self.began = True
         result = Result(overrides, status="stopped", error=STOPPED, directory=str(directory))
         try:
-            with limited_to(self.trusted):
-                result = run(config, overrides)
+            result = run(config, overrides)
         except Exception as error:
             result = replace(result, status="failed", error=explain(error))
             raise

@@ -1,5 +1,6 @@
 """The config of a job: composed by Hydra, then its keys, types and arguments checked."""
 
+import shutil
 import warnings
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Literal
 
+import yaml
 from hydra import compose, version
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
@@ -17,21 +19,16 @@ from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf._utils import get_yaml_loader
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from gradpolicy.checks import LARGEST_SEED
 from gradpolicy.errors import PolicyError, brief, nearest, shown
 from gradpolicy.imports import import_by_name
 from gradpolicy.launch.messages import one_line, type_error
-from gradpolicy.launch.permissions import (
-    check_given_search_path,
-    check_hydra,
-    check_not_from_config,
-    check_search_path,
-    content_of,
-    parsed,
-)
 
 VERSION_BASE = "1.3"
 # The plugin's own config has the same name. `hydra/launcher=submitit_slurm` means this project's.
@@ -107,7 +104,6 @@ class Settings(Strict):
     ckpt_path: str | None = None
     optimized_metric: str | None = None
     optimized_mode: Literal["min", "max"] = "max"
-    allowed_targets: Names = Field(default_factory=list)
     extensions: Names = Field(default_factory=list)
     user: Node = Field(default_factory=dict)
     extras: Extras = Field(default_factory=Extras)
@@ -134,8 +130,7 @@ def check_config(config: DictConfig) -> Settings:
         raise PolicyError("train=false test=false leaves nothing to do; plan_only=true prints the plan")
     _check_trainer(settings.trainer)
     load_extensions(settings.extensions)
-    from gradpolicy.launch.target_arguments import check_arguments
-    from gradpolicy.launch.targets import build_all
+    from gradpolicy.launch.targets import build_all, check_arguments
     from gradpolicy.policies import Policy
 
     # Policies before modules that take seconds to import. The optimizer before the model, which refers to it,
@@ -152,7 +147,7 @@ def load_extensions(names: list[str]) -> None:
     """Import the user's modules that register rules or update rules.
 
     Raises:
-        PolicyError: If one is in a package that is not allowed, or cannot be imported.
+        PolicyError: If one cannot be imported.
     """
     for name in names:
         try:
@@ -243,7 +238,6 @@ def hydra_at(source: Source) -> Iterator[Hydra]:
     for directory in source.directories:
         if not directory.is_dir():
             raise PolicyError(f"config directory {directory} does not exist")
-    check_search_path(source.directories, source.name)
     version.setbase(VERSION_BASE)
     search_path = create_config_search_path(str(source.directory))
     if source.more is not None:
@@ -260,21 +254,12 @@ def hydra_at(source: Source) -> Iterator[Hydra]:
             HydraConfig.instance().cfg = former
 
 
-def check_job(config: DictConfig, overrides: Sequence[str]) -> Settings:
-    """Check a composed job, including the objects that Hydra itself would build; build nothing.
-
-    Args:
-        config: The job, with Hydra's part.
-        overrides: Those of the command line, which may set more keys than a config.
-
-    Returns:
-        The job's part, resolved.
+def check_job(config: DictConfig) -> Settings:
+    """Return the part of a composed job without Hydra's, resolved and checked.
 
     Raises:
         PolicyError: For invalid input.
     """
-    check_hydra(config, overrides)
-    check_not_from_config(config, overrides)
     job = config.copy()
     with read_write(job), open_dict(job):
         del job["hydra"]
@@ -282,6 +267,11 @@ def check_job(config: DictConfig, overrides: Sequence[str]) -> Settings:
     if settings.paths.output_dir != config.hydra.runtime.output_dir:
         raise PolicyError("paths.output_dir: is the directory of the run; name it by hydra.run.dir=…")
     return settings
+
+
+def parsed(overrides: Sequence[str]) -> list[Override]:
+    """Parse the overrides of a command line."""
+    return OverridesParser.create().parse_overrides(list(overrides))
 
 
 def compose_job(source: Source, overrides: list[str]) -> DictConfig:
@@ -294,7 +284,6 @@ def compose_job(source: Source, overrides: list[str]) -> DictConfig:
     for override in parsed(overrides):
         if not override.key_or_group:
             raise PolicyError(f"{brief(str(override.input_line))}: names no key; write key=value")
-    check_given_search_path(overrides)
     try:
         config = compose(source.name, overrides, return_hydra_config=True)
     except Exception as error:
@@ -306,6 +295,20 @@ def compose_job(source: Source, overrides: list[str]) -> DictConfig:
         config.hydra.runtime.output_dir = str(Path.cwd())
     HydraConfig.instance().set_config(config)
     return config
+
+
+def check_launcher(config: DictConfig) -> None:
+    """Check, before any job starts, that there is a cluster for a launcher that needs one.
+
+    Raises:
+        PolicyError: If there is none; names an alternative.
+    """
+    if config.hydra.launcher._target_.endswith(".SlurmLauncher") and shutil.which("srun") is None:
+        raise PolicyError(
+            f"hydra/launcher={config.hydra.runtime.choices['hydra/launcher']}: there is no srun here; start "
+            "the sweep on a machine of the Slurm cluster, or run its jobs on this one by "
+            "hydra/launcher=submitit_local"
+        )
 
 
 def default_config() -> DictConfig | None:
@@ -355,7 +358,8 @@ def _check_choices(config: DictConfig, source: Source, overrides: list[str]) -> 
     for group, chosen in {**config.hydra.runtime.choices, **several}.items():
         for name in [chosen] if isinstance(chosen, str) else chosen or ():
             for file in (directory / group / f"{name}.yaml" for directory in source.directories):
-                content = content_of(file) if file.is_file() else None
+                # By the loader of Hydra: PyYAML's own refuses a tag, and makes dates of texts.
+                content = yaml.load(file.read_text("utf-8"), get_yaml_loader()) if file.is_file() else None
                 # The list of choices last, since Hydra reads the config's defaults anew for each group.
                 if not (content is None or isinstance(content, dict)) and name in _choices(group, source):
                     raise PolicyError(

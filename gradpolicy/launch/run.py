@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,12 +53,10 @@ from gradpolicy.lightning.resume import checked_restore
 from gradpolicy.lightning.runs import Kind, RunRecord, best_checkpoint, best_scores
 from gradpolicy.planning.plan import plan, training_loss
 from gradpolicy.planning.plan_table import Plan
-from gradpolicy.planning.schedule import write_schedule
 from gradpolicy.policies import Policy
 from gradpolicy.tasks.task import Task
+from gradpolicy.whole_file import write_text
 
-# Where `gradpolicy plan` writes a schedule; no key, since no config may write files.
-SCHEDULE: ContextVar[Path | None] = ContextVar("schedule", default=None)
 CONFIG, DEFAULTS = "config.yaml", "defaults.yaml"
 
 
@@ -162,9 +159,6 @@ def plan_and_run(
                     policies.layers = False  # the plan has them
                 if settings.extras.print_config:
                     print_config(container, console)
-                if (schedule := SCHEDULE.get()) is not None:
-                    write_schedule(subject.model, schedule)
-                    console.print(f"Schedule written to {schedule}", markup=False, soft_wrap=True)
             if settings.plan_only:
                 directory.clear_unless_begun()
                 return Result(overrides, status="planned")
@@ -313,7 +307,7 @@ def save_settings(container: Mapping[str, Any], planned: Plan | None, directory:
     configs = {CONFIG: dict(container), DEFAULTS: resolved(defaults) if defaults is not None else None}
     for name, config in configs.items():
         if config is not None:
-            (directory / name).write_text(yaml.safe_dump(config, sort_keys=False))
+            write_text(directory / name, yaml.safe_dump(config, sort_keys=False))
     if planned is not None:
         write_plan(planned, directory)
 

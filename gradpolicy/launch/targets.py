@@ -1,77 +1,200 @@
-"""Finds and builds the objects that a config names, and refuses forbidden ones.
+"""Finds the classes and functions that a config names, checks their arguments, and builds them.
 
-Every `_target_` of the resolved config is followed to its object. The object must be a class of the kind that
-:mod:`gradpolicy.launch.kinds` lists for its key, a function listed there, or be defined in a package that
-the person who runs the program has allowed. It is compared by identity, not by its name.
-
-Then :func:`hydra.utils.instantiate` builds it, given the checked objects themselves as ``_target_``, so that
-no name is looked up a second time.
+The check is by signatures, so that it refuses `trainer.max_epoch` and `optimizer.lr=abc` before anything
+runs, for any `_target_`. :func:`hydra.utils.instantiate` builds.
 """
 
 import inspect
-import sys
+import math
+import re
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from functools import cache
-from typing import Any
+from typing import Any, Literal
 
+import torch
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError
 
-from gradpolicy.errors import PolicyError, brief, shown, under
-from gradpolicy.imports import (
-    KNOWN,
-    allowed_packages,
-    follow,
-    home_of,
-    import_by_name,
-    is_allowed,
-    lies_in,
-    to_install,
-)
-from gradpolicy.launch import kinds
-from gradpolicy.launch.messages import LINE, root_cause
+from gradpolicy.errors import NAMED, PolicyError, brief, constructors, nearest, shown, under
+from gradpolicy.imports import import_by_name, to_install
+from gradpolicy.launch.messages import LINE, root_cause, type_error
+from gradpolicy.masks import MaskSource
+from gradpolicy.policies import Policy
 
 TARGET = "_target_"
-HYDRA_KEYS = (TARGET, "_args_", "_convert_", "_partial_", "_recursive_")
-POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+# Keys whose nodes are built; a star matches one name.
+BUILT = ("callbacks.*", "data", "logger.*", "model", "optimizer", "policy.*", "trainer")
+# Hydra's own keys of a node, and their types.
+KEY_TYPES: dict[str, Any] = {
+    TARGET: str,
+    "_partial_": bool,
+    "_recursive_": bool,
+    "_convert_": Literal["none", "partial", "object", "all"],
+    "_args_": list[Any],
+}
+PLAIN = (str, int, float, bool, type(None))
 
 
-def check_has_target(node: Mapping[str, Any], key: str) -> None:
-    """Check that a node names a target if its key takes one kind of class.
-
-    Raises:
-        PolicyError: If it does not, with an example.
-    """
-    expected = _kind_at(key)
-    if expected is not None and TARGET not in node:
-        raise PolicyError(f"{key}: needs a {TARGET}, such as {expected[1]}")
+# ---- checking
 
 
-def locate_target(key: str, node: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the object that the `_target_` of a node names, and check that it may be built there.
+def check_arguments(config: Any, key: str, *, complete: bool = True) -> None:
+    """Check every number, `_target_` and argument in a part of the resolved config.
 
     Args:
+        config: The part.
         key: Its key in the config.
-        node: The node.
+        complete: True if it is built without further arguments, so that all required ones must be given.
 
     Raises:
-        PolicyError: If it is not allowed, or does not exist.
+        PolicyError: For a target that is missing or does not exist, a missing required argument, an unknown
+            argument, a value of the wrong type, NaN, or an integer of more than 64 bits.
     """
-    path, full_key = node[TARGET], f"{key}.{TARGET}"
-    if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
-        raise PolicyError(f"{full_key}: must be a dotted path to a class or function, got {shown(path)}")
-    with under(full_key):
-        found = import_by_name(path) if lies_in(path, (*KNOWN, *allowed_packages())) else None
-    if found is None:
-        raise PolicyError(f"{full_key}: {shown(path)} is not among what a config may build{_hint(path)}")
+    if isinstance(config, list):
+        for index, value in enumerate(config):
+            check_arguments(value, f"{key}[{index}]", complete=complete)
+    if not isinstance(config, Mapping):
+        _check_number(config, key)
+        return
+    if TARGET not in config and any(
+        fnmatchcase(key, pattern) and key.count(".") == pattern.count(".") for pattern in BUILT
+    ):
+        raise PolicyError(f"{key}: needs a {TARGET}, the path of a class")
+    target = locate(config[TARGET], f"{key}.{TARGET}") if TARGET in config else None
+    # The target of a node that is not recursive builds the nodes below, and adds its own arguments.
+    complete_below = complete and config.get("_recursive_") is not False
+    for name, value in config.items():
+        check_arguments(value, f"{key}.{name}", complete=complete_below)
+    if target is not None:
+        _check_call(target, config, key)
+        if complete and not config.get("_partial_") and "_args_" not in config:
+            _check_complete(target, config, key)
+
+
+def locate(path: object, key: str) -> Callable[..., Any]:
+    """Return the class or function at a dotted path.
+
+    Raises:
+        PolicyError: If there is none, with the nearest names.
+    """
+    if not isinstance(path, str):
+        raise PolicyError(f"{key}: must be a dotted path to a class or function, got {shown(path)}")
+    with under(key):
+        found = import_by_name(path)
     if not callable(found):
-        raise PolicyError(f"{full_key}: {shown(path)} is a {type(found).__name__}, not a class or function")
-    if is_allowed(found):
-        return found
-    _check_kind(key, path, found)
-    _check_arguments(key, path, found, node)
+        raise PolicyError(f"{key}: {shown(path)} is a {type(found).__name__}, not a class or function")
     return found
+
+
+def _check_number(value: Any, key: str) -> None:
+    """Refuse NaN, which most checks accept, and integers above 64 bits, which overflow in torch."""
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise PolicyError(f"{brief(key)}: takes more than 64 bits, got {shown(value)}")
+    if isinstance(value, float) and math.isnan(value):
+        raise PolicyError(f"{brief(key)}: must be a number, got nan")
+
+
+def _signature(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """Return the parameters of a function or class; None if Python does not know them."""
+    for evaluated in (True, False):
+        try:
+            return list(inspect.signature(function, eval_str=evaluated).parameters.values())
+        except NameError:
+            # An annotation uses a name that is imported for type checking only.
+            continue
+        except (TypeError, ValueError):
+            break
+    return None
+
+
+def argument_names(target: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
+    """Return the arguments of a target by name, and True if it also takes others.
+
+    A policy or a mask source passes arguments on to its base classes, so theirs are included.
+    """
+    passes_on = isinstance(target, type) and issubclass(target, Policy | MaskSource)
+    known: dict[str, inspect.Parameter] = {}
+    takes_any = True
+    for function in constructors(target) if passes_on else [target]:  # type: ignore[arg-type]
+        parameters = _signature(function)
+        if parameters is None:
+            break
+        for parameter in parameters:
+            if parameter.kind in NAMED and parameter.name != "self":
+                known.setdefault(parameter.name, parameter)
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    return known, takes_any
+
+
+def _check_call(target: Callable[..., Any], config: Mapping[str, Any], key: str) -> None:
+    parameters, takes_any = argument_names(target)
+    for name, value in config.items():
+        full_key = brief(f"{key}.{name}")
+        if name in KEY_TYPES:
+            check_value(full_key, KEY_TYPES[name], value)
+        elif name in parameters:
+            annotation, default = parameters[name].annotation, parameters[name].default
+            known = annotation is not inspect.Parameter.empty and not isinstance(annotation, str)
+            if known and value != default and not _has_target(value):
+                check_value(full_key, annotation, value)
+        elif not takes_any:
+            raise PolicyError(
+                f"{full_key}: {config[TARGET]} takes no such argument; {nearest(str(name), parameters)}"
+            )
+
+
+def _check_complete(target: Callable[..., Any], config: Mapping[str, Any], key: str) -> None:
+    path = config[TARGET]
+    for parameter in _signature(target) or ():
+        name = parameter.name
+        if parameter.kind not in NAMED or parameter.default is not parameter.empty or name in config:
+            continue
+        if isinstance(target, type) and issubclass(target, torch.optim.Optimizer):
+            raise PolicyError(f"{key}._partial_: must be true: the model gives {path} its {name}")
+        raise PolicyError(f"{key}.{name}: {path} needs a value for it")
+
+
+def check_value(key: str, annotation: Any, value: Any) -> None:
+    """Check a value from a config against an annotation; strings are not converted to numbers.
+
+    Raises:
+        PolicyError: If it does not match; names the expected types.
+
+    Example:
+        >>> check_value("betas", tuple[float, float], [0.9, 1])
+        >>> check_value("lr", float, "abc")
+        Traceback (most recent call last):
+        gradpolicy.errors.PolicyError: lr: must be a valid number, got 'abc'
+    """
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
+    except (PydanticSchemaGenerationError, PydanticUserError, TypeError, NameError):
+        return
+    problems: list[Any] = []
+    # YAML has no tuples, so a list is accepted for one. Nothing else is converted.
+    for strict in (True, False) if not isinstance(value, PLAIN) else (True,):
+        try:
+            adapter.validate_python(value, strict=strict)
+        except PydanticUserError:
+            # Pydantic does not support a class of the annotation, such as a config of transformers.
+            return
+        except ValidationError as error:
+            problems = error.errors()
+        else:
+            return
+    raise type_error(key, problems)
+
+
+def _has_target(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return TARGET in value or any(_has_target(item) for item in value.values())
+    return isinstance(value, list) and any(_has_target(item) for item in value)
+
+
+# ---- building
 
 
 def build(node: Mapping[str, Any], key: str, kind: type = object, **arguments: Any) -> Any:
@@ -80,17 +203,15 @@ def build(node: Mapping[str, Any], key: str, kind: type = object, **arguments: A
     Args:
         node: The node, with its ``_target_``.
         key: Its key in the config.
-        kind: The class of the result. A function of an allowed package may return anything.
+        kind: The class of the result.
         **arguments: Further arguments of the target.
 
     Raises:
-        PolicyError: If the object is not allowed, building fails, or the result has the wrong type; has the
-            key of the innermost node that failed, and the cause.
+        PolicyError: If building fails, or the result has the wrong type; has the key of the innermost node
+            that failed, and the cause.
     """
-    tree = {**_checked({**node, "_partial_": True}, key), "_convert_": "all"}
     try:
-        # In a plain dictionary the objects would be replaced by their names.
-        built = instantiate(OmegaConf.create(tree, flags={"allow_objects": True}))
+        built = instantiate(OmegaConf.create({**node, "_partial_": True, "_convert_": "all"}))
         if not node.get("_partial_"):
             built = built(**arguments)
     except Exception as error:
@@ -107,41 +228,11 @@ def build_all(nodes: Mapping[str, Mapping[str, Any] | None] | None, key: str, ki
     }
 
 
-def _checked(value: Any, key: str) -> Any:
-    """Return a part of the config with the checked objects as `_target_`."""
-    if isinstance(value, list | tuple):
-        return [_checked(item, f"{key}[{index}]") for index, item in enumerate(value)]
-    if isinstance(value, Mapping):
-        below = {name: _checked(item, f"{key}.{name}") for name, item in value.items() if name != "_convert_"}
-        if TARGET not in value:
-            return below
-        target = locate_target(key, value)
-        if value.get("_recursive_") is False:
-            # The target builds these itself, from their names.
-            below = dict(value)
-        if not is_allowed(target) and _is_hugging_face_method(target):
-            # Without it Hugging Face would ask on the terminal.
-            below["trust_remote_code"] = False
-        return below | {TARGET: target if value.get("_partial_") else _named(target, key)}
-    if isinstance(value, str) and "${" in value:
-        # Hydra resolves references once more, after the check.
-        raise PolicyError(f"{key}: must not hold a reference that is resolved twice, got {shown(value)}")
-    return value
-
-
-def _named(target: Callable[..., Any], key: str) -> Callable[..., Any]:
-    """Return a function that calls a target and puts its key before the message of an error."""
-
-    def call(*arguments: Any, **named: Any) -> Any:
-        try:
-            return target(*arguments, **named)
-        except Exception as error:
-            raise _under_key(error, key) from error
-
-    return call
-
-
 def _under_key(error: Exception, key: str) -> PolicyError:
+    inner = (
+        re.search(r"\nfull_key: (\S+)$", str(error)) if isinstance(error, InstantiationException) else None
+    )
+    key = f"{key}.{inner[1]}" if inner else key
     cause = root_cause(error)
     if isinstance(cause, ModuleNotFoundError):
         return PolicyError(f"{key}: {to_install(cause)}")
@@ -158,115 +249,9 @@ def _message_at(key: str, message: str) -> str:
 
     So does ``when.phases: …`` at ``policy.cut.when``.
     """
-    if message.startswith(f"{key.split('.')[0]}."):
-        return message
     owner, _, rest = message.partition(": ")
     class_name, _, argument = owner.partition(".")
     own = class_name[:1].isupper() or class_name == key.split(".")[-1]
     if own and argument.isidentifier():
         return f"{key}.{argument}: {rest}"
     return f"{key}: {message}"
-
-
-# ---- what may be named
-
-
-def _hint(path: str) -> str:
-    package = brief(path.split(".")[0])
-    if package in {known.split(".")[0] for known in KNOWN}:
-        return "; the kinds of classes that it may are listed in docs/security.md"
-    return f"; if you trust the package, allow it on the command line: allowed_targets=[{package}]"
-
-
-def _kind_at(key: str) -> tuple[str, str] | None:
-    """Return the one kind that a key takes, with an example; None if it takes several."""
-    for pattern, kind in kinds.KIND_AT.items():
-        # A star matches one name, not several.
-        if fnmatchcase(key, pattern) and key.count(".") == pattern.count("."):
-            return kind
-    return None
-
-
-def _check_kind(key: str, path: str, found: Callable[..., Any]) -> None:
-    own = _kind_at(key)
-    if isinstance(found, type):
-        expected = _classes(kinds.ARGUMENT_KINDS if own is None else (own[0],))
-        if issubclass(found, expected) and lies_in(str(home_of(found)), KNOWN):
-            return
-    elif own is None and (_is_listed(found) or _is_hugging_face_method(found)):
-        return
-    wanted = own[0].rpartition(".")[2] if own else "kind of class or function that one may build"
-    raise PolicyError(
-        f"{key}.{TARGET}: {shown(path)} is not among what a config may build: it is no {wanted}{_hint(path)}"
-    )
-
-
-def _check_arguments(key: str, path: str, found: Callable[..., Any], node: Mapping[str, Any]) -> None:
-    """Refuse arguments that would make allowed objects load code or a pickle."""
-    unnamed = node.get("_args_")
-    unnamed = unnamed if isinstance(unnamed, list | tuple) else ()
-    if len(unnamed) > 1 and lies_in(str(home_of(found)), kinds.HANDING_ON):
-        raise PolicyError(f"{key}._args_: give {path} its arguments by name, but for the first")
-    positional = [name for name, each in parameters_of(found).items() if each.kind in POSITIONAL]
-    for name, value in zip(positional, unnamed, strict=False):
-        _refuse_loading(f"{key}.{name}", name, value, path)
-    for name, value in node.items():
-        if name not in HYDRA_KEYS or name == "_args_":
-            _refuse_loading(f"{key}.{name}", str(name), value, path)
-
-
-def _refuse_loading(key: str, name: str, value: Any, path: str) -> None:
-    """Refuse an argument that loads code or a pickle, also in mappings and lists of its value."""
-    # Hugging Face's configs keep some under such names, and take these as well.
-    plain = name.strip("_").removesuffix("_internal")
-    if plain in kinds.LOADING_ARGUMENTS and value not in kinds.LOADING_ARGUMENTS[plain]:
-        raise PolicyError(f"{brief(key)}: may not be set for {path}: it can load code or a pickle")
-    if isinstance(value, Mapping) and TARGET not in value:
-        for inner, below in value.items():
-            _refuse_loading(f"{key}.{inner}", str(inner), below, path)
-    elif isinstance(value, list | tuple):
-        for index, below in enumerate(value):
-            _refuse_loading(f"{key}[{index}]", "", below, path)
-
-
-def parameters_of(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a target by name; none if Python does not know them."""
-    try:
-        return inspect.signature(target).parameters
-    except (TypeError, ValueError):
-        return {}
-
-
-def _is_hugging_face_method(found: object) -> bool:
-    """Return True for the methods of Hugging Face's classes that build a model or a config."""
-    owner, name = getattr(found, "__self__", None), getattr(found, "__name__", "")
-    return (
-        name in kinds.HUGGING_FACE_METHODS
-        and isinstance(owner, type)
-        and issubclass(owner, _classes(kinds.HUGGING_FACE_CLASSES))
-        and lies_in(str(getattr(found, "__module__", "")), (kinds.HUGGING_FACE,))
-    )
-
-
-def _is_listed(found: object) -> bool:
-    return any(_loaded(name) is found for name in kinds.FUNCTIONS)
-
-
-def _classes(names: tuple[str, ...]) -> tuple[type, ...]:
-    return tuple(found for found in map(_loaded, names) if isinstance(found, type))
-
-
-def _loaded(name: str) -> Any:
-    """Return the object of one of the names in :mod:`gradpolicy.launch.kinds`.
-
-    None if its package has not been loaded, since then no object of a config can be of its kind.
-    """
-    return _found_once(name) if name.split(".")[0] in sys.modules else None
-
-
-@cache
-def _found_once(name: str) -> Any:
-    try:
-        return follow(name)
-    except PolicyError:
-        return None

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import get_testing_overrides
 
 from gradpolicy.errors import PolicyError, shown
-from gradpolicy.imports import import_by_name, is_allowed, is_limited, not_allowed
+from gradpolicy.imports import import_by_name
 from gradpolicy.rules.registry import Call, Inputs, Rule
 from gradpolicy.rules.routing import is_differentiable
 
@@ -131,22 +130,10 @@ def gradient_of(function: Callable[..., Tensor] | str, **parameters: Any) -> Rul
         tensor([0., 2.])
     """
     if isinstance(function, str):
-        function = _imported(function)
+        function = import_by_name(function)
     if not callable(function):
         raise PolicyError(f"gradient_of: must be a function of tensors or its path, got {shown(function)}")
     name = getattr(function, "__name__", type(function).__name__)
     return Rule(
         f"gradient of {name}", Derivative(function, f"function {name!r}"), parameters, reads=("inputs",)
     )
-
-
-def _imported(path: str) -> Any:
-    found = import_by_name(path)
-    if is_limited() and not is_allowed(found) and not _computes_on_tensors(found):
-        raise not_allowed(path)
-    return found
-
-
-def _computes_on_tensors(found: Any) -> bool:
-    """Return True if the object is a torch function of tensors, that is one that subclasses may override."""
-    return any(found is function for function in get_testing_overrides())

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, nearest, shown, unknown
-from gradpolicy.imports import import_by_name, is_allowed, is_limited, lies_in, not_allowed
+from gradpolicy.imports import import_by_name
 
 # The tensors among the arguments of an operation, in the order of its parameters.
 Inputs = tuple[Tensor, ...]
@@ -194,11 +194,9 @@ def unknown_rule(name: str, others: Iterable[str] = ()) -> PolicyError:
     own = sorted(
         known.name
         for known in _RULES.values()
-        if not lies_in(_origin(known.function)[0], ("gradpolicy.rules",))
+        if not _origin(known.function)[0].startswith("gradpolicy.rules.")
     )
-    hint = (
-        "; a module of yours that registers rules is named by extensions=[my_rules]" if is_limited() else ""
-    )
+    hint = "; in a config extensions=[my_rules] names a module of yours that registers rules"
     if own:
         hint += f"; registered besides the built-in ones: {', '.join(map(repr, own))}"
     return PolicyError(f"{unknown('rule', name, {*_RULES, *others})}{hint}")
@@ -237,13 +235,9 @@ def _find(specification: "str | Rule | RuleFunction") -> Rule:
 
 def _import(path: str) -> RuleFunction:
     try:
-        found = import_by_name(path)
+        return import_by_name(path)
     except PolicyError as error:
         raise PolicyError(f"rule {error}; {nearest(path, _RULES)}") from error
-    registered = any(known.function is found for known in _RULES.values())
-    if is_limited() and not registered and not is_allowed(found):
-        raise not_allowed(path)
-    return found
 
 
 def _check_signature(name: str, function: RuleFunction) -> None:

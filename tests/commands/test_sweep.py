@@ -9,14 +9,13 @@ from subprocess import Popen
 import optuna
 import pandas
 import pytest
-import yaml
 
-from gradpolicy.commands.search_space import Metric, SearchSpace
-from gradpolicy.commands.sweep import Search, show
+from gradpolicy.commands.sweep import Search, check_space, draw, show
+from gradpolicy.errors import PolicyError
 from gradpolicy.insight.run_files import RESULT, Result
 from gradpolicy.insight.sweep_summary import SUMMARY, collect
 from gradpolicy.lightning.runs import RunRecord
-from tests.launch.conftest import CONF, QUICK, ROOT, Ended, end, start, stop_when
+from tests.launch.conftest import QUICK, ROOT, Ended, end, start, stop_when
 from tests.launch.own_callbacks import chosen
 
 
@@ -64,30 +63,9 @@ def test_a_job_that_is_not_known_beforehand_is_checked_where_it_begins(train, mo
     assert ended.message == "optimizer.lr: must be a valid number or an instance of Tensor, got 'abc'"
 
 
-@pytest.mark.slow
-def test_the_command_line_that_wandb_writes_is_understood(train) -> None:
-    """`wandb agent` puts the words of `command` together, with `key=value` for `${args_no_hyphens}`."""
-    sweep = yaml.safe_load((CONF / "sweep/learning_rate.yaml").read_text())
-    assert (ROOT / sweep["program"]).is_file()
-    assert sweep["command"][:3] == ["${env}", "${interpreter}", "${program}"]
-    values = {
-        key: given.get("min", given.get("values", [None])[0]) for key, given in sweep["parameters"].items()
-    }
-    words: list[str] = []
-    for word in sweep["command"][3:]:
-        words += (
-            [f"{key}={value}" for key, value in values.items()] if word == "${args_no_hyphens}" else [word]
-        )
-    ended = train(*words, "logger=[csv,wandb]", "logger.wandb.mode=offline").completed
-    config = yaml.safe_load((ended.run / "config.yaml").read_text())
-    assert config["optimizer"]["lr"] == values["optimizer.lr"]
-    assert any((ended.run / "wandb").glob("offline-run-*"))
-    assert sweep["metric"]["name"] in ended.result.metrics
-
-
 def start_search(folder: Path, *arguments: str) -> Popen:
     words = ("sweep=learning_rate", "--directory", str(folder), *QUICK, *arguments)
-    return start(folder.parent, f"{ROOT}/scripts/sweep.py", *words)
+    return start(folder.parent, f"{ROOT}/train.py", "sweep", *words)
 
 
 def search(folder: Path, *arguments: str) -> Ended:
@@ -166,13 +144,14 @@ def test_a_sweep_that_is_told_to_stop_stops_and_says_what_was_done(
     assert not list(sweep.glob("3/checkpoints/*"))
 
 
-@pytest.mark.parametrize("script", ["train.py", "scripts/sweep.py", "scripts/attribute.py"])
-def test_ctrl_c_while_a_program_imports_ends_it_without_a_traceback(tmp_path: Path, script: str) -> None:
+@pytest.mark.parametrize("command", ["", "sweep"])
+def test_ctrl_c_while_a_program_imports_ends_it_without_a_traceback(tmp_path: Path, command: str) -> None:
     (tmp_path / "torch.py").write_text(
         "import pathlib, time\npathlib.Path('importing').touch()\ntime.sleep(100)\n"
     )
     path = os.pathsep.join([str(tmp_path), *sys.path])
-    process = start(tmp_path, f"{ROOT}/{script}", "plan_only=true", PYTHONPATH=path)
+    words = (*command.split(), "plan_only=true")
+    process = start(tmp_path, f"{ROOT}/train.py", *words, PYTHONPATH=path)
     ended = stop_when(process, (tmp_path / "importing").exists, signal.SIGINT, tmp_path)
     assert ended.code == 130
     assert len(ended.err.splitlines()) <= 1
@@ -185,6 +164,29 @@ def test_a_job_of_a_sweep_is_recorded_as_one(train) -> None:
 
 def test_the_table_has_the_whole_name_of_its_study(tmp_path: Path) -> None:
     study = optuna.create_study(study_name="rates.v2")
-    space = SearchSpace(metric=Metric(name="val/loss"), parameters={})
-    show(Search(study, "", space, [], tmp_path / study.study_name, "val/loss", tmp_path))
+    show(Search(study, "", {}, [], tmp_path / study.study_name, "val/loss", "min", "val/loss", tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["rates.v2.csv"]
+
+
+@pytest.mark.parametrize(
+    ("space", "drawn"),
+    [
+        ({"min": 2, "max": 5}, {2, 3, 4, 5}),
+        ({"min": 0.5, "max": 0.5}, {0.5}),
+        ({"min": 1e-4, "max": 1e-4, "log": True}, {1e-4}),
+        ([1, "a", True, None], {1, "a", "true", "null"}),
+    ],
+)
+def test_an_interval_or_a_list_gives_values(space: object, drawn: set) -> None:
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    assert {draw(study.ask(), "key", space) for _ in range(40)} == drawn
+    assert check_space("key", space) in drawn
+
+
+@pytest.mark.parametrize(
+    "space",
+    [3, [], {"min": 1}, {"min": 2, "max": 1}, {"min": 0, "max": 1, "log": True}, {"min": 0, "max": "x"}],
+)
+def test_what_is_no_space_is_refused_by_its_key(space: object) -> None:
+    with pytest.raises(PolicyError, match=r"^sweep\.parameters\.optimizer\.lr: must be a list of values, or"):
+        check_space("optimizer.lr", space)

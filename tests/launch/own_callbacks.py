@@ -1,4 +1,4 @@
-"""Callbacks of a person's own, which tests allow by ``allowed_targets=[tests]``."""
+"""Callbacks of a person's own."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 def chosen(name: str, **arguments: str) -> tuple[str, ...]:
     """Return the overrides by which a run has a callback of this module."""
     more = [f"+callbacks.own.{key}={value}" for key, value in arguments.items()]
-    return f"+callbacks.own._target_={__name__}.{name}", "allowed_targets=[tests]", *more
+    return f"+callbacks.own._target_={__name__}.{name}", *more
 
 
 class Probe(Callback):

@@ -86,3 +86,11 @@ def test_a_sweep_takes_a_further_directory_too(train, mine: Path) -> None:
         "--config-dir", str(mine), "-m", "policy=mine,none", "train=false", "plan_only=true"
     ).completed
     assert ended.out.count("│ cut") == 1
+
+
+def test_a_text_that_looks_like_a_date_is_text(train, tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "theirs.yaml").write_text("# @package _global_\nuser: {day: 2024-13-45}\n")
+    (tmp_path / "theirs.yaml").write_text("defaults: [train]\nuser: {day: 2024-13-45}\n")
+    for chosen in ("experiment=theirs", "--config-name=theirs"):
+        assert train(chosen, f"--config-dir={tmp_path}", "plan_only=true").code == 0

@@ -23,7 +23,7 @@ BY_FUNCTION = (
     "+policy.mine={_target_: gradpolicy.UseRule, ops: [round], "
     "rule: {_target_: gradpolicy.gradient_of, function: extension_rules.smooth_round}}"
 )
-NAMED, ALLOWED = "extensions=[extension_rules]", "allowed_targets=[extension_rules]"
+NAMED = "extensions=[extension_rules]"
 
 
 @pytest.fixture(autouse=True)
@@ -42,34 +42,17 @@ def test_a_rule_that_nobody_imported_is_unknown_and_the_message_says_what_to_do(
         assert "extensions=[my_rules]" in message
 
 
-def test_its_module_must_be_allowed_by_the_person_who_runs_it(train) -> None:
-    message = train("policy=none", BY_NAME, NAMED).refusal
-    assert message.startswith("extensions: 'extension_rules' is not allowed")
-    assert "allowed_targets=[extension_rules]" in message
-    assert "extension_rules" not in sys.modules
-
-
 def test_then_its_rules_go_by_their_names_and_errors_list_them(train) -> None:
-    assert train("policy=none", BY_NAME, NAMED, ALLOWED).completed
+    assert train("policy=none", BY_NAME, NAMED).completed
     assert "ExtensionGrad" in gp.rule_names()
     misspelt = BY_NAME.replace("ExtensionGrad", "ExtensionGrat")
-    message = train("policy=none", misspelt, NAMED, ALLOWED).refusal
+    message = train("policy=none", misspelt, NAMED).refusal
     assert "did you mean 'ExtensionGrad'" in message
     assert "registered besides the built-in ones: " in message
 
 
-def test_a_relaxation_goes_by_the_path_of_its_function_if_that_is_allowed(train) -> None:
-    assert train("policy=none", BY_FUNCTION, ALLOWED, "plan_only=true").completed
-    assert "allowed_targets=[extension_rules]" in train("policy=none", BY_FUNCTION).refusal
-
-
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("name", ["torch.load", "torch.hub.load", "torch.ops.load_library", "torch.compile"])
-def test_a_relaxation_may_be_a_torch_function_of_tensors_and_no_other(train, name) -> None:
-    softplus = BY_FUNCTION.replace("extension_rules.smooth_round", "torch.nn.functional.softplus")
-    assert train("policy=none", softplus, "plan_only=true").completed
-    message = train("policy=none", softplus.replace("torch.nn.functional.softplus", name)).refusal
-    assert f"'{name}' is not allowed" in message
+def test_a_relaxation_goes_by_the_path_of_its_function(train) -> None:
+    assert train("policy=none", BY_FUNCTION, "plan_only=true").completed
 
 
 def test_another_operation_goes_by_its_path_and_what_is_none_does_not(train) -> None:
@@ -83,10 +66,9 @@ def test_another_operation_goes_by_its_path_and_what_is_none_does_not(train) -> 
     ("value", "message"),
     [
         ("[extension_rules.smooth_round]", "extensions: 'extension_rules.smooth_round' is no module"),
-        ("[extension_rulez]", "extensions: 'extension_rulez' is not allowed"),
-        ("[os]", "extensions: 'os' is not allowed"),
+        ("[extension_rulez]", "extensions: 'extension_rulez' cannot be imported"),
         ("[3]", "extensions"),
     ],
 )
 def test_what_is_no_module_of_ones_own_is_refused(train, value: str, message: str) -> None:
-    assert train(f"extensions={value}", ALLOWED).refusal.startswith(message)
+    assert train(f"extensions={value}").refusal.startswith(message)

@@ -46,12 +46,10 @@ WRONG: dict[str, tuple[str, ...]] = {
     "trainer.precision=transformer-engine": ("trainer:",),
     "+model._partial_='yes'": ("model._partial_:",),
     "+logger.csv._partial_=true": ("logger.csv:",),
-    "hydra.searchpath=[file:///nowhere]": ("hydra.searchpath:",),
     "hydra.job_logging.version=7": ("hydra:",),
     "hydra.sweeper.params={seed: abc}": ("hydra.sweeper.params:",),
     "optimizer.lr=abc": ("optimizer.lr:", "abc"),
     "seed=one": ("seed:", "one"),
-    "allowed_targets=3": ("allowed_targets:", "3"),
     "policy.stop=3": ("policy.stop:", "3"),
     "optimizer.lr=-1": ("optimizer:", "-1"),
     "trainer.accumulate_grad_batches=0": ("trainer.accumulate_grad_batches:", "0"),
@@ -78,16 +76,6 @@ WRONG: dict[str, tuple[str, ...]] = {
     ),
 }
 ODD = ("=3", "~", "==", "a", "a..b=1", "seed='1", "seed={a:1", "a.b.=1")
-# Where a config names what a policy imports.
-NAMES_A_MODULE = (
-    "policy.straight_through.surrogate={name}",
-    "+policy.theirs={{_target_: gradpolicy.UseRule, rule: {name}, ops: round}}",
-    "+policy.theirs={{_target_: gradpolicy.Scale, factor: 2, modules: {name}}}",
-    "+policy.theirs={{_target_: gradpolicy.Freeze, params: '*', mask: {{_target_: {name}}}}}",
-    "+logger.theirs._target_={name}",
-    "+callbacks.theirs._target_={name}",
-    "+model.model.deep.down._target_={name}",
-)
 
 
 @pytest.mark.mostly_slow
@@ -147,19 +135,6 @@ def test_an_empty_run_directory_is_refused_and_nothing_removed(
     monkeypatch.chdir(tmp_path / "empty")
     assert train("hydra.run.dir=", "plan_only=true").refusal.startswith("hydra.run.dir:")
     assert (tmp_path / "empty").is_dir()
-
-
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("override", NAMES_A_MODULE)
-def test_no_place_that_imports_by_name_imports_what_is_not_allowed(
-    train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str
-) -> None:
-    (tmp_path / "their_code.py").write_text("raise SystemExit('this must not run')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    ended = train(override.format(name="their_code.Thing"), "plan_only=true")
-    assert "their_code" not in sys.modules
-    assert (ended.code, ended.left_nothing) == (2, True)
-    assert "their_code" in ended.message
 
 
 def test_a_missing_checkpoint_is_named_with_those_beside_it(train, tmp_path: Path) -> None:
