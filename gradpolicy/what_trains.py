@@ -23,7 +23,7 @@ class LayerRow:
 
     Attributes:
         name: Its name, such as ``layers.3``; ``layers.0–31`` for alike layers.
-        trains: ``"all"``, ``"nothing"``, or the parameters with entries that train.
+        trains: ``"all"``, ``"nothing"``, or the parameters with entries that train, perhaps as globs.
         entries: The number of entries of its parameters.
         training: The number of those that train.
         rate: The factor on the learning rate, or the least and largest; empty if nothing trains.
@@ -147,11 +147,7 @@ def what_trains(
         active = [name for name in names if shares.get(name, 0.0) > 0]
         rates = sorted({(factors or {}).get(name, 1.0) for name in active})
         full = len(active) == len(names) and all(shares[name] == 1 for name in names)
-        own = (
-            shortened([name.removeprefix(f"{layer.name}.") for name in active], most=4)
-            if active
-            else "nothing"
-        )
+        own = _short(active, names, f"{layer.name}.") if active else "nothing"
         held = sum(name in still for name in names)
         rows.append(
             LayerRow(
@@ -164,6 +160,16 @@ def what_trains(
             )
         )
     return Layers(tuple(_joined(rows)), _unmatched(shares, matched, trains_only_matched))
+
+
+def _short(active: Sequence[str], names: Sequence[str], prefix: str) -> str:
+    """Return the active parameters of a layer, as globs on the ends of their names if they fit no other."""
+    for count in (1, 3):
+        endings = tuple(dict.fromkeys(".".join(name.split(".")[-count:]) for name in active))
+        alike = [name for name in names if name.endswith(endings)]
+        if 2 < len(active) < len(names) and len(endings) <= 2 and len(alike) == len(active):
+            return ", ".join(f"*.{ending}" for ending in endings)
+    return shortened([name.removeprefix(prefix) for name in active], most=4)
 
 
 def _percent(share: float) -> str:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import gradpolicy as gp
+from gradpolicy.what_trains import what_trains
 from gradpolicy.where import named_parameters
 from tests.fixtures import TwoLayers
 
@@ -49,7 +50,7 @@ CASES = {
         [gp.Train(params=["*.bias", "head.*"])],
         [
             ("embed", "nothing", 0.0, "", "train"),
-            ("layers.0–3", "0.bias, 1.bias, 2.bias", 0.25, "×1", "train"),
+            ("layers.0–3", "*.bias", 0.25, "×1", "train"),
             ("head", "all", 1.0, "×1", "train"),
         ],
         "No policy matches 13 of 27 parameters",
@@ -171,3 +172,23 @@ def test_a_shared_tensor_is_one():
         ("layers.0–3", "nothing", 0.0, "", "train"),
     ]
     assert layers.entries == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("endings", "expected"),
+    [
+        (("bias",), "*.bias"),
+        (
+            ("lora_A.default.weight", "lora_B.default.weight"),
+            "*.lora_A.default.weight, *.lora_B.default.weight",
+        ),
+        (("a.bias", "b.bias"), "a.bias, b.bias"),
+        (("a.weight", "b.weight", "c.bias"), "a.weight, b.weight, c.bias"),
+    ],
+)
+def test_names_that_end_alike_are_a_glob(endings, expected):
+    own = ("weight", "bias", "lora_A.default.weight", "lora_B.default.weight")
+    names = [f"layers.{layer}.{place}.{name}" for layer in range(2) for place in "abcde" for name in own]
+    shares = {name: 1.0 for name in names if name.endswith(endings)}
+    (row,) = what_trains({name: torch.ones(2) for name in names}, shares)
+    assert row.trains == expected
