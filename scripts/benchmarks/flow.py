@@ -1,8 +1,6 @@
-"""The cost of flow policies, compared with captum, zennit and a hand-written ``autograd.Function``."""
+"""The cost of flow policies, compared with captum and a hand-written ``autograd.Function``."""
 
 import copy
-import sys
-import types
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -134,7 +132,6 @@ def flow_tiny() -> list[Row]:
     steps = {
         "gradpolicy": gradient(guided),
         "captum": _captum(plain, inputs),
-        "zennit": gradient(_zennit(plain)),
     }
     with one_thread(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -196,31 +193,6 @@ def _captum(plain: nn.Module, inputs: Tensor) -> Step:
 
     guided = GuidedBackprop(copy.deepcopy(plain))
     return _repeated(lambda: guided.attribute(inputs, target=0))
-
-
-def _zennit(plain: nn.Module) -> nn.Module:
-    names = {
-        "torchvision": (),
-        "torchvision.models": ("VGG", "ResNet"),
-        "torchvision.models.resnet": ("Bottleneck", "BasicBlock"),
-        "torchvision.ops": (),
-        "torchvision.ops.misc": ("FrozenBatchNorm2d",),
-    }
-    # zennit imports these names, which are not needed here.
-    stubs: dict[str, Any] = {
-        name: types.ModuleType(name) for name in names if "torchvision" not in sys.modules
-    }
-    for name, stub in stubs.items():
-        vars(stub).update({each: type(each, (nn.Module,), {}) for each in names[name]})
-        sys.modules[name] = stub
-        parent, _, own = name.rpartition(".")
-        if parent:
-            setattr(stubs[parent], own, stub)
-    from zennit.composites import GuidedBackprop
-
-    registered = copy.deepcopy(plain)
-    GuidedBackprop().register(registered)
-    return registered
 
 
 BENCHMARKS: dict[str, Callable[[], list[Row]]] = {

@@ -1,7 +1,5 @@
 """A comparison runs what is missing, and its table holds means and standard deviations over the seeds."""
 
-import csv
-import math
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,6 @@ from PIL import Image
 
 import compare
 from compare import COMPARISONS, CONF, Comparison, Run, band, markdown, runs_of, table_of
-from gradpolicy.errors import PolicyError
 from gradpolicy.insight.run_files import RESULT, Result
 from gradpolicy.launch.config import VERSION_BASE
 
@@ -38,21 +35,8 @@ def pretend(run: Run) -> None:
     log.write_text(f"step,train/loss,val/loss\n0,5,\n1,,{run.seed + 1}\n2,,{run.seed}\n")
 
 
-@pytest.fixture
-def runs(tmp_path: Path) -> list[Run]:
-    return list(runs_of(TWO_WAYS, [0, 1, 2], tmp_path))
-
-
-@pytest.fixture
-def finished(runs: list[Run]) -> list[Run]:
-    for run in runs:
-        pretend(run)
-    return runs
-
-
-def test_the_base_of_a_seed_comes_first_and_results_count_for_their_settings_only(
-    runs: list[Run], tmp_path: Path
-) -> None:
+def test_results_count_for_their_settings_only(tmp_path: Path) -> None:
+    runs = list(runs_of(TWO_WAYS, [0, 1, 2], tmp_path))
     assert [(run.row, run.seed) for run in runs[:4]] == [("base", 0), ("slow", 0), ("fast", 0), ("base", 1)]
     assert f"ckpt_path='{tmp_path}/base/seed-1/best.ckpt'" in runs[4].overrides
     assert "seed=1" in runs[4].overrides
@@ -66,42 +50,33 @@ def test_the_base_of_a_seed_comes_first_and_results_count_for_their_settings_onl
     assert runs[1].result is None
 
 
-def test_the_table_has_means_and_sample_standard_deviations_of_finished_runs(finished: list[Run]) -> None:
+def test_the_table_has_means_and_sample_standard_deviations_of_finished_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(COMPARISONS, "ways", TWO_WAYS)
+    finished = list(runs_of(TWO_WAYS, [0, 1, 2], tmp_path))
+    arguments = ["ways", "--only-table", "--out", str(tmp_path)]
+    assert compare.main(arguments) == 2
+    assert "none of the runs" in capsys.readouterr().err
+    for run in finished:
+        pretend(run)
+    assert compare.main(arguments) == 0
+    assert "2.50 ± 1.80" in capsys.readouterr().out
     # Mean (1 + 2 + 4.5) / 3; deviations −1.5, −0.5, 2: (2.25 + 0.25 + 4) / 2 = 3.25.
-    assert markdown(TWO_WAYS, table_of(TWO_WAYS, finished)).splitlines() == [
+    assert (tmp_path / "table.md").read_text().splitlines() == [
         "|  | loss | kB | seeds |",
         "| --- | ---: | ---: | ---: |",
         "| slow | 2.50 ± 1.80 | 3 ± 1 | 3 |",
         "| fast | 0.50 ± 0.00 | – | 3 |",
     ]
-    with pytest.raises(PolicyError, match="none of the runs"):
-        table_of(TWO_WAYS, [])
-    (finished[4].directory / RESULT).unlink()
-    table = table_of(TWO_WAYS, finished)
-    assert table.loc["slow", ("mean", "loss")] == pytest.approx((1.0 + 4.5) / 2)
-    assert table.loc["slow", ("seeds", "")] == 2
+    assert "mean, loss" in (tmp_path / "table.csv").read_text()
+    with Image.open(tmp_path / "table.png") as picture:
+        assert picture.width > picture.height > 100
     # One seed has no spread.
     assert "| slow | 1.00 | 2 | 1 |" in markdown(TWO_WAYS, table_of(TWO_WAYS, finished[:2]))
     curves = [run.curves["val/loss"].dropna() for run in finished if run.row == "slow"]
     values = band([*curves[:2], curves[2].iloc[:1]])
     assert values.to_dict("index") == {1: {"mean": 2.0, "min": 1.0, "max": 3.0}}
-
-
-def test_the_program_shows_and_writes_the_table_of_finished_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(COMPARISONS, "ways", TWO_WAYS)
-    for run in runs_of(TWO_WAYS, [0, 1, 2], tmp_path):
-        pretend(run)
-    assert compare.main(["ways", "--only-table", "--out", str(tmp_path)]) == 0
-    assert "2.50 ± 1.80" in capsys.readouterr().out
-    assert "2.50 ± 1.80" in (tmp_path / "table.md").read_text()
-    with (tmp_path / "table.csv").open() as file:
-        slow, fast = csv.DictReader(file)
-    assert (slow["mean, loss"], float(slow["spread, loss"])) == ("2.5", pytest.approx(math.sqrt(3.25)))
-    assert (fast["mean, kB"], fast["seeds"]) == ("", "3")
-    with Image.open(tmp_path / "table.png") as picture:
-        assert picture.width > picture.height > 100
 
 
 def test_the_program_trains_what_is_missing_and_says_why_a_run_failed(

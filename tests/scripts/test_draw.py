@@ -1,7 +1,6 @@
 """The program that draws the pictures of the documentation."""
 
 import re
-import shutil
 from pathlib import Path
 
 import draw
@@ -16,14 +15,6 @@ def test_the_first_picture_of_the_readme_is_one_that_the_script_draws() -> None:
     (first, *_) = re.findall(r"!\[[^]]*\]\(([^)]+)\)", readme)
     assert (overview.ROOT / first).is_file()
     assert (overview.ROOT / first).stem in overview.PICTURES
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser is installed")
-def test_the_picture_of_the_readme_is_of_the_report_of_the_default_job(tmp_path: Path) -> None:
-    draw.main(["overview", "--folder", str(tmp_path)])
-    with Image.open(tmp_path / "overview.png") as picture:
-        assert picture.size == overview.SIZE
 
 
 @pytest.mark.parametrize("group", [cards, masks], ids=["cards", "masks"])
