@@ -19,7 +19,7 @@ def multiplied_wrongly(grad, inputs, output):
         ({"params": "0.weight"}, "parameter '0.weight'"),
     ],
 )
-def test_the_error_of_a_rule_names_policy_rule_module_and_shapes(where, place, as_module):
+def test_error_names_policy_rule_module_and_shapes(where, place, as_module):
     model = nn.Sequential(nn.Linear(4, 4), as_module(torch.round))
     policies = {"odd": gp.UseRule(multiplied_wrongly, **where)}
     if "ops" not in where:
@@ -50,7 +50,7 @@ WRONG = gp.Rule("nothing", lambda grad, inputs, output: grad, gradient_filter=la
         (WRONG, "returned None"),
     ],
 )
-def test_a_rule_that_returns_the_wrong_thing_is_named_with_the_shapes(rule, message):
+def test_wrong_results_of_rules(rule, message):
     rule = gp.get_rule(rule)
     with gp.gradient_override({"tanh": rule}):
         y = torch.tanh(torch.randn(3, requires_grad=True))
@@ -58,7 +58,7 @@ def test_a_rule_that_returns_the_wrong_thing_is_named_with_the_shapes(rule, mess
         y.sum().backward()
 
 
-def test_a_gradient_in_the_outputs_shape_is_summed_for_what_was_broadcast_only(gradients):
+def test_sums_over_broadcast_dimensions_only(gradients):
     row, column = torch.ones(1, 3, requires_grad=True), torch.ones(2, 1, requires_grad=True)
     with gp.gradient_override({"add": lambda grad, inputs, output: (grad, grad)}):
         found = gradients(torch.add, row, column, weights=torch.ones(2, 3))
@@ -70,7 +70,7 @@ def test_a_gradient_in_the_outputs_shape_is_summed_for_what_was_broadcast_only(g
         y.sum().backward()
 
 
-def test_running_out_of_memory_is_passed_on_as_it_is():
+def test_out_of_memory_passes():
     def hungry(grad, inputs, output):
         raise torch.OutOfMemoryError
 

@@ -60,7 +60,7 @@ CONTAINERS = {
 
 @pytest.mark.parametrize("side", ["input", "output"])
 @pytest.mark.parametrize("kind", CONTAINERS)
-def test_a_boundary_acts_on_tensors_in_any_container(kind, side, gradient):
+def test_boundary_acts_in_containers(kind, side, gradient):
     pack, unpack = CONTAINERS[kind]
     module = nn.ModuleDict({"part": PassOn()})
     module.forward = lambda x: unpack(module["part"](pack(x)))
@@ -81,7 +81,7 @@ def test_absolute_thresholds_follow_the_loss_scale(gradient):
             torch.testing.assert_close(found / scale, weights.clamp(-0.5, 0.5))
 
 
-def test_policies_at_one_boundary_act_in_the_order_in_which_they_are_declared(gradient):
+def test_policies_act_in_declared_order(gradient):
     model, weights = PassOn(), torch.tensor([3.0, 0.3, -2.0])
     clip, scale = gp.Clip(value=1.0, modules=PassOn), gp.Scale(2.0, modules=PassOn)
     for order, expected in (
@@ -96,12 +96,11 @@ def test_policies_at_one_boundary_act_in_the_order_in_which_they_are_declared(gr
 @pytest.mark.parametrize(
     ("factor", "unit"),
     [
-        (lambda step: 0.1 * step, "step"),
         (gp.schedules.Linear(0.0, 1.0, steps=10), "step"),
         (lambda epoch: 0.1 * epoch, "epoch"),
     ],
 )
-def test_a_schedule_sets_the_factor_in_the_unit_of_its_policy(factor, unit, gradient):
+def test_schedule_in_the_unit_of_its_policy(factor, unit, gradient):
     model = PassOn()
     with gp.install(model, [gp.Reverse(factor, modules=PassOn, when=gp.When(unit=unit))]) as installed:
         for time in ({"step": 0, "epoch": 0}, {"step": 7, "epoch": 1}, {"step": 9, "epoch": 2}):
@@ -111,7 +110,7 @@ def test_a_schedule_sets_the_factor_in_the_unit_of_its_policy(factor, unit, grad
 
 
 @pytest.mark.parametrize("compiles", [False, True])
-def test_backward_uses_the_scheduled_number_of_its_forward(compiles, compiled):
+def test_backward_uses_the_number_of_its_forward(compiles, compiled):
     model, x = PassOn(), torch.ones(3, requires_grad=True)
     run = compiled(model, backend="eager") if compiles else model
     with gp.install(model, [gp.Scale(lambda step: 1.0 + step, modules=PassOn)]) as installed:
@@ -130,7 +129,7 @@ class Weighted(nn.Module):
 
 
 @pytest.mark.parametrize("at", ["input", "output", "through"])
-def test_a_rule_sees_the_other_arguments_of_the_module_by_name(at, compiled):
+def test_rule_sees_other_arguments_by_name(at, compiled):
     seen = []
 
     def by_weight(grad, inputs, output, *, call):
@@ -149,7 +148,7 @@ def test_a_rule_sees_the_other_arguments_of_the_module_by_name(at, compiled):
     assert not arguments["x"].requires_grad
 
 
-def test_what_is_no_gradient_s_business_is_passed_on_as_it_is():
+def test_passes_on_the_same_object_without_gradients():
     model = PassOn()
     given = {"labels": torch.tensor([1, 2]), "cache": [torch.ones(2)], "mode": "train"}
     with gp.install(model, [gp.Scale(2.0, modules=PassOn)]):
@@ -166,7 +165,7 @@ def test_what_is_no_gradient_s_business_is_passed_on_as_it_is():
         ([lambda x: x, lambda x: SimpleNamespace(x=x)], "SimpleNamespace"),
     ],
 )
-def test_tensors_in_other_objects_are_reported_once_not_silently_plain(calls, name):
+def test_warns_of_tensors_in_other_objects(calls, name):
     model, x = PassOn(), torch.ones(2, requires_grad=True)
     with gp.install(model, {"double": gp.Scale(2.0, modules=PassOn)}) as installed:
         for call in calls[:-1]:
@@ -204,19 +203,19 @@ def of_criterion(*policies, by_name=False):
         (gp.Scale(10.0, modules=Criterion, argument="weight"), [5.0, 2.0, 2.0, 30.0]),
     ],
 )
-def test_one_argument_by_name_or_position_however_it_is_given(policy, expected):
+def test_one_argument_by_name_or_position(policy, expected):
     assert of_criterion(policy) == expected
     if policy.argument != 2:
         assert of_criterion(policy, by_name=True) == [*expected[:2], None, expected[3]]
 
 
-def test_a_tensor_that_is_two_arguments_is_stopped_at_one(gradient):
+def test_tensor_passed_twice_is_stopped_at_one_argument(gradient):
     with gp.install(criterion := Criterion(), [gp.Stop(modules=Criterion, argument="z")]):
         found, _ = gradient(lambda x: criterion(x, x), torch.tensor([3.0]))
     assert found == 3.0
 
 
-def test_policies_on_different_arguments_go_together_and_with_one_on_all():
+def test_policies_on_different_arguments():
     ten, cut = gp.Scale(10.0, modules=Criterion, argument="p"), gp.Stop(modules=Criterion, argument="z")
     assert of_criterion(ten, cut) == [50.0, None, 2.0, 3.0]
     assert of_criterion(gp.Clip(value=4.0, modules=Criterion), ten) == [40.0, 2.0, 2.0, 3.0]
@@ -258,6 +257,6 @@ class Collects(nn.Module):
         ),
     ],
 )
-def test_settings_that_mean_nothing_together_are_refused(make, message):
+def test_contradictory_settings_are_refused(make, message):
     with pytest.raises(gp.PolicyError, match=message):
         make()

@@ -40,9 +40,7 @@ def of_kind(reentrant, raw=False):
     ("reentrant", "policy"),
     [(True, gp.StraightThrough("tanh")), (True, gp.Guided()), (False, gp.StraightThrough("tanh"))],
 )
-def test_checkpoints_of_raw_operations_are_refused_where_they_would_keep_other_tensors(
-    reentrant, policy, batch
-):
+def test_checkpointed_operations_are_refused(reentrant, policy, batch):
     with (
         gp.install(of_kind(reentrant, raw=True), [policy]) as installed,
         pytest.raises(gp.PolicyError, match="checkpointed function"),
@@ -50,7 +48,7 @@ def test_checkpoints_of_raw_operations_are_refused_where_they_would_keep_other_t
         installed.model(batch)
 
 
-def test_other_checkpoints_of_raw_operations_are_right_for_a_filter(batch, parameter_gradients, same):
+def test_checkpointed_operations_with_filters(batch, parameter_gradients, same):
     policies = [gp.Guided(), gp.StraightThrough(ops="ceil")]
     with gp.install(of_kind(None, raw=True), policies) as installed:
         expected = parameter_gradients(installed.model, batch)
@@ -59,7 +57,7 @@ def test_other_checkpoints_of_raw_operations_are_right_for_a_filter(batch, param
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_block_round_the_whole_model_is_refused(reentrant, batch):
+def test_block_around_checkpoints_is_refused(reentrant, batch):
     with gp.gradient_override({"round": "tanh"}), pytest.raises(gp.PolicyError, match="entered outside"):
         of_kind(reentrant)(batch)
 
@@ -88,7 +86,7 @@ CHANGING = {
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_of_policies_before_a_recomputing_backward_is_refused(change, reentrant, batch):
+def test_changes_before_recomputation_are_refused(change, reentrant, batch):
     with gp.install(of_kind(reentrant), CHANGING) as installed:
         result = installed.model(batch)
         CHANGES[change](installed)
@@ -97,7 +95,7 @@ def test_a_change_of_policies_before_a_recomputing_backward_is_refused(change, r
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_policies_put_on_before_a_recomputing_backward_are_refused(reentrant, batch):
+def test_installing_before_recomputation_is_refused(reentrant, batch):
     result = (model := of_kind(reentrant))(batch).sum()
     with (
         gp.install(model, CHANGING),
@@ -107,9 +105,7 @@ def test_policies_put_on_before_a_recomputing_backward_are_refused(reentrant, ba
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_makes_no_difference_without_checkpoints_or_where_nothing_is_read(
-    change, batch, parameter_gradients, same
-):
+def test_changes_without_recomputation(change, batch, parameter_gradients, same):
     policies = CHANGING if change != "switched" else {"rounding": gp.StraightThrough(), "guide": gp.Guided()}
     kind = of_kind(None if policies is CHANGING else False)
     with gp.install(kind, policies) as installed:
@@ -123,14 +119,14 @@ def test_a_change_makes_no_difference_without_checkpoints_or_where_nothing_is_re
         assert same(parameter_gradients(installed.model, batch, call=run), expected)
 
 
-def test_removing_rules_on_parameters_before_backward_is_refused(net, batch):
+def test_removing_parameter_rules_before_backward_is_refused(net, batch):
     with gp.install(net, [gp.Scale(2.0, params="head.bias")]):
         result = net(batch)
     with pytest.raises(gp.PolicyError, match=r"removed between forward and backward.*params="):
         result.sum().backward()
 
 
-def test_a_block_within_a_reentrant_checkpoint_tells_only_of_the_run_with_gradients(recwarn):
+def test_block_within_a_reentrant_checkpoint(recwarn):
     def rounded(x, name):
         with gp.gradient_override({name: "identity"}):
             return torch.round(x) * 2

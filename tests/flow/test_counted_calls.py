@@ -51,7 +51,7 @@ def factors(call, count):
         (Model(), {"modules": ["*"], "calls": [0]}, [5, 1, 1, 5, 1, 1, 5]),
     ],
 )
-def test_one_call_of_an_operation_by_its_number_in_every_forward(model, where, expected):
+def test_calls_by_number(model, where, expected):
     with gp.install(model, [five_times(ops=["add"], **where)]) as installed:
         assert list(factors(model, len(expected))) == expected
         assert installed.report().rows[0].matched["add"] == len(expected) * expected.count(5)
@@ -83,7 +83,7 @@ def test_two_policies_on_different_calls():
         ),
     ],
 )
-def test_a_forward_with_fewer_calls_is_an_error(model, where, message):
+def test_fewer_calls_are_an_error(model, where, message):
     with (
         pytest.raises(gp.PolicyError, match=f"'scale': .*{message}"),
         gp.install(model, [five_times(calls=2, **where)]),
@@ -102,7 +102,7 @@ def test_compiled_code_counts_too(compiled):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_of_the_whole_forward_counts_again_and_of_a_part_is_refused(use_reentrant, as_module):
+def test_counted_calls_in_checkpoints(use_reentrant, as_module):
     run = functools.partial(checkpoint, use_reentrant=use_reentrant)
     policy = gp.UseRule(lambda g, i, o: 5.0 * g * (i[0] == i[0]), ops=["add"], calls=[1])
     with gp.install(model := Sums(), [policy]):

@@ -31,7 +31,7 @@ def one_process(tmp_path):
 
 
 @pytest.mark.parametrize("sharded_first", [False, True])
-def test_rules_act_on_the_whole_gradient_of_a_sharded_parameter(one_process, sharded_first):
+def test_rules_on_sharded_parameters(one_process, sharded_first):
     expected = distributed_steps.expected(1)
     model = distributed_steps.make_model()
     if sharded_first:
@@ -57,7 +57,7 @@ class Tied(torch.nn.Module):
 
 
 @pytest.mark.parametrize("sharded_first", [False, True])
-def test_a_sharded_parameter_used_past_its_module_is_refused_not_plain(one_process, sharded_first):
+def test_sharded_parameter_outside_its_module_is_refused(one_process, sharded_first):
     model, policies = Tied(), [gp.Scale(2.0, params="embed.weight")]
     installed = None if sharded_first else gp.install(model, policies)
     fully_shard(model.embed)

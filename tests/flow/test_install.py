@@ -21,7 +21,7 @@ EVERY_KIND = {
 }
 
 
-def test_the_model_is_left_exactly_as_it_was(net, batch, snapshot, parameter_gradients):
+def test_restores_the_model(net, batch, snapshot, parameter_gradients):
     hook = net.head.register_forward_hook(lambda *_: None)
     net.stem.weight.requires_grad_(False)
     net.second.eval()
@@ -34,7 +34,7 @@ def test_the_model_is_left_exactly_as_it_was(net, batch, snapshot, parameter_gra
     hook.remove()
 
 
-def test_it_is_left_so_after_an_error_too_and_removing_twice_does_nothing(net, batch, snapshot):
+def test_restores_the_model_after_errors(net, batch, snapshot):
     before = snapshot(net)
     with pytest.raises(KeyError), gp.install(net, EVERY_KIND) as installed:
         raise KeyError
@@ -45,7 +45,7 @@ def test_it_is_left_so_after_an_error_too_and_removing_twice_does_nothing(net, b
     assert snapshot(net) == before
 
 
-def test_an_installation_that_fails_leaves_the_model_as_it_was(net, snapshot, monkeypatch):
+def test_failed_install_restores_the_model(net, snapshot, monkeypatch):
     before = snapshot(net)
     with pytest.raises(gp.PolicyError):
         gp.install(net, {**EVERY_KIND, "again": gp.Stop(modules="second")})
@@ -57,7 +57,7 @@ def test_an_installation_that_fails_leaves_the_model_as_it_was(net, snapshot, mo
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
-def test_nested_installations_come_off_in_any_order(net, batch, snapshot, parameter_gradients, same, order):
+def test_nested_installations_in_any_order(net, batch, snapshot, parameter_gradients, same, order):
     before, plain = snapshot(net), parameter_gradients(net, batch)
     net.zero_grad(set_to_none=True)
     installations = [
@@ -84,7 +84,7 @@ def saved(model):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved])
-def test_a_copy_runs_its_own_weights_with_the_policies(copied, net, batch, parameter_gradients, same):
+def test_copies_use_their_own_weights(copied, net, batch, parameter_gradients, same):
     with gp.install(net, EVERY_KIND):
         other = copied(net)
         assert same(parameter_gradients(other, batch), parameter_gradients(net, batch))
@@ -108,7 +108,7 @@ def test_a_copy_runs_its_own_weights_with_the_policies(copied, net, batch, param
         (["*", "!1"], 2),
     ],
 )
-def test_a_policy_holds_in_the_matched_modules_and_those_below(modules, matched, batch, as_module):
+def test_policy_holds_in_matched_modules_and_below(modules, matched, batch, as_module):
     inner = nn.Sequential(nn.ReLU(), nn.Sequential(nn.ReLU()))
     own = as_module(lambda x: torch.relu(own.part(x)))
     own.part = nn.ReLU()
@@ -129,7 +129,7 @@ def test_a_block_inside_a_module_wins_over_its_policy(gradient, as_module):
     assert torch.equal(found, torch.full((3,), -1.0))
 
 
-def test_the_report_says_what_was_met_matched_and_not_seen(as_module):
+def test_report(as_module):
     model = as_module(lambda x: model.scripted(model.cell(torch.tanh(x))[0]))
     model.cell, model.scripted = nn.LSTM(3, 3), torch.jit.script(nn.Tanh())
     with pytest.warns(UserWarning, match="cannot see into ScriptModule"):
@@ -147,7 +147,7 @@ def test_the_report_says_what_was_met_matched_and_not_seen(as_module):
         installed.remove()
 
 
-def test_update_sets_the_time_and_before_it_every_policy_holds(net):
+def test_update_sets_the_time(net):
     policies = {
         "late": gp.Guided(when=gp.When(start=5)),
         "testing": gp.Scale(2.0, modules="first", when=gp.When(phases="test")),
@@ -220,12 +220,12 @@ def test_gradient_norms_before_and_after(layer, policy, before, after):
         ({"a": "guided"}, "flow policy"),
     ],
 )
-def test_what_contradicts_itself_or_matches_nothing_is_refused(net, policies, message):
+def test_contradictory_policies_are_refused(net, policies, message):
     with pytest.raises(gp.PolicyError, match=message):
         gp.install(net, policies)
 
 
-def test_policies_that_never_hold_at_one_time_do_not_contradict_each_other(net, batch):
+def test_policies_at_different_times(net, batch):
     policies = {
         "early": gp.Guided(when=gp.When(stop=10)),
         "late": gp.Deconv(when=gp.When(start=10)),
@@ -237,7 +237,7 @@ def test_policies_that_never_hold_at_one_time_do_not_contradict_each_other(net, 
         assert installed.operation_counts == {"early": 0, "late": 2, "testing": 0}
 
 
-def test_other_entry_points_and_what_lightning_looks_for(batch):
+def test_entry_points(batch):
     class Step(nn.Linear):
         def training_step(self, batch, batch_idx):
             return torch.round(nn.functional.linear(batch, self.weight)).sum()
@@ -263,7 +263,7 @@ def test_installing_and_removing_does_not_leak(net, batch):
     assert objects_after(10) - objects < 10
 
 
-def test_data_parallel_holds_on_one_device_and_is_refused_on_many():
+def test_data_parallel():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     parallel = nn.DataParallel(model)
     parallel.device_ids = []

@@ -14,7 +14,7 @@ def ten_times(grad, inputs, output):
 
 
 @pytest.mark.parametrize(("rule", "expected"), [(doubled, 2.0), (ten_times, 10.0)])
-def test_other_paths_of_an_input_that_is_returned_as_it_is_stay_plain(rule, expected, gradient):
+def test_operation_that_returns_its_input(rule, expected, gradient):
     contiguous = gp.gradient_override({"contiguous": rule})(torch.Tensor.contiguous)
     found, value = gradient(lambda x: (y := 3 * x) + contiguous(y), torch.ones(2))
     assert torch.equal(found, torch.full((2,), 3.0 * (1 + expected)))
@@ -27,7 +27,7 @@ def test_a_filter_acts_on_every_floating_point_result(gradient):
     assert found.tolist() == [[0.0, 2.0]]
 
 
-def test_a_call_that_hides_an_operation_may_be_an_operation_with_a_rule_itself(gradient):
+def test_rule_on_an_opaque_call(gradient):
     weights = torch.tensor([1.0, 2.0, 3.0])
     with gp.gradient_override({"softmax": "stop", F.gumbel_softmax: "identity"}):
         found, _ = gradient(lambda x: F.gumbel_softmax(x, hard=True), torch.randn(3), weights)
@@ -43,7 +43,7 @@ def test_a_call_that_hides_an_operation_may_be_an_operation_with_a_rule_itself(g
         ("where", lambda a, b: a.where(other=b, condition=torch.eye(2) > 0)),
     ],
 )
-def test_inputs_are_in_the_order_of_the_parameters_in_whichever_order_a_call_names_them(name, call):
+def test_inputs_in_order_of_parameters(name, call):
     def first_twice_second_thrice(grad, inputs, output):
         return (*[None] * (len(inputs) - 2), 2 * grad, 3 * grad)
 

@@ -131,7 +131,7 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize("name", SPELLINGS, ids=lambda name: getattr(name, "__name__", name))
-def test_every_spelling_is_the_same_operation(name, gradient):
+def test_every_spelling(name, gradient):
     for number, spelling in enumerate(SPELLINGS[name]):
         torch.manual_seed(1)
         plain = spelling(X * 1)
@@ -147,7 +147,7 @@ def test_every_spelling_is_the_same_operation(name, gradient):
     ("name", "dim"),
     [("argmax", None), ("argmax", 0), ("argmax-to-one-hot", -1), ("argmax_one_hot", 0), (torch.argmax, -1)],
 )
-def test_the_one_hot_code_of_an_argmax_is_a_function_of_its_scores(name, dim, gradient):
+def test_one_hot_of_argmax(name, dim, gradient):
     scores, count = torch.randn(3, 4), {None: 12, 0: 3, -1: 4}[dim]
 
     def one_hot(x):
@@ -170,13 +170,13 @@ def test_the_one_hot_code_of_an_argmax_is_a_function_of_its_scores(name, dim, gr
         ("bernoulli", lambda x: x + (x * 1).bernoulli_(0.5), [1.0] * 4),
     ],
 )
-def test_a_call_that_only_looks_like_it_is_another_operation(name, call, expected, gradient):
+def test_calls_of_other_operations(name, call, expected, gradient):
     with gp.gradient_override({name: ten_times}):
         found, _ = gradient(call, X)
     assert found.tolist() == expected
 
 
-def test_an_operation_is_known_by_each_of_its_functions_and_can_be_pickled():
+def test_operations_by_function_and_pickled():
     for name in operation_names():
         operation = resolve_operation(name)
         assert pickle.loads(pickle.dumps(operation)) == operation
@@ -184,7 +184,7 @@ def test_an_operation_is_known_by_each_of_its_functions_and_can_be_pickled():
     assert resolve_operation(torch.special.expit) == resolve_operation("sigmoid")
 
 
-def test_an_operation_of_a_library_of_one_s_own(gradient):
+def test_operator_of_torch_library(gradient):
     @torch.library.custom_op("tests_flow::halved", mutates_args=())
     def halved(x: torch.Tensor) -> torch.Tensor:
         return x / 2
@@ -209,12 +209,12 @@ def test_an_operation_of_a_library_of_one_s_own(gradient):
         ("init", "unknown"),
     ],
 )
-def test_what_is_no_operation_is_refused_with_the_nearest_names(wrong, hint):
+def test_unknown_operations_are_refused(wrong, hint):
     with pytest.raises(gp.PolicyError, match=hint):
         gp.gradient_override({wrong: "identity"})
 
 
-def test_every_python_function_of_torch_that_calls_an_overridable_one_is_listed_as_opaque():
+def test_opaque_calls_are_complete():
     """A new release of torch may bring functions that hide others: this says which to add."""
     hidden = {"relu", "softmax", "tanh", "sigmoid", "gelu", "silu"}
     spelled = {f for name in hidden for f in resolve_operation(name).functions}
@@ -234,7 +234,7 @@ COMPILED = [name for name in SPELLINGS if isinstance(name, str) and name != "ber
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("relu", "abs"))) for name in COMPILED],
 )
-def test_rules_act_in_compiled_code_on(name, compiled, gradient):
+def test_every_spelling_in_compiled_code(name, compiled, gradient):
     of_graphs = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
     calls = [call for call in SPELLINGS[name] if not isinstance(call, of_graphs)]
 
@@ -245,7 +245,7 @@ def test_rules_act_in_compiled_code_on(name, compiled, gradient):
         torch.testing.assert_close(gradient(compiled(all_of_them), X), gradient(all_of_them, X))
 
 
-def test_compiled_code_has_a_rule_at_each_call_and_none_after_the_block(compiled, gradient):
+def test_compiled_code_after_the_block_is_plain(compiled, gradient):
     x = torch.tensor([1.0, -2.0])
     five_times = gp.Rule("five_times", lambda grad, inputs, output: 5.0 * grad)
     with gp.gradient_override({"relu": five_times, "abs": five_times}):

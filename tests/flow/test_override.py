@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.autograd import forward_ad
 
 import gradpolicy as gp
@@ -31,7 +30,7 @@ def cube(grad, inputs, output):
     return grad * inputs[0] ** 3
 
 
-def test_it_holds_in_the_block_only_and_backward_may_run_after_it():
+def test_ends_with_its_block_but_not_before_backward():
     x = torch.randn(5, requires_grad=True)
     with contextlib.suppress(KeyError), gp.gradient_override({"round": "identity"}):
         inside = torch.round(x)
@@ -41,7 +40,7 @@ def test_it_holds_in_the_block_only_and_backward_may_run_after_it():
     assert torch.equal(torch.autograd.grad(outside.sum(), x)[0], torch.zeros(5))
 
 
-def test_one_block_may_be_entered_within_itself_and_on_several_threads(gradient):
+def test_block_entered_twice_and_on_threads(gradient):
     block = gp.gradient_override({"round": seven_times})
     ready = threading.Barrier(2)
 
@@ -67,7 +66,7 @@ def test_one_block_may_be_entered_within_itself_and_on_several_threads(gradient)
         (F.gelu, lambda x: torch.func.vmap(torch.func.grad(F.gelu))(x)),
     ],
 )
-def test_a_value_is_a_rule_or_another_operation_whose_derivative_is_used(value, expected, gradient):
+def test_values_are_rules_or_operations(value, expected, gradient):
     x = torch.randn(6)
     with gp.gradient_override({"sign": value}):
         found, result = gradient(torch.sign, x)
@@ -113,7 +112,7 @@ def test_shapes_dtypes_and_layouts_change_nothing(shape, dtype, spelling, transp
 
 @settings(max_examples=30, deadline=None)
 @given(names=st.lists(st.sampled_from(["round", "floor", "relu", None]), min_size=1, max_size=5))
-def test_however_blocks_nest_each_operation_follows_the_innermost_that_names_it(names):
+def test_innermost_block_wins(names):
     expected = {"round": 0.0, "floor": 0.0, "relu": 1.0}
     x = torch.full((2,), 0.6, requires_grad=True)
     with torch.enable_grad():
@@ -127,20 +126,6 @@ def test_however_blocks_nest_each_operation_follows_the_innermost_that_names_it(
             block.__exit__(None, None, None)
     for name, result in results.items():
         assert torch.equal(torch.autograd.grad(result.sum(), x)[0], torch.full((2,), expected[name]))
-
-
-@pytest.mark.parametrize("rule", ["guided_relu", "deconv_relu"])
-def test_a_call_in_place_on_a_view_changes_its_base(rule, gradient):
-    def on_a_view(x):
-        work = x * 1
-        work[1:].relu_()
-        return work
-
-    x, weights = torch.tensor([-1.0, 1.0, 2.0, -3.0]), torch.tensor([-1.0, -1.0, 2.0, 3.0])
-    with gp.gradient_override({"relu": rule}):
-        found, value = gradient(on_a_view, x, weights)
-    assert value.tolist() == [-1.0, 1.0, 2.0, 0.0]
-    assert found.tolist() == [-1.0, 0.0, 2.0, 3.0 if rule == "deconv_relu" else 0.0]
 
 
 @pytest.mark.parametrize("rule", ["guided_relu", cube])
@@ -173,7 +158,7 @@ def test_func_grad_and_vmap_give_the_same_as_autograd(gradient):
 
 
 @pytest.mark.parametrize("rule", ["guided_relu", seven_times, "stop"])
-def test_forward_mode_derivatives_are_refused_and_reverse_mode_gives_the_same(rule):
+def test_forward_mode_is_refused(rule):
     x = torch.tensor([0.5, -2.0], dtype=torch.float64)
 
     def loss(x):
@@ -200,25 +185,6 @@ def test_forward_mode_derivatives_are_refused_and_reverse_mode_gives_the_same(ru
         # Where no derivative passes the rule nothing is refused; of a filtered result nobody can tell.
         if rule != "guided_relu":
             assert torch.func.jvp(lambda y: y * F.relu(x), (x,), (torch.ones_like(x),))[1][0] == 0.5
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_under_autocast_gradients_come_in_the_inputs_dtypes(dtype, gradient):
-    layer, seen = nn.Linear(4, 4), []
-
-    def note(grad, inputs, output):
-        seen.append((grad.dtype, inputs[0].dtype))
-        return grad
-
-    @torch.autocast("cpu", dtype=dtype)
-    def rounded(x):
-        return torch.round(layer(x))
-
-    with gp.gradient_override({"linear": lambda g, i, o: (g @ i[1].to(g.dtype), None, None), "round": note}):
-        found, _ = gradient(lambda x: rounded(x).float(), torch.randn(3, 4))
-    assert seen == [(dtype, dtype)]
-    # The gradient is in float32.
-    torch.testing.assert_close(found, layer.weight.detach().sum(0).expand(3, 4), rtol=0.05, atol=0.05)
 
 
 def test_nothing_is_kept_for_a_rule_that_reads_nothing():
@@ -253,7 +219,7 @@ def test_settings_that_both_operations_have_are_handed_on(run):
         ("argmax", lambda x: x.argmax(0, keepdim=True)),
     ],
 )
-def test_an_index_that_becomes_numbers_is_said_to_have_no_gradient(name, call):
+def test_warns_of_indices_that_become_numbers(name, call):
     x = torch.tensor([1.0, 3.0, 2.0], requires_grad=True)
     message = rf"an index from operation '{name}.* became numbers in 'float'.*: use the values .*\.detach\(\)"
     with gp.gradient_override({name: "identity"}), pytest.warns(UserWarning, match=message) as warned:
@@ -273,7 +239,7 @@ def test_an_index_that_becomes_numbers_is_said_to_have_no_gradient(name, call):
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*became numbers")
-def test_a_strict_block_takes_an_index_that_only_says_where(use):
+def test_strict_block_takes_indices_that_select(use):
     x = torch.tensor([1.0, 3.0, 2.0], requires_grad=True)
     with gp.gradient_override({"topk": "soft_sort"}, strict=True):
         values, indices = x.topk(2)
@@ -291,9 +257,7 @@ def test_a_strict_block_takes_an_index_that_only_says_where(use):
         gp.Scale(0.5, params="head.weight"),
     ],
 )
-def test_a_model_can_be_exported_while_policies_are_installed(
-    policy, strict, net, batch, parameter_gradients, same
-):
+def test_export_gives_the_plain_model(policy, strict, net, batch, parameter_gradients, same):
     plain = torch.export.export(net, (batch,), strict=strict).module()
     with gp.install(net, [policy]):
         program = torch.export.export(net, (batch,), strict=strict).module()

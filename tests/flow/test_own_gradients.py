@@ -65,7 +65,7 @@ def overridden(operation, rule, function):
     [*((kind, None) for kind in RULES), pytest.param("scale", "aot_eager", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("call", CALLS)
-def test_each_input_gets_the_operation_s_own_gradient_changed(call, kind, backend, gradients):
+def test_own_gradient_of_each_input(call, kind, backend, gradients):
     operation, function, shapes = CALLS[call]
     rule, change = RULES[kind]
     # Where the call stands in a longer expression, one factor belongs to the gradient of the input alone.
@@ -80,7 +80,7 @@ def test_each_input_gets_the_operation_s_own_gradient_changed(call, kind, backen
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_tensor_that_is_given_twice_gets_what_each_place_gets(gradients_with, run):
+def test_tensor_passed_twice(gradients_with, run):
     x = torch.tensor([0.5, 3.0], dtype=torch.float64, requires_grad=True)
     (found,) = gradients_with(gp.Clip(value=1.0, ops=["mul"]), lambda a: a * a, [x], run)
     # The weights are -1 and 2.
@@ -98,20 +98,12 @@ def test_a_tensor_that_is_given_twice_gets_what_each_place_gets(gradients_with, 
     ],
 )
 @pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.mostly_slow)])
-def test_an_argument_may_be_named_and_the_others_keep_their_own(
-    policy, expected, compiles, gradients, gradients_with, compiled
-):
+def test_named_argument(policy, expected, compiles, gradients, gradients_with, compiled):
     inputs = made((2, 4), (5, 4), (5,))
     plain = gradients(F.linear, *inputs)
     found = gradients_with(policy, F.linear, inputs, compiled if compiles else lambda model: model)
     for factor, one, other in zip(expected, found, plain, strict=True):
         assert one is None if factor is None else torch.equal(one, factor * other)
-
-
-def write(x, y):
-    whole = 1 * x
-    whole[0] = y
-    return whole
 
 
 @pytest.mark.parametrize(
@@ -123,14 +115,12 @@ def write(x, y):
             [(2, 4), (5, 4)],
             "operation 'linear': unknown argument 'wieght'; did you mean 'weight'",
         ),
-        ({"ops": ["linear"], "argument": 7}, F.linear, [(2, 4), (5, 4)], "argument '7'"),
         (
             {"ops": ["mul"], "argument": "other"},
             lambda x: x * x,
             [(2,)],
             "argument 'other' and another one are given the same tensor",
         ),
-        ({"ops": ["setitem"]}, write, [(3,), ()], "operation 'setitem' gives no result"),
     ],
 )
 def test_what_cannot_be_changed_is_refused(where, function, shapes, message, as_module):
@@ -145,9 +135,7 @@ def test_what_cannot_be_changed_is_refused(where, function, shapes, message, as_
     "rule", ["identity", "tanh", gp.get_rule("scale", factor=2.0), lambda g, i, o: 2 * g]
 )
 @pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.mostly_slow)])
-def test_a_rule_for_one_gradient_is_refused_where_several_inputs_need_one(
-    rule, compiles, gradients, as_module
-):
+def test_one_gradient_for_several_inputs_is_refused(rule, compiles, gradients, as_module):
     torch._dynamo.reset()
     function = overridden("mul", rule, torch.mul)
     run = torch.compile(function, backend="aot_eager") if compiles else function
@@ -161,7 +149,7 @@ def test_a_rule_for_one_gradient_is_refused_where_several_inputs_need_one(
 
 
 class TestAFunctionOfTheOwnGradients:
-    def test_it_gets_a_tuple_with_none_where_no_gradient_is_needed(self, gradients, gradients_with):
+    def test_gets_a_tuple_with_none(self, gradients, gradients_with):
         seen = []
 
         def swapped(own, inputs, output):
@@ -188,7 +176,7 @@ class TestAFunctionOfTheOwnGradients:
         expected = [one * tensor.detach() ** 2 for one, tensor in zip(plain, inputs, strict=True)]
         torch.testing.assert_close(found, expected)
 
-    def test_it_may_read_the_output_in_a_first_derivative_alone(self):
+    def test_reading_the_output(self):
         weighted = gp.Rule("weighted", lambda own, inputs, output: (own[0] * output, own[1]), own=True)
         x, y = made((3,), (3,))
         z = overridden("mul", weighted, torch.mul)(x, y)
@@ -211,7 +199,7 @@ class TestAFunctionOfTheOwnGradients:
         with pytest.raises(Exception, match="cannot read its output in code that is"):
             gradients(compiled(function), *inputs)
 
-    def test_it_returns_one_gradient_where_one_input_needs_one_and_else_a_tuple(self, gradients):
+    def test_returns_one_gradient_or_a_tuple(self, gradients):
         x, constant = made((3,), (3,))
         rule = gp.Rule("doubled", lambda own, inputs, output: 2 * own[1], own=True)
         function = lambda a: torch.sub(constant.detach(), a)  # noqa: E731
@@ -242,7 +230,7 @@ class TestAFunctionOfTheOwnGradients:
             (lambda rule: gp.Guided(argument="input"), r"Guided\.argument: rule 'guided_relu' filters"),
         ],
     )
-    def test_it_is_refused_where_there_are_no_own_gradients(self, make, message):
+    def test_refused_without_own_gradients(self, make, message):
         with pytest.raises(gp.PolicyError, match=message):
             make(gp.Rule("r", lambda own, inputs, output: own, own=True))
 
@@ -253,7 +241,7 @@ class TestALearntFactor:
         "where", [{"modules": "*", "at": "output"}, {"ops": ["mul"]}, {"params": "weight"}]
     )
     @pytest.mark.parametrize("value", [0.5, 0.0])
-    def test_a_loss_of_gradients_reaches_it_as_in_plain_autograd(self, where, sign, value):
+    def test_gradient_of_the_factor(self, where, sign, value):
         class Product(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -284,7 +272,7 @@ class TestALearntFactor:
                     factor.fill_(value)
                 torch.testing.assert_close(gradient(run, x)[0], value * torch.exp(x))
 
-    def test_whole_numbers_and_names_are_refused_and_the_plan_shows_no_values(self):
+    def test_wrong_factors(self):
         for wrong in (torch.tensor(2), "factor"):
             with pytest.raises(gp.PolicyError, match=r"Scale\.factor: must be a number, or .* tensor"):
                 gp.Scale(wrong, modules="*")

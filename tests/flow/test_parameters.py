@@ -6,7 +6,7 @@ import torch
 import gradpolicy as gp
 
 
-def test_a_rule_acts_on_each_gradient_before_it_is_accumulated(net, batch, parameter_gradients):
+def test_acts_before_accumulation(net, batch, parameter_gradients):
     plain = parameter_gradients(net, batch)
     with gp.install(net, [gp.Scale(2.0, params=["head.*", "!head.bias"])]):
         net.zero_grad(set_to_none=True)
@@ -22,7 +22,7 @@ def test_several_rules_act_in_order(net, batch, parameter_gradients):
     torch.testing.assert_close(found.abs(), torch.full((2,), 0.03))
 
 
-def test_a_parameter_that_was_replaced_later_gets_the_rule_too(net, batch, parameter_gradients):
+def test_replaced_parameter_gets_the_rule(net, batch, parameter_gradients):
     plain = parameter_gradients(net, batch)
     with gp.install(net, [gp.Scale(2.0, params="head.weight")]):
         net.head.weight = torch.nn.Parameter(net.head.weight.detach().clone())
@@ -31,14 +31,14 @@ def test_a_parameter_that_was_replaced_later_gets_the_rule_too(net, batch, param
     assert net.head.weight._backward_hooks is None
 
 
-def test_a_parameter_that_is_gone_is_refused(net, batch):
+def test_removed_parameter_is_refused(net, batch):
     with gp.install(net, [gp.Scale(2.0, params="head.weight")]):
         torch.nn.utils.parametrizations.weight_norm(net.head)
         with pytest.raises(gp.PolicyError, match=r"'head.weight' is gone"):
             net(batch)
 
 
-def test_a_frozen_parameter_gets_the_rule_once_it_trains(net, batch, parameter_gradients, snapshot):
+def test_thawed_parameter_gets_the_rule(net, batch, parameter_gradients, snapshot):
     plain = parameter_gradients(net, batch)["head.weight"]
     net.zero_grad(set_to_none=True)
     net.head.weight.requires_grad_(False)
@@ -52,9 +52,7 @@ def test_a_frozen_parameter_gets_the_rule_once_it_trains(net, batch, parameter_g
     assert snapshot(net) == before
 
 
-def test_compiled_code_refuses_another_parameter_than_that_with_the_hook(
-    net, batch, parameter_gradients, compiled
-):
+def test_compiled_code_refuses_replaced_parameters(net, batch, parameter_gradients, compiled):
     compiled = compiled(net, backend="eager")
     with gp.install(net, [gp.Scale(2.0, params="head.weight")]):
         expected = parameter_gradients(net, batch)

@@ -26,7 +26,7 @@ def planned(model, **policies):
 
 @pytest.mark.parametrize("rule", ["identity", "rotation", "reinmax", "gumbel", "bernoulli", "lsq"])
 @pytest.mark.parametrize("where", [{"modules": "2"}, {"modules": "2", "at": "output"}, {"params": "2.*"}])
-def test_a_rule_of_an_operation_is_refused_elsewhere_with_what_to_write(model, rule, where):
+def test_rules_of_operations_are_refused_elsewhere(model, rule, where):
     policy = gp.UseRule(rule, **where)
     for attempt in (lambda: gp.install(model, {"vq": policy}), lambda: planned(model, vq=policy)):
         with pytest.raises(gp.PolicyError, match=rf"policy 'vq': rule '{rule}' .*2.*ops=.*gradpolicy\.apply"):
@@ -49,7 +49,7 @@ def test_plan_names_operations_without_a_gradient(model, policy, message, as_mod
     assert all(re.match(message, warning) for warning in warnings)
 
 
-def test_the_plan_and_a_block_name_the_stop_that_cuts_the_only_path(model):
+def test_names_the_stop_that_cuts_the_only_path(model):
     cut = gp.Stop(modules="2", at="output")
     with pytest.raises(gp.PolicyError, match=NAMED):
         planned(model, cut=cut)

@@ -55,9 +55,7 @@ class Steps(nn.Module):
         ("round", lambda x: x.long(), "what ran there: 'long'"),
     ],
 )
-def test_a_block_names_what_ran_near_the_operation_that_was_never_met(
-    operation, run, message, strict, x, warned
-):
+def test_block_names_what_ran(operation, run, message, strict, x, warned):
     block = gp.gradient_override({operation: RARE}, strict=strict)(run)
     if strict:
         with pytest.raises(gp.PolicyError, match=message):
@@ -67,7 +65,7 @@ def test_a_block_names_what_ran_near_the_operation_that_was_never_met(
         assert re.search(message, text)
 
 
-def test_blocks_that_met_what_they_name_or_that_record_no_gradient_say_nothing(x, warned):
+def test_quiet_blocks(x, warned):
     def blocks():
         with gp.gradient_override({"round": "identity"}):
             torch.round(x)
@@ -83,7 +81,7 @@ def test_blocks_that_met_what_they_name_or_that_record_no_gradient_say_nothing(x
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_nothing_is_said_while_an_exception_leaves_the_block(x, warned, strict):
+def test_quiet_while_an_exception_propagates(x, warned, strict):
     def block():
         with (
             contextlib.suppress(KeyError),
@@ -96,7 +94,7 @@ def test_nothing_is_said_while_an_exception_leaves_the_block(x, warned, strict):
     assert warned(block) == []
 
 
-def test_a_decorated_function_is_named_and_warned_of_once(x, warned):
+def test_decorated_function_warns_once(x, warned):
     @gp.gradient_override({"round": RARE})
     def quantised(x):
         return torch.floor(x)
@@ -105,7 +103,7 @@ def test_a_decorated_function_is_named_and_warned_of_once(x, warned):
     assert "gradient_override of 'quantised': operation 'round'" in message
 
 
-def test_each_operation_that_is_named_counts_and_one_of_the_usual_ones_is_enough(x, warned):
+def test_each_named_operation_counts(x, warned):
     def install(policy):
         with gp.install(model := Steps(), [policy]):
             model(x).sum().backward()
@@ -115,7 +113,7 @@ def test_each_operation_that_is_named_counts_and_one_of_the_usual_ones_is_enough
     assert "'ceil' was never met" in message
 
 
-def test_an_installation_says_so_once_it_is_removed_and_a_strict_one_raises_after_that(x, warned):
+def test_removing_warns_or_raises_if_strict(x, warned):
     def removed(strict=False):
         step = {"step": gp.UseRule("identity", ops="heaviside")}
         installed = gp.install(model := Steps(), step, strict=strict)
@@ -131,7 +129,7 @@ def test_an_installation_says_so_once_it_is_removed_and_a_strict_one_raises_afte
     removed(strict=True)
 
 
-def test_a_policy_without_a_chance_to_act_gives_no_warning(x, warned):
+def test_quiet_without_a_chance_to_act(x, warned):
     def quiet():
         with gp.install(Steps(), [gp.Guided()]) as installed:
             installed.report()
@@ -154,7 +152,7 @@ def test_a_policy_without_a_chance_to_act_gives_no_warning(x, warned):
 
 
 @pytest.mark.usefixtures("compiled")
-def test_compiled_code_is_warned_of_only_where_it_is_known_what_ran(x, warned):
+def test_warnings_about_compiled_code(x, warned):
     rounded = torch.compile(torch.round, backend="eager")
     compiled = torch.compile(model := nn.Sequential(nn.Linear(4, 4), nn.ReLU()), backend="eager")
 
@@ -278,7 +276,7 @@ CASES = [(kind, number) for kind, (*_, policies, _) in NOWHERE.items() for numbe
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(("kind", "number"), CASES)
-def test_where_nothing_can_act_there_is_a_warning_and_an_error_if_strict(kind, number, warned):
+def test_warns_where_nothing_can_act(kind, number, warned):
     make, run, policies, message = NOWHERE[kind]
 
     def block(strict):
@@ -314,7 +312,7 @@ def test_the_plan_says_so_beforehand(kind, number):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_blocks_in_which_everything_acted_say_nothing(strict, warned, as_module):
+def test_quiet_where_everything_acted(strict, warned, as_module):
     x, layers = torch.randn(4, 4), nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     model.add_module("layers", as_module(lambda x: layers[1](layers[0](x))))
@@ -350,7 +348,7 @@ def counted(x):
         ("tanh", lambda x: nn.LSTM(4, 2)(torch.tanh(x)[None]), "cannot see into lstm"),
     ],
 )
-def test_a_strict_block_raises_for_what_was_lost_or_not_seen(operation, run, message, x):
+def test_strict_block_raises_for_lost_gradients(operation, run, message, x):
     with (
         pytest.raises(gp.PolicyError, match=message),
         gp.gradient_override({operation: "identity"}, strict=True),

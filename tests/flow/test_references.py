@@ -19,7 +19,7 @@ def layers():
     ("policy", "of_captum", "of_zennit"),
     [(gp.Guided, "GuidedBackprop", "GuidedBackprop"), (gp.Deconv, "Deconvolution", "DeconvNet")],
 )
-def test_input_gradients_agree_with_captum_and_zennit(gradient, zennit, policy, of_captum, of_zennit):
+def test_agrees_with_captum_and_zennit(gradient, zennit, policy, of_captum, of_zennit):
     attr = pytest.importorskip("captum.attr")
     from zennit import composites
 
@@ -60,7 +60,7 @@ class Written(nn.Module):
 
 @pytest.mark.parametrize("write", [nn.Sequential, Written, lambda layers: Written(layers, F.relu)])
 @pytest.mark.parametrize("inplace", [False, True])
-def test_every_way_to_write_a_network_is_guided_alike(write, inplace, layers, batch, parameter_gradients):
+def test_guided_in_every_way_to_write_a_network(write, inplace, layers, batch, parameter_gradients):
     wanted = parameter_gradients(Written(layers, GuidedByHand.apply), batch)
     layers[1].inplace = layers[3].inplace = inplace
     with gp.install(model := write(layers), [gp.Guided()]) as installed:
@@ -93,7 +93,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_what_is_changed_after_the_installation_is_seen(kind, layers, batch):
+def test_changes_after_installation_are_seen(kind, layers, batch):
     change, relus = CHANGES[kind]
     with gp.install(layers, [gp.Guided()]) as installed:
         layers(batch)
@@ -103,9 +103,7 @@ def test_what_is_changed_after_the_installation_is_seen(kind, layers, batch):
         assert installed.report().rows[0].operations_matched - before == relus
 
 
-def test_a_relu_that_another_tool_wrapped_is_let_through_after_removal(
-    layers, batch, parameter_gradients, same
-):
+def test_relu_wrapped_by_another_tool(layers, batch, parameter_gradients, same):
     layers[3].forward = lambda x: F.relu(x) + 1
     plain, result = parameter_gradients(layers, batch), layers(batch)
     installed = gp.install(layers, [gp.Guided()])
@@ -119,7 +117,7 @@ def test_a_relu_that_another_tool_wrapped_is_let_through_after_removal(
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("kind", ["script", "trace"])
-def test_rules_at_a_scripted_or_traced_module_know_its_arguments(kind):
+def test_arguments_of_script_modules(kind):
     def double(grad, inputs, output, *, call):
         assert torch.equal(call.arguments["input"], inputs[0])
         return 2.0 * grad

@@ -90,14 +90,14 @@ def test_warns_of_draws_under_no_grad(draw):
     assert not bits.requires_grad
 
 
-def test_samplers_of_torch_distributions_take_a_rule_by_apply():
+def test_apply_on_torch_distributions():
     p = P.clone().requires_grad_()
     bits = gp.apply("bernoulli", lambda p: torch.distributions.Bernoulli(p).sample(), p)
     linear(bits).backward()
     torch.testing.assert_close(p.grad, C)
 
 
-def test_comparisons_with_uniform_draws_take_a_rule_on_comparisons():
+def test_comparisons_with_uniform_draws():
     p = P.expand(4000, 3).clone().requires_grad_()
     with gp.gradient_override({"gt": "bernoulli"}, strict=True):
         y = (p > torch.rand_like(p)).to(p)

@@ -240,7 +240,7 @@ def is_refused(way, place, kind):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("way", "place", "kind"), CASES)
-def test_a_strict_policy_acts_as_the_reference_says_or_raises(way, place, kind):
+def test_strict_policy_acts_or_raises(way, place, kind):
     if "compiled" in way:
         torch._dynamo.reset()
     torch.manual_seed(3)

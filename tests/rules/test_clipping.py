@@ -23,7 +23,7 @@ def test_clip_value_bounds_each_entry(apply_rule):
     per_sample=st.booleans(),
     as_tensor=st.booleans(),
 )
-def test_a_length_is_bounded_or_set_and_the_direction_stays(name, shape, exponent, per_sample, as_tensor):
+def test_clip_norm_and_normalize(name, shape, exponent, per_sample, as_tensor):
     grad = torch.randn(shape, dtype=torch.float64) * 10.0**exponent
     rows = grad.reshape(shape[0], -1) if per_sample else grad.reshape(1, -1)
     lengths = rows.norm(dim=1, keepdim=True)
@@ -35,7 +35,7 @@ def test_a_length_is_bounded_or_set_and_the_direction_stays(name, shape, exponen
         assert torch.equal(found, grad)
 
 
-def test_one_sample_that_is_not_finite_passes_and_leaves_the_others_alone(apply_rule):
+def test_non_finite_samples_pass(apply_rule):
     grad = torch.tensor([[math.inf, 1.0], [math.nan, 1.0], [30.0, 40.0], [0.0, 0.0]])
     for name in ("clip_norm", "normalize"):
         clipped = apply_rule(name, grad, grad, norm=1.0, per_sample=True)
@@ -48,7 +48,7 @@ def test_one_sample_that_is_not_finite_passes_and_leaves_the_others_alone(apply_
 @pytest.mark.parametrize(
     ("dtype", "size"), [(torch.float32, 1e30), (torch.float16, 6e4), (torch.bfloat16, 1e30)]
 )
-def test_a_gradient_whose_square_overflows_is_shortened_all_the_same(apply_rule, name, dtype, size):
+def test_clips_where_squares_overflow(apply_rule, name, dtype, size):
     grad = torch.full((50,), size, dtype=dtype)
     clipped = apply_rule(name, grad, grad, norm=1.0)
     assert clipped.dtype == dtype
@@ -64,13 +64,3 @@ def test_thresholds_follow_the_loss_scale(apply_rule, name, parameters):
     plain = apply_rule(name, grad, grad, **parameters)
     scaled = apply_rule(name, grad, grad * 1024, **parameters, loss_scale=1024.0)
     torch.testing.assert_close(scaled / 1024, plain)
-
-
-@pytest.mark.parametrize("name", ["clip_norm", "normalize"])
-def test_empty_scalar_and_small_gradients(apply_rule, name):
-    empty, scalar = torch.zeros(0, 3), torch.tensor(-5.0)
-    assert apply_rule(name, empty, empty, norm=1.0, per_sample=True).shape == (0, 3)
-    assert apply_rule(name, scalar, scalar, norm=1.0, per_sample=True).item() == -1.0
-    small = torch.full((4,), 1e-30)
-    expected = torch.full((4,), 0.5) if name == "normalize" else small
-    torch.testing.assert_close(apply_rule(name, small, small, norm=1.0), expected, rtol=1e-6, atol=0)

@@ -1,7 +1,6 @@
 """Properties of every built-in rule, whatever its formula."""
 
 import doctest
-import functools
 import importlib
 import inspect
 import pkgutil
@@ -113,18 +112,8 @@ def test_gradients_have_the_shape_and_dtype_of_the_inputs(name, shape, dtype):
             assert gradient is None
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-def test_a_number_may_be_a_tensor(name):
-    numbers = NUMBERS[name]
-    tensors = {key: torch.tensor(value) for key, value in numbers.items()}
-    plain, scheduled = get_rule(name, **numbers), get_rule(name, **tensors)
-    arguments = example(name, torch.float32)
-    torch.testing.assert_close(scheduled(*arguments), plain(*arguments))
-    assert scheduled(*arguments).dtype == torch.float32
-
-
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_what_a_rule_does_not_read_may_be_anything(name):
+def test_rules_read_only_what_they_say(name):
     """Values that a rule does not read are not kept for the backward pass."""
     rule = configured(name)
     grad, inputs, output = example(name)
@@ -133,13 +122,6 @@ def test_what_a_rule_does_not_read_may_be_anything(name):
     if "output" not in rule.reads:
         output = torch.full_like(output, torch.nan)
     torch.testing.assert_close(rule(grad, inputs, output), rule(*example(name)), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_nothing_given_is_changed(name):
-    arguments = example(name)
-    configured(name)(*arguments)
-    torch.testing.assert_close(arguments, example(name), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -167,12 +149,3 @@ def test_vmap_is_the_rule_applied_to_each(name):
         for row in range(len(grad))
     ]
     torch.testing.assert_close(mapped(grad, inputs, output), torch.stack(alone))
-
-
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("name", ["tanh", "guided_relu", "clip_norm", "bernoulli", "rotation", "gate"])
-def test_the_rule_traces_without_a_break(name):
-    arguments = example(name, torch.float32)
-    rule = functools.partial(configured(name).function, **NUMBERS.get(name, {}))
-    traced = torch.compile(rule, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(traced(*arguments), rule(*arguments))

@@ -14,14 +14,6 @@ def test_stop_gives_exact_zeros_whatever_comes_in(apply_rule):
     assert apply_rule("stop", torch.ones(6), AWKWARD).tolist() == [0.0] * 6
 
 
-def test_stop_gives_zeros_of_each_inputs_own_shape_and_none_to_integers():
-    inputs = (torch.ones(2, 3), torch.arange(4), torch.ones(5, dtype=torch.float64))
-    first, second, third = get_rule("stop")(torch.ones(7), inputs, torch.ones(7))
-    assert first.shape == (2, 3)
-    assert second is None
-    assert third.dtype == torch.float64
-
-
 @settings(max_examples=30, deadline=None)
 @given(factor=st.floats(-1e3, 1e3), as_tensor=st.booleans())
 def test_scale_and_reverse_multiply(factor, as_tensor):
@@ -39,7 +31,7 @@ def test_a_factor_of_zero_stops_infinite_gradients_too(apply_rule, factor):
 
 
 @pytest.mark.parametrize("std", [0.5, torch.tensor(0.5)])
-def test_noise_of_the_given_size_comes_from_torch_s_generator_and_follows_the_loss_scale(apply_rule, std):
+def test_noise(apply_rule, std):
     grad = torch.full((200, 200), 3.0)
     draws = []
     for scale in (1.0, 1.0, 8.0):

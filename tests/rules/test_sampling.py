@@ -66,7 +66,7 @@ def test_certain_bits_give_numbers(apply_rule, slope):
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 @pytest.mark.parametrize("dim", [-1, 0])
-def test_gumbel_is_the_gradient_of_torchs_hard_gumbel_softmax(temperature, dim):
+def test_gumbel_equals_torchs_gumbel_softmax(temperature, dim):
     logits = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     grad = torch.randn(5, 4, dtype=torch.float64)
     torch.manual_seed(3)
@@ -79,7 +79,7 @@ def test_gumbel_is_the_gradient_of_torchs_hard_gumbel_softmax(temperature, dim):
 
 
 @pytest.mark.parametrize(("name", "of_quadratic"), [("gumbel", False), ("reinmax", True)])
-def test_both_are_exact_for_linear_losses_and_reinmax_for_quadratic_ones(name, of_quadratic):
+def test_exact_losses_of_gumbel_and_reinmax(name, of_quadratic):
     torch.testing.assert_close(*expected(name, categories, LOGITS, lambda y: 3 * y[0] - y[2]))
     estimate, true = expected(name, categories, LOGITS, random_quadratic())
     assert torch.allclose(estimate, true, rtol=1e-9, atol=1e-12) == of_quadratic
