@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from gradpolicy.planning.plan import plan as plan
     from gradpolicy.policies import Clip as Clip
     from gradpolicy.policies import Deconv as Deconv
-    from gradpolicy.policies import ForwardMask as ForwardMask
     from gradpolicy.policies import Freeze as Freeze
     from gradpolicy.policies import Guided as Guided
     from gradpolicy.policies import Reverse as Reverse
@@ -61,7 +60,7 @@ _NAMES = {
     "lightning.callback": "GradientPolicies",
     "optim": "MaskedOptimizer Optimizers UpdateRule update_rule",
     "planning.plan": "plan",
-    "policies": "Clip Deconv ForwardMask Freeze Guided Reverse Scale Stop StraightThrough Train UseRule",
+    "policies": "Clip Deconv Freeze Guided Reverse Scale Stop StraightThrough Train UseRule",
     "rates": "LayerDecay Rates",
     "rules": "Rule get_rule rule rule_names",
     "rules.derivative": "gradient_of",

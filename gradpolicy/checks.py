@@ -17,7 +17,7 @@ LARGEST_SEED = 2**32 - 1
 # The choices for the optimizer state of frozen entries, and for the age in bias correction.
 FROZEN_STATES = ("keep", "zero", "drop")
 BIAS_CORRECTIONS = ("entry", "tensor")
-BUFFERS = ("move", "hold", "eval")
+BUFFERS = ("move", "eval")
 
 
 def check_choice(key: str, value: object, valid: Iterable[str]) -> str:

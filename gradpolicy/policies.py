@@ -422,32 +422,7 @@ class UseRule(FlowPolicy):
         super().__init__(chosen, **where_and_when)
 
 
-class MaskPolicy(Policy):
-    """The base class of policies with a mask source for parameters.
-
-    Args:
-        mask: A mask source of :mod:`gradpolicy.masks`, a function ``(name, parameter, step) -> mask``, a mask
-            tensor, or a dict of masks by parameter name.
-        params: Globs on parameter names; a leading ``!`` excludes.
-        when: When the policy is active.
-
-    Raises:
-        PolicyError: For no params, or an invalid mask.
-    """
-
-    def __init__(self, mask: MaskLike, params: str | Iterable[str], when: WhenLike) -> None:
-        super().__init__(when)
-        self.mask = as_source(mask)
-        self.params = as_patterns(params)
-        if not self.params:
-            raise PolicyError(f"{type(self).__name__}.params: names no parameter; '*' means all of them")
-
-    def describe(self) -> list[str]:
-        """Return the arguments that distinguish this policy from others of its class, as code."""
-        return [repr(self.mask), f"params={list(self.params)}"]
-
-
-class Freeze(MaskPolicy):
+class Freeze(Policy):
     """Freezes parameter entries by masks that may change from step to step.
 
     Parameters that ``params`` does not match are not affected.
@@ -460,8 +435,8 @@ class Freeze(MaskPolicy):
             ``"zero"`` or ``"drop"``.
         bias_correction: ``"entry"`` (by each entry's age) or ``"tensor"`` (by the tensor's step count).
         buffers: What happens to modules whose parameters it freezes as a whole: ``"move"`` (nothing: running
-            statistics and dropout go on), ``"hold"`` (running statistics keep their bits) or ``"eval"``
-            (they work as in evaluation: they normalise with their running statistics, and drop nothing).
+            statistics and dropout go on) or ``"eval"`` (they work as in evaluation: they normalise with their
+            running statistics, and drop nothing).
         when: When the policy is active; at other times all its parameters train.
 
     Raises:
@@ -486,8 +461,12 @@ class Freeze(MaskPolicy):
         buffers: str = "move",
         when: WhenLike = None,
     ) -> None:
-        super().__init__(self.no_mask if mask is None else mask, params, when)
+        super().__init__(when)
         kind = type(self).__name__
+        self.mask = as_source(self.no_mask if mask is None else mask)
+        self.params = as_patterns(params)
+        if not self.params:
+            raise PolicyError(f"{kind}.params: names no parameter; '*' means all of them")
         self.frozen_state = check_choice(f"{kind}.frozen_state", frozen_state, FROZEN_STATES)
         self.bias_correction = check_choice(f"{kind}.bias_correction", bias_correction, BIAS_CORRECTIONS)
         self.buffers = check_choice(f"{kind}.buffers", buffers, BUFFERS)
@@ -500,7 +479,8 @@ class Freeze(MaskPolicy):
     def describe(self) -> list[str]:
         """Return the arguments that distinguish this policy from others of its class, as code."""
         return [
-            *super().describe(),
+            repr(self.mask),
+            f"params={list(self.params)}",
             f"frozen_state={self.frozen_state!r}",
             f"bias_correction={self.bias_correction!r}",
             # As before there was a choice: checkpoints compare this.
@@ -546,45 +526,6 @@ class Train(Freeze):
     def restricts(self) -> tuple[str, ...]:
         """The globs of all parameters that have a mask while the policy is active."""
         return ("*",)
-
-
-class ForwardMask(MaskPolicy):
-    """Has the forward pass see masked weights, while the gradient is that of all entries.
-
-    ``y = f(w · m)`` and ``∂L/∂w := ∂L/∂(w · m)``: all entries train, those that the forward pass does not see
-    too, and may come back. Between updates the parameter itself holds ``w · m``, in evaluation, a state_dict
-    and an export too; the rest is kept beside it and saved with the state of the policies. When training
-    ends, ``w · m`` stays.
-
-    Args:
-        mask: A mask source of :mod:`gradpolicy.masks`, or what ``Freeze`` takes. True = the forward pass sees
-            this entry.
-        params: Globs on parameter names; a leading ``!`` excludes.
-        decay: ``λ``; the gradient gets ``λ · (1 − m) · w`` besides, which draws hidden entries towards 0.
-        when: When the policy is active; at other times the forward pass sees all entries.
-
-    Raises:
-        PolicyError: For a negative decay, no params, or an invalid mask.
-
-    Source: Jayakumar et al. 2020, "Top-KAST", arXiv:2106.03517; Zhou et al. 2021, arXiv:2102.04010 (SR-STE).
-    """
-
-    def __init__(
-        self,
-        mask: MaskLike,
-        *,
-        params: str | Iterable[str] = "*",
-        decay: float = 0.0,
-        when: WhenLike = None,
-    ) -> None:
-        super().__init__(mask, params, when)
-        self.decay = _factor("ForwardMask.decay", decay)
-        if callable(decay) or isinstance(decay, Tensor) or decay < 0:
-            raise PolicyError(f"ForwardMask.decay: must be a number of at least 0, got {shown(decay)}")
-
-    def describe(self) -> list[str]:
-        """Return the arguments that distinguish this policy from others of its class, as code."""
-        return [*super().describe(), f"decay={self.decay!r}"]
 
 
 def _chosen_rule(key: str, rule: RuleLike, parameters: Mapping[str, Any] | None) -> Rule:

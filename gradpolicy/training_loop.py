@@ -20,7 +20,7 @@ from gradpolicy.freezing.row_gradients import has_row_gradient, takes_rows
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import as_masked, deepspeed_refused, wrapper_of
 from gradpolicy.optim.prepared import innermost, is_prepared, put_inside
-from gradpolicy.policies import Freeze, MaskPolicy, Policy
+from gradpolicy.policies import Freeze, Policy
 from gradpolicy.rules.registry import keyword_names
 from gradpolicy.tensors.sharding import is_sharded
 from gradpolicy.training_policies import STATE, TrainingPolicies, calling
@@ -176,7 +176,7 @@ class _Loop(TrainingPolicies):
                 )
             times = [
                 policy.when,
-                *([policy.mask.timetable] if isinstance(policy, MaskPolicy) else []),
+                *([policy.mask.timetable] if isinstance(policy, Freeze) else []),
             ]
             if any(each.unit == "epoch" for each in times) and self.steps_per_epoch is None:
                 raise PolicyError(
@@ -254,7 +254,7 @@ class _Loop(TrainingPolicies):
             if module is self._outer and torch.is_grad_enabled():
                 self._before_forward()
 
-        # Before FSDP2 gathers the root's parameters, whose values forward masks change.
+        # Before FSDP2 gathers the root's parameters, whose values mask sources may change.
         self._hooks.append(self._outer.register_forward_pre_hook(before_forward, prepend=True))
 
     def _hook_gradients(self) -> None:

@@ -36,7 +36,7 @@ from gradpolicy.measurements import Measured, Measurements, summary
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import as_masked, wrapper_of
 from gradpolicy.optim.optimizers import plain_optimizers
-from gradpolicy.policies import FlowPolicy, ForwardMask, Freeze, Policy
+from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.rates import Rates
 from gradpolicy.tensors.packed_mask import pack_masks, unpack_masks
 from gradpolicy.what_trains import what_trains
@@ -126,14 +126,9 @@ class TrainingPolicies:
         return {name: policy for name, policy in self.policies.items() if isinstance(policy, Rates)}
 
     @property
-    def forward_masks(self) -> dict[str, ForwardMask]:
-        """The policies that mask weights in the forward pass."""
-        return {name: policy for name, policy in self.policies.items() if isinstance(policy, ForwardMask)}
-
-    @property
-    def optimizer_policies(self) -> dict[str, Freeze | Rates | ForwardMask]:
+    def optimizer_policies(self) -> dict[str, Freeze | Rates]:
         """The policies that act in the optimizer, or beside it."""
-        return {**self.freeze_policies, **self.rates, **self.forward_masks}
+        return {**self.freeze_policies, **self.rates}
 
     # ---- installing and removing
 
@@ -161,7 +156,6 @@ class TrainingPolicies:
             self.masked_optimizers,
             self.freeze_policies,
             rates=self.rates,
-            forward=self.forward_masks,
             seed=self.seed,
             toggle_requires_grad=toggle_requires_grad,
         )

@@ -21,7 +21,6 @@ FEATURES = {
     "frozen_state": "`frozen_state`: keep, zero, drop",
     "row gradients": "compute the gradient of active rows only",
     "gradient sources": "mask sources that read gradients",
-    "forward masks": "`ForwardMask`",
     "flow": "flow policies",
     "rates": "`Rates`",
     "phases": "`masks.Phases`",

@@ -741,7 +741,6 @@ class Unlearned(torch.autograd.Function):
         gp.Freeze(gp.masks.Random(0.5)),
         gp.Freeze(gp.masks.TopK(0.5)),
         gp.Scale(0.5, params="*"),
-        gp.ForwardMask(gp.masks.Random(0.5), params="trunk.*", decay=0.1),
     ],
     ids=repr,
 )

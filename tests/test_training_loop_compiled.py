@@ -19,9 +19,6 @@ FEATURES: dict[str, Callable[[], dict[str, Any]]] = {
     "gradient sources": lambda: {
         "one": gp.Freeze(gp.masks.PruneAndGrow(0.5, every=2, stop=20), params=HIDDEN),
     },
-    "forward masks": lambda: {
-        "one": gp.ForwardMask(gp.masks.TopK(0.5, by="magnitude", every=2), params=HIDDEN, decay=0.01),
-    },
     "rates": lambda: {
         "one": gp.Rates({"layers.0.*": 0.1, "*.bias": {"lr": gp.schedules.Linear(1.0, 0.0, steps=6)}}),
     },
@@ -38,7 +35,6 @@ FEATURES: dict[str, Callable[[], dict[str, Any]]] = {
         "cut": gp.Stop(modules="head", mode="zero", when=WINDOW),
         "across": gp.StraightThrough(modules="norm"),
         "one": gp.Freeze(gp.masks.Random(0.4, every=2), params=HIDDEN, frozen_state="drop"),
-        "seen": gp.ForwardMask(gp.masks.Random(0.5, every=3), params=HIDDEN),
     },
 }
 Call = Callable[[Tensor], Tensor]

@@ -1,16 +1,15 @@
 """A policy with a mask source, bound to the parameters of a model."""
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, nearest, shown, under
 from gradpolicy.masks.base import MaskSource, StaticSource
-from gradpolicy.policies import Freeze, MaskPolicy, Train
+from gradpolicy.policies import Freeze, Train
 from gradpolicy.tensors.mask import (
     Mask,
     active_entries,
@@ -23,11 +22,9 @@ from gradpolicy.tensors.mask import (
 )
 from gradpolicy.tensors.seeded import RandomMask, derive
 
-Kind = TypeVar("Kind", bound=MaskPolicy)
-
 
 @dataclass(eq=False)
-class BoundPolicy(Generic[Kind]):
+class BoundPolicy:
     """A policy with its parameters and the current masks of its source.
 
     Attributes:
@@ -42,7 +39,7 @@ class BoundPolicy(Generic[Kind]):
     """
 
     name: str
-    policy: Kind
+    policy: Freeze
     parameters: dict[str, Tensor]
     masks: dict[str, Mask] = field(default_factory=dict)
     in_effect: bool = False
@@ -58,16 +55,13 @@ class BoundPolicy(Generic[Kind]):
         """Return True if the policy's ``params`` match a parameter."""
         return name in self.source.parameters
 
-    def update(
-        self, step: int, epoch: int, phase: str, whole: Callable[[], AbstractContextManager[None]]
-    ) -> set[str]:
+    def update(self, step: int, epoch: int, phase: str) -> set[str]:
         """Get new masks from the source if its timetable allows a change.
 
         Args:
             step: The number of effective optimizer steps so far.
             epoch: The number of completed epochs.
             phase: The current phase.
-            whole: A context manager in which weights that are masked in the forward pass are whole.
 
         Returns:
             The names of the parameters whose mask has changed.
@@ -80,7 +74,7 @@ class BoundPolicy(Generic[Kind]):
         if not asks:
             return set()
         period = self.source.period(step, epoch)
-        with under(f"policy.{self.name}"), whole():
+        with under(f"policy.{self.name}"):
             new = self._checked(self.source.masks(step, epoch))
         old, self.period, self.masks = self.masks, period, self._copied(new)
         return {name for name in self.parameters if not before or not same_mask(old[name], self.masks[name])}

@@ -168,16 +168,15 @@ def moving_warnings(
 
     Args:
         frozen: For each policy, the parameters that it freezes as a whole, now or later.
-        moving: The result of :func:`moving_parts` for a training step without held modules.
+        moving: The result of :func:`moving_parts` for a training step without modules in evaluation mode.
         parameters: The names of all parameters that train or that a policy freezes.
-        buffers: The argument ``buffers`` of each policy: "move", "hold" or "eval".
+        buffers: The argument ``buffers`` of each policy: "move" or "eval".
     """
     names = list(parameters)
     own = {module: set(_own_parameters(module, names)) for module in moving}
     for policy, keys in frozen.items():
         if buffers[policy] == "eval":
             continue
-        held = STATISTICS if buffers[policy] == "hold" else ()
         found: dict[str, dict[str, None]] = {"buffers": {}, DROPOUT: {}}
         parts: dict[str, None] = {}
         for module, moved in moving.items():
@@ -186,7 +185,7 @@ def moving_warnings(
             for part in moved:
                 if part == DROPOUT:
                     found[DROPOUT][module] = None
-                elif part not in held:
+                else:
                     found["buffers"][module] = parts[part] = None
         for kind, modules in found.items():
             if modules:

@@ -1,23 +1,21 @@
 """The ``Freezer``, which sets masks and settings in the optimizers at each step."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, shortened, under, warn_user
-from gradpolicy.freezing.bound_policy import BoundPolicy, Kind, combine
+from gradpolicy.freezing.bound_policy import BoundPolicy, combine
 from gradpolicy.freezing.diagnostics import MissingGradients
-from gradpolicy.freezing.forward_masks import ForwardMasks
 from gradpolicy.freezing.requires_grad import RequiresGrad, is_turned_off
 from gradpolicy.freezing.row_gradients import follow_shards, release_rows, set_rows, set_whole
 from gradpolicy.freezing.still import StillModules
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.own_settings import check_settings
-from gradpolicy.policies import ForwardMask, Freeze, MaskPolicy, Train
+from gradpolicy.policies import Freeze, Train
 from gradpolicy.rates import Rates, Settings, at, combined
 from gradpolicy.tensors.mask import Mask, active_entries, active_share, as_tensor, same_mask
 from gradpolicy.tensors.row_gradient import ActiveRows
@@ -53,7 +51,6 @@ class Freezer:
         optimizers: The optimizers of its parameters.
         policies: The freeze policies by name.
         rates: The policies that set learning rates and other settings of single parameters, by name.
-        forward: The policies that mask weights in the forward pass, by name.
         seed: The seed of mask sources without their own seed.
         toggle_requires_grad: Disable ``requires_grad`` of tensors that are frozen as a whole, unless a source
             needs their gradients, so that the backward pass skips them. In compiled modules each set of them
@@ -78,7 +75,6 @@ class Freezer:
         policies: Mapping[str, Freeze],
         *,
         rates: Mapping[str, Rates] | None = None,
-        forward: Mapping[str, ForwardMask] | None = None,
         seed: int = 0,
         toggle_requires_grad: bool = True,
     ) -> None:
@@ -101,23 +97,12 @@ class Freezer:
         self._now = (0, 0)
         self._settings: Mapping[str, Settings] = {}
         self._find_parameters()
-        forward = forward or {}
-        _check_sources({**policies, **forward})
-        self._forward = {name: self._bind(name, policy) for name, policy in forward.items()}
+        _check_sources(policies)
         self._policies = {name: self._bind(name, policy) for name, policy in policies.items()}
-        self.forward = ForwardMasks(
-            {name: p for each in self._forward.values() for name, p in each.parameters.items()}
-        )
         self.rates = dict(rates or {})
         self._index()
-        self._show_whole()
 
     # ---- policies and parameters
-
-    @property
-    def _bound(self) -> dict[str, BoundPolicy[Any]]:
-        """The policies with a mask source, by name."""
-        return {**self._forward, **self._policies}
 
     def _find_parameters(self) -> None:
         """Find the model's parameters by name, and the parameters of each optimizer."""
@@ -134,15 +119,13 @@ class Freezer:
     def _holders(self, parameter: Tensor) -> list[MaskedOptimizer]:
         return [optimizer for optimizer, held in self._held.items() if parameter in held]
 
-    def _bind(self, name: str, policy: Kind) -> BoundPolicy[Kind]:
+    def _bind(self, name: str, policy: Freeze) -> BoundPolicy:
         """Find a policy's parameters, and set up its source."""
         with under(f"policy.{name}.params"):
-            matched: dict[str, Tensor] = dict(pick(self._named, policy.params))
+            named = pick(self._named, policy.params)
         with under(f"policy.{name}"):
-            parameters = matched
-            if isinstance(policy, Freeze):
-                matched = self._optimized_of(matched)
-                parameters = self._optimized_of(pick(self._named, policy.restricts))
+            matched = self._optimized_of(named)
+            parameters = self._optimized_of(pick(self._named, policy.restricts))
             policy.mask.model = self._model
             policy.mask.setup(matched, seed=self._seed)
             holders = {each for p in parameters.values() for each in self._holders(p)}
@@ -211,7 +194,6 @@ class Freezer:
                 "know only the parameters that the model had when it began"
             )
         self._find_parameters()
-        self._show_whole()
         # All parameters count as new.
         self._optimized = -1
         self.set_anew()
@@ -259,13 +241,13 @@ class Freezer:
     def _begin_step(self, step: int, epoch: int, phase: str) -> None:
         self._step, self._now = step, (step, epoch)
         bound = self._policies.values()
-        masked = self._mask_weights(phase) & self.parameters.keys()
-        changes = {each.name: each.update(step, epoch, phase, self.forward.whole) for each in bound}
+        changes = {each.name: each.update(step, epoch, phase) for each in bound}
         changed = set().union(*changes.values()) if self._combined else set(self.parameters)
-        for one in self._bound.values():
+        for one in bound:
             one.source.gathers = bool(one.gradient_names(step, epoch))
         if changed:
-            self._before_masks(changed)
+            for observer in self.observers:
+                observer.before_masks(changed)
             self._update_masks(changed)
             training = {name for name in self.parameters if self._combined.get(name) is not False}
             self._warn_of_missing(self._missing.follow(training))
@@ -273,9 +255,8 @@ class Freezer:
         self._apply([each for each in bound if each.in_effect and changes[each.name]])
         self._toggle(bool(changed))
         self._set_settings(phase)
-        if changed | masked:
-            for observer in self.observers:
-                observer.after_masks(changed | masked)
+        for observer in self.observers if changed else ():
+            observer.after_masks(changed)
 
     def _whole(self, *, values: bool = False) -> ExitStack:
         """Return a block in which all parameters have their whole shape, and perhaps their values."""
@@ -297,11 +278,7 @@ class Freezer:
             parameter.grad = None
         self._computes_all = False
         if self.wanted_gradients() and _has_finite_gradients(optimizer):
-            with self.forward.whole():
-                self._show_gradients(optimizer)
-        for name, decay in self._decays():
-            if self.forward.parameters[name] in self._held[optimizer]:
-                self.forward.decay(name, decay)
+            self._show_gradients(optimizer)
         self._warn_of_missing(self._missing.update(own))
 
     def note_gradient(self, name: str, gradient: Tensor | None) -> None:
@@ -335,8 +312,7 @@ class Freezer:
 
     def wanted_gradients(self) -> set[str]:
         """Return the names of parameters whose whole gradients mask sources need in the current step."""
-        wanted = {name for name, _ in self._decays()}
-        return wanted.union(*(each.gradient_names(*self._now) for each in self._bound.values()))
+        return set().union(*(each.gradient_names(*self._now) for each in self._policies.values()))
 
     def set_anew(self) -> None:
         """Set all masks again at the next step."""
@@ -362,11 +338,9 @@ class Freezer:
         if self._settings_at is not None:
             self._settings_at = None
             self._give_settings({})
-        for each in self._bound.values():
+        for each in self._policies.values():
             each.source.release()
             each.source.model = None
-        for optimizer in self.optimizers:
-            optimizer.whole_weights = nullcontext
         self._warn_of_missing(self._missing.finish())
 
     # ---- for reports and other callers
@@ -379,13 +353,13 @@ class Freezer:
     @property
     def all_policies(self) -> set[str]:
         """The names of all policies."""
-        return {*self._bound, *self.rates}
+        return {*self._policies, *self.rates}
 
     @property
     def held(self) -> dict[str, Tensor]:
         """The parameters that match any policy, by name."""
         rated = {name: self._named[name] for own in self._settings_of.values() for name in own}
-        return {**rated, **self.forward.parameters, **self.parameters}
+        return {**rated, **self.parameters}
 
     def frozen_tensors(self) -> dict[str, set[str]]:
         """Return the names of parameters that each policy freezes as a whole, now or later."""
@@ -395,7 +369,7 @@ class Freezer:
                 for name, each in self._policies.items()
             }
 
-    def _trained_by_others(self, policy: BoundPolicy[Freeze]) -> set[str]:
+    def _trained_by_others(self, policy: BoundPolicy) -> set[str]:
         """Return the parameters that a ``Train`` policy does not match, but another one does."""
         if not isinstance(policy.policy, Train):
             return set()
@@ -426,7 +400,7 @@ class Freezer:
                 self._named,
                 {name: active_share(self.mask_of(name)) for name in self._named if name in trainable},
                 factors={name: own["lr"] for name, own in self._settings.items() if "lr" in own},
-                still=self._frozen(buffers="eval"),
+                still=self._evaluated(),
                 matched=set().union(*(each.source.parameters for each in policies)),
                 trains_only_matched=any(
                     each.in_effect and isinstance(each.policy, Train) for each in policies
@@ -453,13 +427,12 @@ class Freezer:
 
         The combined masks and the ages are in the optimizer's own state_dict.
         """
-        masks = {name: each.mask_state() for name, each in self._bound.items()}
+        masks = {name: each.mask_state() for name, each in self._policies.items()}
         return {
-            "sources": {name: each.source.state_dict() for name, each in self._bound.items()},
+            "sources": {name: each.source.state_dict() for name, each in self._policies.items()},
             "masks": {name: state for name, state in masks.items() if state is not None},
-            "identities": {name: each.identity() for name, each in self._bound.items()},
+            "identities": {name: each.identity() for name, each in self._policies.items()},
             "parameters": list(self.parameters),
-            "whole": self.forward.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -471,7 +444,7 @@ class Freezer:
         """
         self._bind_joined()
         saved, masks, identities = (state.get(key, {}) for key in ("sources", "masks", "identities"))
-        for name, each in self._bound.items():
+        for name, each in self._policies.items():
             own = each.identity()
             known = name in saved
             if known and identities.get(name, own) != own:
@@ -484,7 +457,6 @@ class Freezer:
                 each.source.load_state_dict(saved[name])
             with self._whole():
                 each.load_mask_state(masks.get(name) if known else None)
-        self.forward.load_state_dict(state.get("whole", {}))
         released = set(state.get("parameters", ())) - set(self.parameters)
         self._set({p: True for name, p in self._named.items() if name in released})
         self.set_anew()
@@ -523,33 +495,9 @@ class Freezer:
         for optimizer in self.optimizers:
             optimizer.set_settings({self._named[name]: own for name, own in settings.items()})
 
-    def _mask_weights(self, phase: str) -> set[str]:
-        """Mask weights for the forward passes of a step; return the names of those that have changed."""
-        self.forward.restore_loaded()
-        bound = self._forward.values()
-        changes = {each.name: each.update(*self._now, phase, self.forward.whole) for each in bound}
-        changed = self.forward.unset().union(*changes.values())
-        if changed:
-            self._before_masks(changed)
-            with self.forward.whole():
-                for each in bound:
-                    if each.in_effect and changes[each.name]:
-                        each.source.apply()
-        for name in changed:
-            self.forward.set(name, self._intersection(name, bound))
-        return changed
-
-    def _decays(self) -> Iterator[tuple[str, float]]:
-        """Yield the name of each parameter whose masked entries decay, with the factor."""
-        for each in self._forward.values():
-            if each.in_effect and each.policy.decay:
-                yield from ((name, each.policy.decay) for name in each.parameters)
-
-    def _intersection(self, name: str, policies: Iterable[BoundPolicy[Any]]) -> Mask:
+    def _intersection(self, name: str) -> Mask:
         """Return the mask of a parameter under those policies that are in effect."""
-        active = (
-            (each.policy, each.masks[name]) for each in policies if each.in_effect and name in each.parameters
-        )
+        active = [(each.policy, each.masks[name]) for each in self._policies_of[name] if each.in_effect]
         return combine(active, self._named[name])
 
     def _update_masks(self, names: Collection[str]) -> None:
@@ -558,7 +506,7 @@ class Freezer:
         for name, parameter in self.parameters.items():
             if name not in names:
                 continue
-            combined = self._intersection(name, self._policies_of[name])
+            combined = self._intersection(name)
             if not same_mask(self._combined.get(name), combined):
                 self._combined[name] = combined
                 policy = self._policies_of[name][0].policy
@@ -566,26 +514,14 @@ class Freezer:
         for (frozen_state, bias_correction), masks in new.items():
             self._set(masks, frozen_state=frozen_state, bias_correction=bias_correction)
 
-    def _apply(self, changed: Sequence[BoundPolicy[Freeze]]) -> None:
+    def _apply(self, changed: Sequence[BoundPolicy]) -> None:
         """Let sources modify the weights for new masks."""
         # Another source on the same parameters may have to set modified entries to zero again.
         pairs = ((each, other) for each in changed for n in each.parameters for other in self._policies_of[n])
         sharing = {other.name for each, other in pairs if other is not each}
         again = [each for name, each in self._policies.items() if each.in_effect and name in sharing]
-        with self.forward.whole() if changed else nullcontext():
-            for each in (*changed, *again):
-                each.source.apply()
-
-    def _before_masks(self, names: Collection[str]) -> None:
-        # Observers get only the parameters of freeze policies.
-        names = [name for name in names if name in self.parameters]
-        for observer in self.observers if names else ():
-            observer.before_masks(names)
-
-    def _show_whole(self) -> None:
-        """Let the optimizers update the whole weights of parameters that are masked in the forward pass."""
-        for optimizer, held in self._held.items() if self._forward else ():
-            optimizer.whole_weights = partial(self.forward.whole, held)
+        for each in (*changed, *again):
+            each.source.apply()
 
     def _toggle(self, changed: bool) -> None:
         """Disable ``requires_grad`` of frozen tensors whose gradient no source needs."""
@@ -601,17 +537,17 @@ class Freezer:
                 self._requires_grad.turn_off(idle)
 
     def _keep_still(self) -> None:
-        """Hold the statistics of frozen modules, or put them in evaluation mode, as the policies specify."""
-        hold, evaluate = ({self.parameters[n] for n in self._frozen(kind)} for kind in ("hold", "eval"))
+        """Put frozen modules in evaluation mode, as the policies specify."""
         held = (p for own in self._held.values() for p in own if p.requires_grad or is_turned_off(p))
-        self._still.keep(hold, evaluate, {*held, *self.parameters.values()})
+        evaluated = {self.parameters[name] for name in self._evaluated()}
+        self._still.keep(evaluated, {*held, *self.parameters.values()})
 
-    def _frozen(self, buffers: str) -> set[str]:
-        """Return the parameters that policies with this argument ``buffers`` freeze in the current step."""
+    def _evaluated(self) -> set[str]:
+        """Return the parameters that policies with ``buffers="eval"`` freeze in the current step."""
         return {
             name
             for each in self._policies.values()
-            if each.in_effect and each.policy.buffers == buffers
+            if each.in_effect and each.policy.buffers == "eval"
             for name, mask in each.masks.items()
             if mask is False and self._combined[name] is False
         }
@@ -641,7 +577,7 @@ class Freezer:
 
     def _show_gradients(self, optimizer: MaskedOptimizer) -> None:
         held = self._held[optimizer]
-        for each in self._bound.values():
+        for each in self._policies.values():
             wanted = each.gradient_names(*self._now)
             # In the order of the parameters, which is the same on all processes.
             gradients = {
@@ -670,14 +606,14 @@ def check_same_options(name: str, policies: Mapping[str, Freeze]) -> None:
                 )
 
 
-def masks_never_change(policy: MaskPolicy) -> bool:
+def masks_never_change(policy: Freeze) -> bool:
     """Return True if the masks never change after the first step."""
     times = policy.mask.timetable
     chosen_at_once = times.every is None and not times.start
     return chosen_at_once and not policy.mask.needs_gradients and policy.when == When()
 
 
-def _check_sources(policies: Mapping[str, MaskPolicy]) -> None:
+def _check_sources(policies: Mapping[str, Freeze]) -> None:
     """Check that no two policies share a mask source.
 
     Raises:

@@ -1,16 +1,13 @@
-"""Frozen modules without updates of running statistics, or in evaluation mode."""
+"""Frozen modules in evaluation mode."""
 
 from collections.abc import Collection
 from functools import partial
 
 from torch import Tensor, nn
 
-from gradpolicy.errors import PolicyError
-from gradpolicy.where import plain_name
-
 
 class StillModules:
-    """Holds the running statistics of frozen modules, or keeps the modules in evaluation mode.
+    """Keeps frozen modules in evaluation mode.
 
     A module is frozen if all of its trainable parameters are. A module without parameters, such as a dropout,
     is frozen if its nearest ancestor with parameters is. The state is in attributes of the modules, which
@@ -22,7 +19,7 @@ class StillModules:
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.Linear(2, 1))
         >>> still = StillModules(nn.Sequential(model, nn.Linear(1, 1)))
-        >>> still.keep(set(), set(model.parameters()), set(model.parameters()))
+        >>> still.keep(set(model.parameters()), set(model.parameters()))
         >>> _ = model.train()
         >>> model[1].training
         False
@@ -35,22 +32,15 @@ class StillModules:
         self._model = model
         # The modules in evaluation mode, with their previous value of `training`.
         self._before: dict[nn.Module, bool] = {}
-        self._held: set[nn.Module] = set()
 
-    def keep(
-        self, held: Collection[Tensor], evaluated: Collection[Tensor], trainable: Collection[Tensor]
-    ) -> None:
-        """Set the modules that are held or in evaluation mode; all others are released.
+    def keep(self, evaluated: Collection[Tensor], trainable: Collection[Tensor]) -> None:
+        """Set the modules in evaluation mode; all others are released.
 
         Args:
-            held: The parameters of modules whose running statistics are held.
             evaluated: The parameters of modules in evaluation mode.
             trainable: All parameters that train at some time.
-
-        Raises:
-            PolicyError: If running statistics of an instance norm would be held.
         """
-        still = self._within(evaluated, trainable) if evaluated else {}
+        still = self._within(evaluated, trainable) if evaluated else ()
         # Read before anything changes, since the model itself may thaw too.
         training = self._before.get(self._model, self._model.training)
         for module in [module for module in self._before if module not in still]:
@@ -60,39 +50,25 @@ class StillModules:
             self._before.setdefault(module, module.training)
             module.training = False
             module.__dict__["train"] = partial(_stay, module)
-        self._hold(self._within({*held, *evaluated}, trainable) if held else {})
 
     def release(self) -> None:
         """Release all modules."""
-        self.keep((), (), ())
+        self.keep((), ())
 
-    def _hold(self, modules: dict[nn.Module, str]) -> None:
-        norms = {module: name for module, name in modules.items() if _has_statistics(module)}
-        for module, name in norms.items():
-            if isinstance(module, nn.modules.instancenorm._InstanceNorm):
-                raise PolicyError(
-                    f"Freeze.buffers: 'hold' cannot keep the running statistics of {name!r}, since an "
-                    "instance norm without them would not evaluate with them; use 'eval'"
-                )
-            vars(module)["track_running_stats"] = False
-        for module in self._held - norms.keys():
-            vars(module)["track_running_stats"] = True
-        self._held = set(norms)
+    def _within(self, frozen: Collection[Tensor], trainable: Collection[Tensor]) -> list[nn.Module]:
+        """Return the modules whose trainable parameters are all frozen."""
+        found: dict[nn.Module, bool] = {}
 
-    def _within(self, frozen: Collection[Tensor], trainable: Collection[Tensor]) -> dict[nn.Module, str]:
-        """Return the modules whose trainable parameters are all frozen, with their names."""
-        found: dict[nn.Module, str | None] = {}
-
-        def visit(module: nn.Module, name: str, outer: bool) -> None:
+        def visit(module: nn.Module, outer: bool) -> None:
             own = [parameter for parameter in module.parameters() if parameter in trainable]
             still = all(parameter in frozen for parameter in own) if own else outer
             # A module with several parents is frozen only if it is in all of them.
-            found[module] = name if still and found.get(module, name) is not None else None
-            for key, child in module.named_children():
-                visit(child, f"{name}.{key}".lstrip("."), still)
+            found[module] = still and found.get(module, True)
+            for child in module.children():
+                visit(child, still)
 
-        visit(self._model, "", False)
-        return {module: plain_name(name) for module, name in found.items() if name is not None}
+        visit(self._model, False)
+        return [module for module, still in found.items() if still]
 
 
 def drops(module: nn.Module) -> bool:
@@ -106,7 +82,3 @@ def drops(module: nn.Module) -> bool:
 def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
     """Replace ``nn.Module.train`` of a module that remains in evaluation mode."""
     return module
-
-
-def _has_statistics(module: nn.Module) -> bool:
-    return hasattr(module, "track_running_stats") and getattr(module, "running_mean", None) is not None

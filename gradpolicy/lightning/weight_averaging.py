@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.freezing.freezer import masks_never_change
-from gradpolicy.policies import MaskPolicy, Policy
+from gradpolicy.policies import Freeze, Policy
 
 
 def check_weight_averaging(callbacks: Iterable[Callback], policies: Mapping[str, Policy]) -> None:
@@ -25,7 +25,7 @@ def check_weight_averaging(callbacks: Iterable[Callback], policies: Mapping[str,
         for callback in callbacks
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging)
     ]
-    freezing = {name: policy for name, policy in policies.items() if isinstance(policy, MaskPolicy)}
+    freezing = {name: policy for name, policy in policies.items() if isinstance(policy, Freeze)}
     if not averaging or not freezing:
         return
     changing = [name for name, policy in freezing.items() if not masks_never_change(policy)]

@@ -131,8 +131,6 @@ class MaskedOptimizer(torch.optim.Optimizer):
             setattr(self, f"_optimizer_load_state_dict_{hooks}_hooks", OrderedDict())
         self._patch_step_function()
         self.steps_inner = self.saves_dense = False
-        # In this context parameters hold the weights to update instead of those that the forward pass sees.
-        self.whole_weights: Callable[[], AbstractContextManager[None]] = nullcontext
         guard = self.inner.register_step_pre_hook(partial(_refuse_to_pass_masks, weakref.ref(self)))
         weakref.finalize(self, guard.remove)
         # The numbers of the rule by age, for the settings that they follow from.
@@ -425,11 +423,6 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         if self._closure_needed or (closure is not None and self._calls_closure_itself):
-            if self.whole_weights is not nullcontext:
-                raise PolicyError(
-                    f"{type(self.inner).__name__} runs forward passes within its step, where gradpolicy."
-                    "ForwardMask cannot mask weights; use another optimizer"
-                )
             return self._update(self._masking(closure))
         loss = None
         if closure is not None:
@@ -438,8 +431,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         found = getattr(self, "found_inf", None)
         if found is not None and float(found):
             return loss
-        with self.whole_weights():
-            result = self._update(None)
+        result = self._update(None)
         return result if closure is None else loss
 
     def _masking(self, closure: Callable[[], Any] | None) -> Callable[[], Any]:

@@ -22,7 +22,7 @@ from gradpolicy.masks.base import MaskSource
 from gradpolicy.masks.topk import TopK
 from gradpolicy.optim.optimizers import plain_optimizers
 from gradpolicy.optim.other_optimizers import put_back_remarks
-from gradpolicy.policies import FlowPolicy, Freeze, MaskPolicy, Policy, Train
+from gradpolicy.policies import FlowPolicy, Freeze, Policy, Train
 from gradpolicy.tensors.mask import active_entries, active_share
 from gradpolicy.when import When
 from gradpolicy.where import named_parameters, plain_name
@@ -43,7 +43,7 @@ class FirstStep:
         gradients: Their gradients; None for a parameter without one.
         report: The rows of the report of flow policies, by policy.
         acting: The flow policies that matched an operation or module.
-        sources: The mask sources of freeze policies and forward masks, set up on the copy.
+        sources: The mask sources of freeze policies, set up on the copy.
         masks: Their first masks, of all parameters that each policy restricts.
         budgets: For sources that choose by scores: the shares of parameters in what this step would choose.
         warnings: Remarks on operations that did not run, on optimizers, and on frozen parts that move.
@@ -187,7 +187,7 @@ def _gradients(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str
     return dict(zip(parameters, found, strict=True))
 
 
-# ---- freeze policies and forward masks: the masks of their first step
+# ---- freeze policies: the masks of their first step
 
 
 def _first_masks(
@@ -207,11 +207,10 @@ def _first_masks(
     policies_of: dict[str, dict[str, Freeze]] = {}
     copies = named_parameters(duplicate)
     for name, policy in policies.items():
-        if not isinstance(policy, MaskPolicy):
+        if not isinstance(policy, Freeze):
             continue
-        if isinstance(policy, Freeze):
-            for key in matched[name]:
-                policies_of.setdefault(key, {})[name] = policy
+        for key in matched[name]:
+            policies_of.setdefault(key, {})[name] = policy
         with under(f"policy.{name}"):
             source = sources[name] = copy.deepcopy(policy.mask)
             source.model = duplicate

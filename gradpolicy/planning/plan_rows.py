@@ -10,7 +10,7 @@ from gradpolicy.flow.policy_report import ReportRow
 from gradpolicy.masks.base import MaskSource
 from gradpolicy.planning.first_step import FirstStep
 from gradpolicy.planning.plan_table import PlanRow
-from gradpolicy.policies import FlowPolicy, Freeze, MaskPolicy, Policy
+from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.rates import Rates
 from gradpolicy.tensors.mask import active_share
 from gradpolicy.when import When, Window
@@ -48,7 +48,7 @@ def row_of(
     elif isinstance(policy, Rates):
         with under(f"policy.{name}.params"):
             own = {"course": policy.course(parameters)}
-    elif isinstance(policy, MaskPolicy):
+    elif isinstance(policy, Freeze):
         own = _of_masks(name, policy, parameters, step, vain)
     params = {"where": f"params {', '.join(getattr(policy, 'params', ()))}", "parameters": tuple(parameters)}
     kind = type(policy).__name__
@@ -67,12 +67,12 @@ def _of_flow(policy: FlowPolicy, row: ReportRow) -> dict[str, Any]:
 
 def _of_masks(
     name: str,
-    policy: MaskPolicy,
+    policy: Freeze,
     parameters: Mapping[str, nn.Parameter],
     step: FirstStep,
     vain: Collection[str],
 ) -> dict[str, Any]:
-    """Return the cells of a freeze policy or a forward mask."""
+    """Return the cells of a freeze policy."""
     source, masks = step.sources[name], step.masks[name]
     entries = sum(parameter.numel() for parameter in parameters.values())
     active = {
@@ -81,12 +81,9 @@ def _of_masks(
     share = sum(active.values()) / max(entries, 1)
     kind = type(policy.mask).__name__
     arguments = ", ".join(f"{key}={value}" for key, value in policy.mask.describe().items())
-    own = {"what": f"{type(policy).__name__} · {kind}"}
     course = f"{kind}({arguments}) {_timetable(policy.mask)}"
-    if not isinstance(policy, Freeze):
-        seen = f"the forward pass sees {share:.1%} of {entries:,} entries, and all train"
-        return own | {"course": f"{course}; {seen}"}
-    return own | {
+    return {
+        "what": f"{type(policy).__name__} · {kind}",
         "entries": entries,
         "active_share": share,
         "training_share": sum(count for key, count in active.items() if key not in vain) / max(entries, 1),

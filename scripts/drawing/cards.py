@@ -122,32 +122,6 @@ def rates() -> Figure:
 
 
 @picture
-def forward_mask() -> Figure:
-    """Draw what the forward pass sees of two weights, and the whole weights, while the greater one counts."""
-    canvas, (left, right) = figure(2)
-    model = torch.nn.Linear(2, 1, bias=False)
-    model.weight.data = torch.tensor([[0.6, 0.5]])
-    seen, whole = [], []
-    policy = gp.ForwardMask(gp.masks.TopK(level="1:2", by="magnitude", every=1))
-    with gp.training(model, torch.optim.SGD(model.parameters(), lr=0.02), [policy]) as optimizer:
-        for _ in range(60):
-            loss = (model(torch.tensor([0.3, 1.0])) - 1.0).square().sum()
-            seen.append(model.weight.detach().flatten().tolist())
-            loss.backward()
-            with optimizer.whole_weights():
-                whole.append(model.weight.detach().flatten().tolist())
-            optimizer.step()
-            optimizer.zero_grad()
-    panel(left, "what the forward pass sees", "step", "w · m")
-    panel(right, "what is updated", "step", "w")
-    for axes, course in ((left, seen), (right, whole)):
-        for place, colour in enumerate((FORWARD, BACKWARD)):
-            axes.plot([step[place] for step in course], color=colour, label=f"weight {place}")
-    key(right, "lower right")
-    return canvas
-
-
-@picture
 def reverse() -> Figure:
     """Draw the outgoing gradient over the incoming one, and the ramp of its factor."""
     canvas, (left, middle, right) = figure(3)

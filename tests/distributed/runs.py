@@ -81,9 +81,6 @@ def policies(kind: str, frozen_state: str) -> dict[str, Policy]:
         "gradient sources": lambda: {
             "trunk": gp.Freeze(gp.masks.TopK(0.4, every=3, before="freeze"), **trunk),
         },
-        "forward masks": lambda: {
-            "trunk": gp.ForwardMask(gp.masks.TopK(0.5, by="magnitude", every=2), params="layers.*.weight")
-        },
         "rates": lambda: {"rates": gp.Rates({"layers.*": 0.3, "*.bias": {"weight_decay": 0.0}})},
         "phases": lambda: {
             "trunk": gp.Freeze(

@@ -88,7 +88,7 @@ def bits_of(part):
     return {name: buffer.clone() for name, buffer in part.named_buffers()}
 
 
-@pytest.mark.parametrize("buffers", ["move", "hold", "eval"])
+@pytest.mark.parametrize("buffers", ["move", "eval"])
 def test_the_output_of_a_frozen_part_is_the_same_in_each_step_where_it_is_in_evaluation(model, buffers):
     before, outputs = bits_of(model[0]), watched(model[0])
     train(model, first(buffers), range(4), each=lambda model, optimizer, step: model.train())
@@ -99,48 +99,27 @@ def test_the_output_of_a_frozen_part_is_the_same_in_each_step_where_it_is_in_eva
     assert all(module.training for module in model.modules())
 
 
-def test_held_statistics_do_not_normalise_but_are_there_for_evaluation(model):
-    norm, seen = model[0].norm, []
-    norm.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
-
-    def validate(model, optimizer, step):
-        model.eval()
-        model(X)
-        model.train()
-
-    train(model, first("hold"), range(2), each=validate)
-    (x, evaluated), (z, trained), *_ = seen
-    wanted = F.batch_norm(z, None, None, norm.weight, norm.bias, training=True)
-    assert torch.equal(trained, wanted)
-    wanted = F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias)
-    assert torch.equal(evaluated, wanted)
-
-
-@pytest.mark.parametrize("buffers", ["hold", "eval"])
-def test_a_part_that_thaws_moves_on_from_where_it_stood_as_by_hand(model, buffers):
+def test_a_part_that_thaws_moves_on_from_where_it_stood_as_by_hand(model):
     by_hand = copy.deepcopy(model)
-    train(model, in_turn(buffers=buffers), range(8), each=lambda model, optimizer, step: model.train())
+    train(model, in_turn(buffers="eval"), range(8), each=lambda model, optimizer, step: model.train())
 
     def keep_still(model, optimizer, step):
         frozen, other = model[1 - step // 3 % 2], model[step // 3 % 2]
         other.train()
-        frozen.train(buffers == "hold")
-        for part in (frozen, other):
-            part.norm.track_running_stats = buffers != "hold" or part is other
+        frozen.eval()
 
     # Nothing but masks, on a copy that a person keeps still.
     train(by_hand, in_turn(), range(8), each=keep_still)
     torch.testing.assert_close(model.state_dict(), by_hand.state_dict(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("buffers", ["hold", "eval"])
 @pytest.mark.parametrize("stop", [2, 4])
-def test_a_resumed_run_ends_with_the_same_bits(model, buffers, stop):
+def test_a_resumed_run_ends_with_the_same_bits(model, stop):
     other, resumed = copy.deepcopy(model), copy.deepcopy(model)
-    train(model, in_turn(buffers=buffers), range(8))
-    state = train(other, in_turn(buffers=buffers), range(stop))
+    train(model, in_turn(buffers="eval"), range(8))
+    state = train(other, in_turn(buffers="eval"), range(stop))
     resumed.load_state_dict(other.state_dict())
-    train(resumed, in_turn(buffers=buffers), range(stop, 8), state=state)
+    train(resumed, in_turn(buffers="eval"), range(stop, 8), state=state)
     torch.testing.assert_close(resumed.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
@@ -196,14 +175,6 @@ def test_a_model_of_which_only_parts_are_called_is_refused(model):
         model[1](model[0](X)).sum().backward()
 
 
-def test_an_instance_norm_cannot_be_held():
-    model = nn.Sequential(nn.InstanceNorm1d(2, affine=True, track_running_stats=True), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    policies = {"norm": gp.Freeze(False, params="0.*", buffers="hold")}
-    with (
-        gp.training(model, optimizer, policies),
-        pytest.raises(PolicyError, match="'hold' cannot keep the running statistics of '0'"),
-    ):
-        model(torch.randn(3, 2, 4))
+def test_an_unknown_value_is_named():
     with pytest.raises(PolicyError, match=r"Freeze\.buffers"):
         gp.Freeze(False, buffers="still")

@@ -171,7 +171,6 @@ def refused(case: str, folder: str) -> str:
         "writes": {"a": gp.Freeze(gp.masks.Zeros())},
         "tensor": {"a": gp.Freeze(gp.masks.Random(0.5), bias_correction="tensor")},
         "rates": {"a": gp.Rates({"0.*": 0.1})},
-        "forward": {"a": gp.ForwardMask(gp.masks.Random(0.5), params="0.weight")},
         "phases": {"a": gp.Freeze(gp.masks.Phases([{"params": "*", "lr": 0.1}]))},
         "best": {"a": gp.Freeze(gp.masks.Phases([{"params": "*", "until": {"metric": "x"}, "best": True}]))},
         "states": {
@@ -339,7 +338,7 @@ def test_in_bfloat16_frozen_bits_stay_and_a_skipped_update_does_not_count(
 
 
 @pytest.mark.supports(
-    *("gradient sources", "forward masks", "rates", "no update rule"),
+    *("gradient sources", "rates", "no update rule"),
     loop="plain",
     processes="deepspeed",
     no="a rank has partitions, which hold parts of several parameters",
@@ -355,7 +354,6 @@ def test_in_bfloat16_frozen_bits_stay_and_a_skipped_update_does_not_count(
         ("writes", "Zeros may write to weights"),
         ("tensor", "bias_correction='tensor'"),
         ("rates", "Rates acts on the model's parameters"),
-        ("forward", "ForwardMask acts on the model's parameters"),
         ("phases", "parameters cannot have learning rates of their own"),
         ("best", "Phases may write to weights"),
         ("ranks", "was saved by 3 processes with a partition each, and cannot be loaded by 2; start 3"),

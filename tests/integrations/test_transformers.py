@@ -14,7 +14,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from safetensors.torch import load_file
 from small_bert import VOCABULARY, make_bert, make_data, train_with_lightning
 from transformers import Trainer, TrainerCallback
 
@@ -444,33 +443,6 @@ def test_the_end_of_the_last_phase_ends_the_training_with_its_best_weights(train
     trainer, _ = train(bert, policies, callbacks=(watch,), evaluated=evaluated, **EVALUATED)
     assert trainer.state.global_step == 6
     assert same(bits(bert), watch.begun[2])
-
-
-# ---- masks of the forward pass
-
-
-@pytest.mark.supports("forward masks", loop="huggingface")
-@pytest.mark.parametrize("by", ["magnitude", "snip"])
-def test_masked_weights_train_as_under_lightning_and_resume_bit_for_bit(train, tmp_path, by):
-    def policies():
-        source = gp.masks.TopK(0.5, by=by, within="tensor", every=3)
-        return {"seen": gp.ForwardMask(source, params="*dense.weight", decay=0.01)}
-
-    def prepare(trainer):
-        trainer.model_accepts_loss_kwargs = False
-
-    settings = {"save_strategy": "steps", "save_steps": 4, "prepare": prepare}
-    ours, theirs = make_bert(), make_bert()
-    trainer, _ = train(ours, policies(), **settings)
-    train_with_lightning(theirs, policies(), tmp_path)
-    assert same(bits(ours), bits(theirs))
-    saved = Path(trainer.args.output_dir) / "checkpoint-8"
-    weights = load_file(saved / "model.safetensors")
-    for weight in (each for name, each in weights.items() if "dense.w" in name):
-        assert float((weight != 0).float().mean()) == pytest.approx(0.5, abs=0.01)
-    resumed = make_bert()
-    train(resumed, policies(), resume=str(saved), **settings)
-    assert same(bits(resumed), bits(ours))
 
 
 # ---- beginnings and ends

@@ -26,9 +26,6 @@ from gradpolicy.integrations.transformers import GradientPoliciesCallback
 FIRST, SECOND = "model.layers.0.*", "model.layers.1.*"
 PHASES = [{"params": SECOND, "until": {"steps": 2}, "lr": 0.02}, {"params": "*"}]
 POLICIES: dict[str, Any] = {
-    "forward masks": lambda: {
-        "seen": gp.ForwardMask(gp.masks.TopK(0.5, by="magnitude", every=2), params=f"{SECOND}.weight")
-    },
     "phases": lambda: {"thaw": gp.Freeze(gp.masks.Phases(PHASES))},
     "rates": lambda: {"rates": gp.Rates({FIRST: 0.3, "*norm*": {"weight_decay": 0.0}})},
     "cut": lambda: {
@@ -73,7 +70,6 @@ def train(
     ("way", "kind"),
     [
         ("ddp", "topk"),
-        ("ddp", "forward masks"),
         *(
             pytest.param("ddp", kind, marks=pytest.mark.slow)
             for kind in ("layers", "rows", "entries", "phases", "rates")
