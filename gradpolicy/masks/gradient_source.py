@@ -21,7 +21,7 @@ class GradientSource(MaskSource):
     are delayed, with a warning. Steps with a gradient that is not finite do not count.
 
     Args:
-        window: The number of steps (or epochs) whose gradients are summed; None: all since the last change.
+        window: The number of steps (or epochs) whose gradients are summed.
         **timetable: ``every``, ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`.
 
     Attributes:
@@ -35,10 +35,9 @@ class GradientSource(MaskSource):
     # The statistics that are summed: keys of STATISTICS.
     statistics: Sequence[str] = ("gradient",)
 
-    def __init__(self, *, window: int | None = 1, **timetable: Any) -> None:
+    def __init__(self, *, window: int = 1, **timetable: Any) -> None:
         super().__init__(**timetable)
-        kind = type(self).__name__
-        self.window = None if window is None else check_whole(f"{kind}.window", window, least=1)
+        self.window = check_whole(f"{type(self).__name__}.window", window, least=1)
         self.sums: dict[str, dict[str, Tensor]] = {}
         self.steps = 0
         self.decided, self.decided_at = -1, 0
@@ -48,7 +47,7 @@ class GradientSource(MaskSource):
         self.sums, self.steps = {}, 0
         self.decided, self.decided_at = -1, 0
         times = self.timetable
-        if self.needs_gradients and (self.window or 0) > (times.every or math.inf):
+        if self.needs_gradients and self.window > (times.every or math.inf):
             warn_user(
                 f"{type(self).__name__}: window={self.window} is longer than every={times.every}; each "
                 f"change waits for {self.window} {times.unit}s of gradients of its own"
@@ -58,7 +57,7 @@ class GradientSource(MaskSource):
         """Return names in the last ``window`` counts before a change, and while a change is delayed."""
         count = self.timetable.count(step, epoch)
         change = self.timetable.next(count)
-        before_change = change is not None and (self.window is None or change - count <= self.window)
+        before_change = change is not None and change - count <= self.window
         wanted = before_change or self.decided < self.period(step, epoch)
         return super().gradient_names(step, epoch) if wanted else set()
 
@@ -69,8 +68,8 @@ class GradientSource(MaskSource):
         if not self.needs_gradients:
             return True
         if self.timetable.unit == "epoch":
-            return self.steps > 0 and epoch >= self.decided_at + (self.window or 0)
-        return self.steps >= (self.window or 1)
+            return self.steps > 0 and epoch >= self.decided_at + self.window
+        return self.steps >= self.window
 
     def decide(self, step: int, epoch: int) -> None:
         """Record a change, and reset the sums."""

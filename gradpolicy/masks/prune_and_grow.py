@@ -99,7 +99,7 @@ class PruneAndGrow(GradientSource):
         fraction: float = 0.3,
         anneal: str | None = None,
         distribution: str = "uniform",
-        window: int | None = 1,
+        window: int = 1,
         every: int | None = 100,
         **timetable: Any,
     ) -> None:

@@ -98,7 +98,7 @@ class TopK(GradientSource):
         largest: bool = True,
         within: str | Groups = "model",
         level: str = "entry",
-        window: int | None = 1,
+        window: int = 1,
         before: str = "train",
         every: int | None = None,
         **timetable: Any,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -91,22 +91,10 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     # True if an engine reduces the gradients, and frozen parameters need not have any.
     allows_unused_parameters = False
-    _kinds: ClassVar[list[type[MaskedOptimizer]]] = []
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Register a subclass for the optimizers that its `wraps` accepts."""
-        super().__init_subclass__(**options)
-        MaskedOptimizer._kinds.append(cls)
 
     def __new__(cls, inner: Any = None, *options: Any, **named: Any) -> MaskedOptimizer:
-        """Create an instance of the subclass for this optimizer."""
-        kinds = MaskedOptimizer._kinds if cls is MaskedOptimizer else []
-        return super().__new__(next((kind for kind in kinds if kind.wraps(inner)), cls))
-
-    @classmethod
-    def wraps(cls, optimizer: Any) -> bool:
-        """Return True if this subclass is the one for an optimizer."""
-        return False
+        """Create an instance of the subclass that `Optimizers` needs, or of this class."""
+        return super().__new__(getattr(inner, "masked_by", cls) if cls is MaskedOptimizer else cls)
 
     def __init__(
         self, inner: torch.optim.Optimizer, frozen_state: str = "keep", bias_correction: str = "entry"

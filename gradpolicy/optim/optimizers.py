@@ -47,6 +47,8 @@ class Optimizers(torch.optim.Optimizer):
 
     # Code that creates optimizers from parameters must pass their names too.
     needs_names = True
+    # The class of MaskedOptimizer that wraps it.
+    masked_by: type[MaskedOptimizer]
 
     def __init__(
         self,
@@ -126,11 +128,6 @@ class MaskedOptimizers(MaskedOptimizer):
 
     inner: Optimizers
 
-    @classmethod
-    def wraps(cls, optimizer: Any) -> bool:
-        """Return True for Optimizers."""
-        return isinstance(optimizer, Optimizers)
-
     def _set_up(self) -> None:
         super()._set_up()
         self._calls_closure_itself = False
@@ -167,6 +164,9 @@ class MaskedOptimizers(MaskedOptimizer):
         else:
             self.effective_steps += 1
         return None
+
+
+Optimizers.masked_by = MaskedOptimizers
 
 
 def _by_name(model: Iterable[Any]) -> dict[str, nn.Parameter]:

@@ -62,8 +62,7 @@ class RandomMask:
 
     Example:
         >>> mask = RandomMask(seed=0, step=40, name="fc.weight", density=0.5)
-        >>> whole = mask.materialize((8, 4))
-        >>> bool((mask.materialize((8, 4), start=2, stop=5) == whole[2:5]).all())
+        >>> bool((mask.materialize((8, 4)) == mask.materialize((8, 4))).all())
         True
     """
 
@@ -78,58 +77,35 @@ class RandomMask:
         if not 0.0 <= self.density <= 1.0:
             raise PolicyError(f"RandomMask.density: must lie between 0 and 1, got {shown(self.density)}")
 
-    def materialize(
-        self,
-        shape: Sequence[int],
-        device: torch.device | str = "cpu",
-        *,
-        start: int = 0,
-        stop: int | None = None,
-    ) -> Tensor:
+    def materialize(self, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
         """Return the mask.
 
         Args:
-            shape: The whole parameter's shape.
+            shape: The parameter's shape.
             device: The device of the mask.
-            start: First index of dimension 0 to return.
-            stop: The index after the last; None means all.
 
         Returns:
-            A bool tensor: for ``"entry"`` of the shape ``(stop - start, *shape[1:])``, for ``"row"``
-            ``(stop - start, 1, …)``, for ``"tensor"`` ``(1, 1, …)``.
+            A bool tensor: of the shape for entries and patterns, ``(n, 1, …)`` for ``"row"``, ``(1, 1, …)``
+            for ``"tensor"``.
         """
-        shape = tuple(shape)
-        key = derive(self.seed, self.step, self.name)
-        if self.level == "tensor" or not shape:
-            return bernoulli(key, self.density, 0, 1, device).reshape((1,) * len(shape))
-        begin, end, _ = slice(start, stop).indices(shape[0])
+        shape, key = tuple(shape), derive(self.seed, self.step, self.name)
         pattern = pattern_of(self.level)
         if pattern is not None:
-            return self._of_pattern(pattern, key, shape, begin, max(begin, end)).to(device)
-        width = math.prod(shape[1:]) if self.level == "entry" else 1
-        drawn = bernoulli(key, self.density, begin * width, end * width, device)
-        inner = shape[1:] if self.level == "entry" else (1,) * (len(shape) - 1)
-        return drawn.reshape(max(end - begin, 0), *inner)
+            return self._of_pattern(pattern, key, shape).to(device)
+        drawn = {"entry": len(shape), "row": 1, "tensor": 0}[self.level]
+        units = (*shape[:drawn], *(1,) * (len(shape) - drawn))
+        return bernoulli(key, self.density, 0, math.prod(units), device).reshape(units)
 
-    def _of_pattern(self, pattern: Pattern, key: int, shape: tuple[int, ...], begin: int, end: int) -> Tensor:
-        """Return rows of a mask of N of M, or of blocks."""
+    def _of_pattern(self, pattern: Pattern, key: int, shape: tuple[int, ...]) -> Tensor:
+        """Return a mask of N of M, or of blocks."""
         pattern.check(self.name, shape)
-        width = math.prod(shape[1:])
+        rows, width = shape[0], math.prod(shape[1:])
         if pattern.kept is None:
-            columns = width // pattern.columns
-            first, last = begin // pattern.rows, -(-end // pattern.rows)
-            blocks = bernoulli(key, self.density, first * columns, last * columns).reshape(-1, columns)
-            mask = pattern.spread(blocks, ((last - first) * pattern.rows, width))
-            return mask[begin - first * pattern.rows :][: end - begin].reshape(-1, *shape[1:])
-        step = max(_CPU_CHUNK // width, 1)
-        ranges = ((start, min(start + step, end)) for start in range(begin, end, step))
-        words = (
-            words_at(key, torch.arange(start * width, stop * width, device="cpu")) for start, stop in ranges
-        )
-        marks = [pattern.best(each) for each in words]
-        return torch.cat([torch.zeros(0, dtype=torch.bool, device="cpu"), *marks]).reshape(
-            end - begin, *shape[1:]
-        )
+            blocks = rows // pattern.rows, width // pattern.columns
+            return pattern.spread(bernoulli(key, self.density, 0, math.prod(blocks)).reshape(blocks), shape)
+        size, step = rows * width, max(_CPU_CHUNK // width, 1) * width
+        parts = (torch.arange(at, min(at + step, size), device="cpu") for at in range(0, size, step))
+        return torch.cat([pattern.best(words_at(key, part)) for part in parts]).reshape(shape)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RandomMask:

@@ -70,10 +70,3 @@ def test_plan_and_masks_of_seventy_billion_parameters(monkeypatch: pytest.Monkey
     assert all(isinstance(mask, RandomMask) for mask in masks.values())
     assert seconds < 60  # It takes a few; masks that are drawn would take minutes.
     assert kilobytes < 1e6
-
-
-def test_a_shard_of_a_large_mask_is_made_without_the_rest() -> None:
-    mask = RandomMask(seed=0, step=40, name="layers.79.down.weight", density=0.1)
-    shard = mask.materialize((WIDTH, HIDDEN), start=WIDTH // 512 * 7, stop=WIDTH // 512 * 8)
-    assert shard.shape == (16, HIDDEN)
-    assert shard.float().mean().item() == pytest.approx(0.1, abs=0.005)

@@ -33,7 +33,6 @@ def course(source, counts: range, epochs: bool = False) -> tuple[list[int], list
         ({"every": 4, "start": 6}, [4, 5, 8, 9], [6, 10]),
         ({"every": 4, "start": 2, "stop": 6}, [0, 1], [2]),
         ({"every": 4, "start": 2, "stop": 7}, [0, 1, 4, 5], [2, 6]),
-        ({"every": 3, "window": None, "stop": 7}, [0, 1, 2, 3, 4, 5], [1, 3, 6]),
     ],
 )
 def test_a_window_of_gradients_comes_before_each_change(prepared, unit, timetable, wanted, decided) -> None:

@@ -75,19 +75,6 @@ def test_a_gpu_gives_the_bits_of_the_cpu() -> None:
     assert torch.equal(mask.materialize((1000, 999), "cuda").cpu(), mask.materialize((1000, 999)))
 
 
-@given(
-    rows=st.integers(1, 12),
-    columns=st.integers(1, 7),
-    cut=st.tuples(st.integers(0, 12), st.integers(0, 12)),
-    level=st.sampled_from(["entry", "row"]),
-)
-@settings(max_examples=40, deadline=None)
-def test_a_shard_is_a_part_of_the_whole(rows: int, columns: int, cut: tuple[int, int], level: str) -> None:
-    mask = RandomMask(1, 2, "w", 0.5, level)
-    whole = mask.materialize((rows, columns))
-    assert torch.equal(mask.materialize((rows, columns), start=cut[0], stop=cut[1]), whole[cut[0] : cut[1]])
-
-
 @pytest.mark.parametrize(
     ("level", "shape", "of_mask"),
     [
