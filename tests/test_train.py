@@ -20,7 +20,6 @@ LEFT = (
     "report.html",
     "checkpoints/best.ckpt",
     "checkpoints/last.ckpt",
-    "pictures/guided.png",
 )
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from torch import nn
 
 from gradpolicy.delta.change import BASE, NEW
-from gradpolicy.delta.file import Delta, read
+from gradpolicy.delta.file import read
 from gradpolicy.delta.state import DTYPES, State, check_same_tensors, overwrite, print_of, tensors_of, whole
 from gradpolicy.errors import PolicyError, shortened
 
@@ -68,18 +68,11 @@ def _move(model: nn.Module | State, path: str | Path, start: int, end: int) -> N
             f"{shortened(other_base)} {verb}"
         )
     if other_side:
-        raise _not_at(start, delta, other_side, path)
+        applied = " (is it applied already?)" if len(other_side) == len(delta.changes) else ""
+        needs = f"needs its base, and the model has changed{applied}"
+        state = needs if start == BASE else "is not applied to the model"
+        raise PolicyError(f"delta: {path} {state}: see {shortened(other_side)}")
     for name, change in delta.changes.items():
         overwrite(tensors[name], change.written_to(whole(tensors[name]), end))
     for name, values in (delta.replaced if end == NEW else {}).items():
         overwrite(tensors[name], values)
-
-
-def _not_at(start: int, delta: Delta, names: list[str], path: str | Path) -> PolicyError:
-    """Return the error for a model whose tensors do not have the expected values."""
-    if start == NEW:
-        return PolicyError(f"delta: {path} is not applied to the model: see {shortened(names)}")
-    applied = " (is it applied already?)" if len(names) == len(delta.changes) else ""
-    return PolicyError(
-        f"delta: {path} needs its base, and the model has changed{applied}: see {shortened(names)}"
-    )

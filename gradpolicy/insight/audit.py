@@ -1,35 +1,37 @@
-"""The audit: checks that frozen entries keep their bits and that stopped gradients are zero."""
+"""The audit: checks that frozen entries keep their bits."""
 
-import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 
-from gradpolicy.checks import check_choice, check_whole
+from gradpolicy.checks import check_whole
 from gradpolicy.distributed.agreement import of_every_rank
 from gradpolicy.errors import PolicyError, PromiseError
-from gradpolicy.insight.audit_checks import FrozenEntries, StoppedBranches
-from gradpolicy.insight.run_files import AUDIT, AuditDifference, AuditFile
+from gradpolicy.freezing import Freezer
+from gradpolicy.insight.run_files import AUDIT, AuditFile
 from gradpolicy.insight.run_log import say
 from gradpolicy.json_file import write_json
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.lightning.trainer_parts import callbacks_of
-from gradpolicy.policies import Stop
-from gradpolicy.where import named_parameters
+from gradpolicy.optim.layout import local_mask
+from gradpolicy.tensors.mask import as_tensor
+from gradpolicy.tensors.seeded import derive
+from gradpolicy.tensors.sharding import local_shard
 
-ON_DIFFERENCE = ("stop", "warn")
+# Of a parameter: the number of updates, flat indices of frozen entries, and their bytes.
+Snapshot = tuple[int, Tensor, Tensor]
 
 
 class Audit(Callback):
-    """Checks the guarantees of policies of :class:`~gradpolicy.GradientPolicies` during training.
+    """Checks that frozen weights keep their bits under :class:`~gradpolicy.GradientPolicies`.
 
-    - Frozen entries keep their bits: weights, and optimizer state under ``frozen_state="keep"``. The bits of
-      some entries are copied, and compared before the mask changes, every few updates, at each checkpoint,
-      and at the end, after all other callbacks.
-    - Gradients stopped by :class:`~gradpolicy.Stop` are exactly zero.
+    As a mask is set, the bits of random frozen entries of the tensor are copied. They are compared before the
+    mask changes, at each checkpoint, and after all other callbacks have ended training.
 
     At the end it prints one line, such as ``frozen entries: 1,284 intervals, 0 changed``, and writes
     ``audit.json``. Each process checks its own entries; rank 0 writes the sums. A resumed run continues from
@@ -37,48 +39,26 @@ class Audit(Callback):
 
     Args:
         directory: The directory of ``audit.json``; default: the trainer's.
-        entries: The number of random entries of each tensor that are compared. None (``null`` in YAML)
-            compares all frozen entries, also at each change of masks, with copies in the host's memory.
-        every: Entries are compared, and new ones drawn, at multiples of this number of updates. Stopped
-            branches are checked as often, or in each batch if `entries` is None.
-        on_difference: ``"stop"`` ends the run, ``"warn"`` gives a warning.
+        entries: The number of random entries of each tensor that are compared.
         seed: The seed of the random entries.
 
     Raises:
-        PolicyError: For a wrong argument.
-        PromiseError: In training, if a check fails; names the tensor, the number of entries, and the step.
+        PolicyError: For a wrong argument, and under DeepSpeed's stage 3.
+        PromiseError: In training, if an entry changed; names the tensor, the number of entries, and the step.
     """
 
     KEY = "gradpolicy_audit"
 
-    def __init__(
-        self,
-        directory: str | Path | None = None,
-        *,
-        entries: int | None = 4096,
-        every: int = 20,
-        on_difference: str = "stop",
-        seed: int = 0,
-    ) -> None:
-        key = "callbacks.audit"
+    def __init__(self, directory: str | Path | None = None, *, entries: int = 4096, seed: int = 0) -> None:
         self.directory = directory
-        self.entries = None if entries is None else check_whole(f"{key}.entries", entries, least=1)
-        self.every = check_whole(f"{key}.every", every, least=1)
-        self.on_difference = check_choice(f"{key}.on_difference", on_difference, ON_DIFFERENCE)
-        self.seed = check_whole(f"{key}.seed", seed, least=0)
+        self.entries = check_whole("callbacks.audit.entries", entries, least=1)
+        self.seed = check_whole("callbacks.audit.seed", seed, least=0)
         self._reset()
 
     def _reset(self) -> None:
-        self._policies: GradientPolicies | None = None
-        self._frozen: FrozenEntries | None = None
-        self._stopped: StoppedBranches | None = None
-        self._before_resuming: AuditFile | None = None
-        self._differences: list[AuditDifference] = []
-        self._rank = 0
-        self._running = False
-        # The updates before this batch and the active stops, if the batch is audited.
-        self._updates = 0
-        self._active: list[str] | None = None
+        self._freezer: Freezer | None = None
+        self._snapshots: dict[str, Snapshot] = {}
+        self._counted, self._before_resuming, self._rank = merged([]), merged([]), 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Reset all counts for a fit."""
@@ -86,144 +66,147 @@ class Audit(Callback):
             self._reset()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the checks, now that policies are installed and state is restored.
-
-        Raises:
-            PolicyError: Under DeepSpeed's stage 3.
-        """
+        """Observe masks, now that policies are installed."""
         policies = next(iter(callbacks_of(trainer, GradientPolicies)), None)
-        if policies is None:
+        self._rank = trainer.global_rank
+        if policies is None or policies.freezer is None:
             return
-        self._policies, self._running, self._rank = policies, True, trainer.global_rank
-        if policies.freezer is not None:
-            if any(hasattr(parameter, "ds_id") for parameter in policies.freezer.parameters.values()):
-                raise PolicyError(
-                    "callbacks.audit: DeepSpeed's stage 3 keeps no whole weights to compare; leave the audit "
-                    "out, or use stage 1 or 2"
-                )
-            seed = self.seed + trainer.global_rank
-            self._frozen = FrozenEntries(
-                policies.freezer, entries=self.entries, every=self.every, seed=seed, report=self._report
+        if any(hasattr(parameter, "ds_id") for parameter in policies.freezer.parameters.values()):
+            raise PolicyError(
+                "callbacks.audit: DeepSpeed's stage 3 keeps no whole weights to compare; leave the audit "
+                "out, or use stage 1 or 2"
             )
-        if policies.installed is not None and (stops := self._stops()):
-            self._stopped = StoppedBranches(policies.installed, stops, dict(named_parameters(pl_module)))
+        self._freezer = policies.freezer
+        self._freezer.observers.append(self)
 
-    def on_train_batch_start(self, trainer: Trainer, *arguments: Any) -> None:
-        """Find the active stops, if the batch is audited."""
-        if self._stopped is None or self._policies is None:
-            return
-        self._updates, self._active = self._policies.updates(trainer), None
-        if self.entries is None or self._updates % self.every == 0:
-            now: dict[str, Any] = {"phase": "fit", "step": self._updates, "epoch": trainer.current_epoch}
-            self._active = [name for name, stop in self._stops().items() if stop.when.active(**now)]
-            self._stopped.begin()
+    def before_masks(self, names: Collection[str]) -> None:
+        """Compare entries of parameters whose masks are about to change."""
+        self._compare(names)
+        _raise_if(self._counted)
+
+    def after_masks(self, names: Collection[str]) -> None:
+        """Do nothing: entries are copied after the backward pass."""
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare frozen entries if that is due; here other callbacks have already started the batch."""
-        if self._frozen is not None:
-            self._frozen.renew()
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *arguments: Any) -> None:
-        """Check the stopped gradients of the batch."""
-        if self._stopped is None or self._policies is None or self._active is None:
-            return
-        updates = self._policies.updates(trainer)
-        if updates > self._updates:
-            # Under manual optimization the gradients may be gone, or those of another loss.
-            active = self._active if pl_module.automatic_optimization else ()
-            self._report(self._stopped.end(updates, active))
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start intervals, so that a write by another callback at the end of training is found."""
-        if self._frozen is not None:
-            self._frozen.renew(now=True)
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare for the last time, after all other callbacks; write the file and print the result."""
-        # No error before all ranks have counted.
-        if self._frozen is not None and self._running:
-            self._add(self._frozen.compare())
-        total = self._total(trainer)
-        self._stop_watching()
-        if trainer.is_global_zero:
-            self._write(trainer, total)
-            if self._policies is not None and self._policies.policies:
-                say(summary(total, stops=bool(self._stops())))
-        self._raise_if(total.differences)
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write the counts of this process; others may be gone, so nothing is gathered."""
-        self._stop_watching()
-        if self._differences or trainer.world_size == 1:
-            self._write(trainer, self._own(trainer))
+        """Copy entries under new masks; here all callbacks have started the batch, and none has ended it."""
+        if self._freezer is not None:
+            self._take(self._freezer.parameters.keys() - self._snapshots.keys())
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Compare, and save the counts so far; Lightning calls this on all ranks."""
-        if self._frozen is not None and self._running:
-            self._add(self._frozen.compare())
-            self._frozen.continue_from_checkpoint()
+        names = [*self._snapshots]
+        self._compare(names)
+        self._take(names)
         total = self._total(trainer)
         checkpoint[self.KEY] = total.model_dump()
-        if self._running:
-            self._raise_if(total.differences)
+        if self._freezer is not None:
+            _raise_if(total)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Load the counts from before the run was resumed."""
-        if trainer.state.fn is TrainerFn.FITTING and self.KEY in checkpoint:
+        if trainer.state.fn is TrainerFn.FITTING and trainer.is_global_zero and self.KEY in checkpoint:
             self._before_resuming = AuditFile.model_validate(checkpoint[self.KEY], strict=True)
 
-    def _stops(self) -> dict[str, Stop]:
-        policies = {} if self._policies is None else self._policies.flow_policies
-        return {name: policy for name, policy in policies.items() if isinstance(policy, Stop)}
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare for the last time, after all other callbacks; write the file and print the result."""
+        self._compare([*self._snapshots])
+        # No error before all ranks have counted.
+        total = self._total(trainer)
+        if trainer.is_global_zero:
+            self._write(trainer, total)
+            if self._freezer is not None:
+                intervals = f"{total.intervals:,} interval{'' if total.intervals == 1 else 's'}"
+                say(f"frozen entries: {intervals}, {total.changed:,} changed")
+        self._detach()
+        _raise_if(total)
 
-    def _stop_watching(self) -> None:
-        if self._frozen is not None and self._running:
-            self._frozen.detach()
-        self._running = False
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Write the counts of this process; others may be gone, so nothing is gathered."""
+        self._detach()
+        if self._counted.differences or trainer.world_size == 1:
+            self._write(trainer, merged([self._counted, self._before_resuming]))
 
-    def _add(self, differences: Iterable[AuditDifference]) -> None:
-        for each in differences:
-            self._differences.append(each.model_copy(update={"rank": self._rank}))
-            if self.on_difference == "warn":
-                warnings.warn(f"audit: {each.message}", stacklevel=2)
-
-    def _report(self, differences: Sequence[AuditDifference]) -> None:
-        """Handle a difference that this process found during training."""
-        self._add(differences)
-        if differences:
-            self._raise_if(self._differences)
-
-    def _raise_if(self, differences: Sequence[AuditDifference]) -> None:
-        if differences and self.on_difference == "stop":
-            more = f" (and {len(differences) - 1} more in {AUDIT})" if len(differences) > 1 else ""
-            raise PromiseError(f"audit: {differences[0].message}{more}")
-
-    def _own(self, trainer: Trainer) -> AuditFile:
-        """Return the counts of this process; on rank 0 including those from before the run was resumed."""
-        frozen, stopped = self._frozen, self._stopped
-        own = AuditFile(
-            intervals=frozen.intervals if frozen else 0,
-            entries=frozen.compared if frozen else 0,
-            changed=frozen.changed if frozen else 0,
-            sampled=self.entries is not None,
-            stopped_branches=stopped.counts if stopped else {"checked": 0, "nonzero": 0},
-            differences=self._differences,
-        )
-        before = self._before_resuming if trainer.is_global_zero else None
-        return own if before is None else merged([own, before])
+    def _detach(self) -> None:
+        if self._freezer is not None:
+            self._freezer.observers.remove(self)
+        self._freezer = None
 
     def _total(self, trainer: Trainer) -> AuditFile:
         """Return the counts of all ranks; every rank must call this."""
-        return merged(of_every_rank(self._own(trainer)))
+        return merged([*of_every_rank(self._counted), *of_every_rank(self._before_resuming)])
 
     def _write(self, trainer: Trainer, total: AuditFile) -> None:
         directory = Path(self.directory or trainer.log_dir or trainer.default_root_dir)
         directory.mkdir(parents=True, exist_ok=True)
         write_json(directory / AUDIT, total.model_dump(mode="json"))
+
+    # ---- entries
+
+    def _updates(self, freezer: Freezer) -> int:
+        return max(each.effective_steps for each in freezer.optimizers)
+
+    @torch.no_grad()
+    def _take(self, names: Collection[str]) -> None:
+        """Copy the bits of frozen entries of these parameters."""
+        for name in names if self._freezer is not None else ():
+            own = local_shard(self._freezer.parameters[name].detach())
+            places = self._frozen_places(self._freezer, name)
+            self._counted.sampled |= bool(len(places)) and own.numel() > self.entries
+            self._snapshots[name] = self._updates(self._freezer), places, bits_at(own, places)
+
+    @torch.no_grad()
+    def _compare(self, names: Collection[str]) -> None:
+        """Compare the entries of these parameters with their copies, which are discarded."""
+        for name in names if self._freezer is not None else ():
+            if name not in self._snapshots:
+                continue
+            begun, places, bits = self._snapshots.pop(name)
+            now = bits_at(local_shard(self._freezer.parameters[name].detach()), places).to(bits.device)
+            changed, step = int((now != bits).any(1).sum()), self._updates(self._freezer)
+            # It is no interval if masks are set twice between two updates.
+            if len(places) and (changed or step > begun):
+                self._counted.intervals += 1
+                self._counted.entries += len(places)
+                self._counted.changed += changed
+            if changed:
+                policies = [p for p in self._freezer.policies if name in self._freezer.parameters_of(p)]
+                self._counted.differences.append(
+                    f"{name} (policy.{', policy.'.join(policies)}): {changed} of {len(places)} frozen "
+                    f"entries changed between update {begun} and update {step} on rank {self._rank}; "
+                    "something other than the masked optimizer wrote to them"
+                )
+
+    def _frozen_places(self, freezer: Freezer, name: str) -> Tensor:
+        """Return flat indices of random frozen entries in this process's part of a parameter."""
+        parameter, mask = freezer.parameters[name], freezer.mask_of(name)
+        own = local_shard(parameter)
+        if own.numel() <= self.entries:
+            places = torch.arange(own.numel(), device=own.device)
+        else:
+            seed = derive("audit", self.seed + self._rank, name, self._updates(freezer))
+            generator = torch.Generator("cpu").manual_seed(seed)
+            drawn = torch.randint(own.numel(), (self.entries,), generator=generator, device="cpu")
+            places = drawn.unique().to(own.device)
+        if isinstance(mask, bool):
+            return places[: 0 if mask else None]
+        active = as_tensor(mask, parameter.shape, own.device)
+        active = local_mask(active.reshape((1,) * (own.dim() - active.dim()) + active.shape), parameter)
+        return places[~active.expand(own.shape).reshape(-1)[places]]
+
+
+def bits_at(tensor: Tensor, places: Tensor) -> Tensor:
+    """Return the bytes of entries, so that 0.0 and −0.0 differ and NaN equals itself.
+
+    Example:
+        >>> bits_at(torch.tensor([0.0, 1.0, -0.0]), torch.tensor([0, 2])).tolist()
+        [[0, 0, 0, 0], [0, 0, 0, 128]]
+    """
+    # Lightning has moved the model to the CPU when a fit ends.
+    return tensor.reshape(-1)[places.to(tensor.device), None].view(torch.uint8)
 
 
 def merged(parts: Sequence[AuditFile]) -> AuditFile:
@@ -232,32 +215,12 @@ def merged(parts: Sequence[AuditFile]) -> AuditFile:
         intervals=sum(each.intervals for each in parts),
         entries=sum(each.entries for each in parts),
         changed=sum(each.changed for each in parts),
-        sampled=parts[0].sampled,
-        stopped_branches={
-            key: sum(each.stopped_branches[key] for each in parts) for key in ("checked", "nonzero")
-        },
+        sampled=any(each.sampled for each in parts),
         differences=[difference for each in parts for difference in each.differences],
     )
 
 
-def summary(report: AuditFile, *, stops: bool = False) -> str:
-    """Return the line that is printed at the end.
-
-    Args:
-        report: The content of ``audit.json``.
-        stops: True if a policy stops gradients, so that checks are expected.
-
-    Example:
-        >>> summary(AuditFile(intervals=1284, entries=9000, changed=0, sampled=True))
-        'frozen entries: 1,284 intervals, 0 changed'
-    """
-    stopped = report.stopped_branches
-    parts = [f"frozen entries: {_counted(report.intervals, 'interval')}, {report.changed:,} changed"]
-    if stopped["checked"] or stops:
-        found = f", {stopped['nonzero']:,} not zero" if stopped["checked"] else ""
-        parts.append(f"stopped branches: {_counted(stopped['checked'], 'check')}{found}")
-    return "; ".join(parts)
-
-
-def _counted(count: int, thing: str) -> str:
-    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+def _raise_if(found: AuditFile) -> None:
+    if found.differences:
+        more = f" (and {len(found.differences) - 1} more in {AUDIT})" if len(found.differences) > 1 else ""
+        raise PromiseError(f"audit: {found.differences[0]}{more}")

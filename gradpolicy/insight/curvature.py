@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,26 +47,21 @@ from gradpolicy.tensors.sharding import is_sharded
 
 Loss = Callable[[], Tensor]
 Named = Mapping[str, Tensor]
-Value = TypeVar("Value", float, dict[str, Tensor])
-
-# The iteration stops if the residual is this share of the eigenvalue; the error is then of the square's
-# order.
-_RESIDUAL = 1e-5
 
 
 @dataclass(frozen=True)
-class Estimate(Generic[Value]):
-    """An estimate, a number or a tensor for each parameter, with its standard error.
+class Estimate:
+    """An estimate with its standard error.
 
     Attributes:
         value: The estimate.
-        standard_error: The standard error of the mean over the samples, in the form of the value, without the
-            error of finite differences. For :func:`top_eigenvalue` it is the residual instead.
+        standard_error: The standard error of the mean over the samples, without the error of finite
+            differences.
         samples: The number of products with J.
     """
 
-    value: Value
-    standard_error: Value
+    value: float
+    standard_error: float
     samples: int
 
 
@@ -90,8 +85,8 @@ def gradient_at(loss: Loss, parameters: Named, delta: Named) -> dict[str, Tensor
         >>> gradient_at(lambda: (x**2).sum(), {"x": x}, {"x": torch.tensor([0.0, 1.0])})
         {'x': tensor([2., 6.])}
     """
-    field = _GradientField(loss, parameters)
-    with field.moved(field.like_parameters("delta", delta)):
+    field = _GradientField(loss, parameters, delta=delta)
+    with field.moved(delta):
         return field.gradient()
 
 
@@ -115,13 +110,12 @@ def hvp(loss: Loss, parameters: Named, vector: Named) -> dict[str, Tensor]:
         >>> product["x"].round(decimals=6)
         tensor([ 6., 12.], dtype=torch.float64)
     """
-    field = _GradientField(loss, parameters)
-    return field.derivative(field.like_parameters("vector", vector))
+    return _GradientField(loss, parameters, vector=vector).derivative(vector)
 
 
 def trace(
     loss: Loss, parameters: Named, samples: int = 32, generator: torch.Generator | None = None
-) -> Estimate[float]:
+) -> Estimate:
     """Estimate the trace of J: the mean of ``zᵀ J z`` over random signs z.
 
     Args:
@@ -142,7 +136,7 @@ def trace(
 
 def frobenius_norm(
     loss: Loss, parameters: Named, samples: int = 32, generator: torch.Generator | None = None
-) -> Estimate[float]:
+) -> Estimate:
     """Estimate the Frobenius norm of J: the square root of the mean of ``‖J z‖²`` over random signs z.
 
     Its standard error is that of the mean, over twice the norm. Arguments and errors are those of
@@ -155,89 +149,20 @@ def frobenius_norm(
     return Estimate(norm, square.standard_error / (2 * norm) if norm else 0.0, samples)
 
 
-def diagonal(
-    loss: Loss, parameters: Named, samples: int = 32, generator: torch.Generator | None = None
-) -> Estimate[dict[str, Tensor]]:
-    """Estimate the diagonal of J: the mean of ``z · J z``, entry by entry, over random signs z.
-
-    Arguments and errors are those of :func:`trace`.
-
-    Returns:
-        An estimate whose value and standard error are dicts by parameter name.
-
-    Source: Bekas, Kokiopoulou, Saad 2007, Applied Numerical Mathematics 57(11).
-    """
-    means = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-    squares = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-    for count, (vector, product) in enumerate(_products(loss, parameters, samples, generator), start=1):
-        for name, mean in means.items():
-            # Welford's recurrence: mean and squared deviations so far.
-            found = vector[name] * product[name]
-            deviation = found - mean
-            means[name] = mean + deviation / count
-            squares[name] += deviation * (found - means[name])
-    errors = {name: (square / (samples * (samples - 1))).sqrt() for name, square in squares.items()}
-    return Estimate(means, errors, samples)
-
-
-def top_eigenvalue(
-    loss: Loss, parameters: Named, iterations: int = 32, generator: torch.Generator | None = None
-) -> Estimate[float]:
-    """Estimate the largest eigenvalue of J; if J is not symmetric, the largest real part of an eigenvalue.
-
-    Uses Arnoldi's method from a random vector, which for symmetric J is Lanczos's. It stores a vector of the
-    size of all parameters for each iteration, and stops early if the residual is small.
-
-    Args:
-        loss: See :func:`gradient_at`.
-        parameters: The parameters by name.
-        iterations: The maximum number of products with J, at least 1.
-        generator: The random generator of the first vector; None: one seeded by torch's default generator.
-
-    Returns:
-        An estimate whose ``standard_error`` is the residual ``‖J q − λ q‖`` of the approximate eigenvector
-        q, of length 1. If J is symmetric, an eigenvalue lies within that distance; the value's error is
-        mostly far smaller, of the order of its square.
-
-    Raises:
-        PolicyError: See :func:`hvp`; for less than one iteration.
-
-    Source: Saad 2011, "Numerical Methods for Large Eigenvalue Problems", chapter 6.
-    """
-    check_whole("curvature.top_eigenvalue: iterations", iterations, least=1)
-    generator = _given_or_seeded(generator)
-    field = _GradientField(loss, parameters)
-    size = min(iterations, sum(parameter.numel() for parameter in parameters.values()))
-    start = field.random(torch.randn, generator)
-    basis = [_scaled(start, 1 / _norm(start))]
-    projected = torch.zeros(size + 1, size, dtype=torch.float64, device="cpu")
-    for column in range(size):
-        rest = field.derivative(basis[-1])
-        # Twice, since the first time is not exact because of rounding.
-        for _ in range(2):
-            for row, vector in enumerate(basis):
-                share = _dot(vector, rest)
-                projected[row, column] += share
-                rest = {name: part - share * vector[name] for name, part in rest.items()}
-        length = projected[column + 1, column] = _norm(rest)
-        values, vectors = torch.linalg.eig(projected[: column + 1, : column + 1])
-        top = int(values.real.argmax())
-        value, residual = float(values.real[top]), float(length * vectors[-1, top].abs())
-        if residual <= _RESIDUAL * abs(value):
-            break
-        basis.append(_scaled(rest, 1 / float(length)))
-    return Estimate(value, residual, column + 1)
-
-
 def _products(
     loss: Loss, parameters: Named, samples: int, generator: torch.Generator | None
 ) -> Iterator[tuple[Named, Named]]:
     """Yield vectors of random signs, each with its product with J."""
     check_whole("curvature: samples", samples, least=2)
-    generator = _given_or_seeded(generator)
+    # torch's default generator is reset for each evaluation.
+    generator = generator or torch.Generator("cpu").manual_seed(int(torch.randint(2**62, (), device="cpu")))
     field = _GradientField(loss, parameters)
     for _ in range(samples):
-        vector = field.random(_random_signs, generator)
+        # The same on every device.
+        vector = {
+            name: (torch.randint(0, 2, p.shape, generator=generator, device=generator.device) * 2 - 1).to(p)
+            for name, p in parameters.items()
+        }
         yield vector, field.derivative(vector)
 
 
@@ -247,10 +172,11 @@ class _GradientField:
     Args:
         loss: A function that computes the loss.
         parameters: The parameters by name.
+        **like: Tensors by parameter name, which must have the parameters' shapes.
     """
 
-    def __init__(self, loss: Loss, parameters: Named) -> None:
-        _check_parameters(parameters)
+    def __init__(self, loss: Loss, parameters: Named, **like: Named) -> None:
+        _check(parameters, **like)
         self.loss = loss
         self.parameters = dict(parameters)
         self.values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
@@ -258,19 +184,11 @@ class _GradientField:
     def derivative(self, vector: Named) -> dict[str, Tensor]:
         """Return ``J v``: by autograd if no rule is active, otherwise by central differences."""
         if self._graph is not None:
-            varying = {
-                name: part for name, part in self._graph.items() if part.requires_grad and name in vector
-            }
+            parts = self._graph.items()
+            varying = {name: part for name, part in parts if part.requires_grad and name in vector}
             try:
-                products = torch.autograd.grad(
-                    list(varying.values()),
-                    list(self.parameters.values()),
-                    [vector[name] for name in varying],
-                    retain_graph=True,
-                    allow_unused=True,
-                    materialize_grads=True,
-                )
-                return dict(zip(self.parameters, products, strict=True))
+                along = [vector[name] for name in varying]
+                return self._grad([*varying.values()], along, retain_graph=True)
             except RuntimeError:
                 # A kernel without a second derivative, or compiled code.
                 del self._graph
@@ -288,47 +206,25 @@ class _GradientField:
     def _difference(self, vector: Named) -> dict[str, Tensor]:
         for name, parameter in self.parameters.items():
             if parameter.dtype not in (torch.float32, torch.float64):
-                raise PolicyError(
-                    f"curvature: parameter {name!r} is {parameter.dtype}; differences of gradients need"
-                    " float32 or float64: use a copy of the model, .float()"
-                )
+                needed = "differences of gradients need float32 or float64: use a copy of the model, .float()"
+                raise PolicyError(f"curvature: parameter {name!r} is {parameter.dtype}; {needed}")
         length = _norm(vector)
         if length == 0:
             return {name: torch.zeros_like(value) for name, value in self.values.items()}
         unit = max(torch.finfo(parameter.dtype).eps for parameter in self.parameters.values())
         step = unit ** (1 / 3) * max(1.0, _norm(self.values)) / length
-        with self.moved(_scaled(vector, step)):
-            ahead = self.gradient()
-        with self.moved(_scaled(vector, -step)):
-            behind = self.gradient()
-        return {name: (ahead[name] - behind[name]) / (2 * step) for name in self.parameters}
-
-    def like_parameters(self, key: str, given: Named) -> dict[str, Tensor]:
-        """Check tensors that are given by parameter name."""
-        for name, tensor in given.items():
-            if name not in self.parameters:
-                raise unknown("parameter", name, self.parameters, key=f"curvature: {key}")
-            if tensor.shape != self.parameters[name].shape:
-                raise PolicyError(
-                    f"curvature: {key}[{name!r}] has shape {tuple(tensor.shape)}, the parameter"
-                    f" {tuple(self.parameters[name].shape)}"
-                )
-        return dict(given)
-
-    def random(self, draw: Callable[..., Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return random tensors in the shapes of the parameters, the same on every device."""
-        device = generator.device
-        return {
-            name: draw(value.shape, generator=generator, device=device, dtype=value.dtype).to(value.device)
-            for name, value in self.values.items()
-        }
+        sides = []
+        for shift in (step, -step):
+            with self.moved({name: shift * part for name, part in vector.items()}):
+                sides.append(self.gradient())
+        return {name: (sides[0][name] - sides[1][name]) / (2 * step) for name in self.parameters}
 
     @contextmanager
     def moved(self, delta: Named) -> Iterator[None]:
         """Shift the parameters within the block, and restore everything that evaluating the loss changes."""
         devices = {p.device for p in self.parameters.values() if p.device.type != "cpu"}
-        device_type = next((device.type for device in devices), "cuda")
-        with torch.random.fork_rng(devices=devices, device_type=device_type), _buffers_restored():
+        kind = next((device.type for device in devices), "cuda")
+        with torch.random.fork_rng(devices=devices, device_type=kind), _buffers_restored():
             # By .data, hidden from autograd, since the values are restored afterwards.
             try:
                 for name, part in delta.items():
@@ -346,14 +242,11 @@ class _GradientField:
             raise PolicyError(f"curvature: the loss must be a scalar tensor, got {shown(loss)}")
         if not loss.requires_grad:
             raise PolicyError("curvature: no gradient flows from the loss to any parameter")
-        gradients = torch.autograd.grad(
-            loss,
-            list(self.parameters.values()),
-            create_graph=create_graph,
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        return dict(zip(self.parameters, gradients, strict=True))
+        return self._grad([loss], create_graph=create_graph)
+
+    def _grad(self, outputs: list[Tensor], vectors: Any = None, **how: bool) -> dict[str, Tensor]:
+        inputs, how = list(self.parameters.values()), {"allow_unused": True, "materialize_grads": True, **how}
+        return dict(zip(self.parameters, torch.autograd.grad(outputs, inputs, vectors, **how), strict=True))
 
 
 def _ends_in_errors(gradients: Iterable[Tensor]) -> bool:
@@ -389,26 +282,21 @@ def _buffers_restored() -> Iterator[None]:
             buffer.data.copy_(value)
 
 
-def _check_parameters(parameters: Named) -> None:
+def _check(parameters: Named, **like: Named) -> None:
     if not parameters:
         raise PolicyError("curvature: parameters must be a dict of tensors by name, got none")
     for name, parameter in parameters.items():
         if not parameter.requires_grad or not parameter.is_leaf:
             raise PolicyError(f"curvature: parameters[{name!r}] must be a leaf tensor that requires grad")
         if is_sharded(parameter):
-            raise PolicyError(
-                f"curvature: parameters[{name!r}] is sharded, which is not supported: use a copy of the model"
-                " in one process"
-            )
-
-
-def _given_or_seeded(generator: torch.Generator | None) -> torch.Generator:
-    """Return the generator, or a new one, since torch's default one is reset for each evaluation."""
-    return generator or torch.Generator("cpu").manual_seed(int(torch.randint(2**62, (), device="cpu")))
-
-
-def _random_signs(shape: torch.Size, **how: Any) -> Tensor:
-    return torch.randint(0, 2, shape, **how) * 2 - 1
+            raise PolicyError(f"curvature: parameters[{name!r}] is sharded: use a copy in one process")
+    for key, given in like.items():
+        for name, tensor in given.items():
+            if name not in parameters:
+                raise unknown("parameter", name, parameters, key=f"curvature: {key}")
+            if tensor.shape != parameters[name].shape:
+                shapes = f"{tuple(tensor.shape)}, the parameter {tuple(parameters[name].shape)}"
+                raise PolicyError(f"curvature: {key}[{name!r}] has shape {shapes}")
 
 
 def _dot(one: Named, other: Named) -> float:
@@ -420,11 +308,7 @@ def _norm(vector: Named) -> float:
     return math.sqrt(_dot(vector, vector))
 
 
-def _scaled(vector: Named, factor: float) -> dict[str, Tensor]:
-    return {name: factor * part for name, part in vector.items()}
-
-
-def _mean(found: list[float]) -> Estimate[float]:
+def _mean(found: list[float]) -> Estimate:
     """Return the mean, with the standard error of the mean."""
     values = torch.tensor(found, dtype=torch.float64, device="cpu")
     return Estimate(float(values.mean()), float(values.std() / math.sqrt(len(found))), len(found))

@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,12 +26,13 @@ from pydantic_core import to_json
 
 from gradpolicy.distributed.agreement import of_every_rank
 from gradpolicy.errors import PolicyError
-from gradpolicy.insight.costs import optimizer_bytes
 from gradpolicy.insight.run_files import Count
 from gradpolicy.json_file import parse_json
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.lightning.trainer_parts import callbacks_of, log_interval
 from gradpolicy.measurements import AGES, NORMS, SUMS, Measured
+from gradpolicy.optim import MaskedOptimizer
+from gradpolicy.optim.masked_optimizer import bytes_of
 from gradpolicy.tensors.sharding import is_sharded
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Record(Callback):
     """Writes values of each policy to ``record.jsonl`` in the run's directory, as JSON lines.
 
     Lines are written at every ``log_every_n_steps``-th update; for flow policies also after every validation,
-    test or prediction. ``step`` counts the updates so far. docs/insight/record.md describes the columns;
+    test or prediction. ``step`` counts the updates so far. docs/insight.md#the-record describes the columns;
     :func:`gradpolicy.insight.record.load` reads the file as a table.
 
     A checkpoint holds the length of the file. A resumed run truncates the file to that length, so that no row
@@ -118,10 +119,13 @@ class Record(Callback):
         rows = [{"kind": each["kind"], "policy": name, **each} for name, each in measured.items()]
         if phase == "fit":
             optimizers = self._trainer.optimizers
-            held = sum(optimizer_bytes(each) for each in optimizers)
-            if _is_divided(optimizers):
+            held = sum(_state_bytes(each) for each in optimizers)
+            parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+            if any(map(is_sharded, parameters)):
                 held = sum(of_every_rank(held))
-            rows.append({"kind": "memory", "state_bytes": held, "adam_bytes": adam_bytes(optimizers)})
+            # Of plain Adam: two moments per entry, and a count per parameter.
+            adam = sum(2 * p.numel() * p.element_size() + 4 for p in parameters)
+            rows.append({"kind": "memory", "state_bytes": held, "adam_bytes": adam})
         if self.file is not None:
             epoch = self._trainer.current_epoch
             self.file.append({"kind": row["kind"], "step": step, "epoch": epoch, **row} for row in rows)
@@ -136,21 +140,8 @@ class Record(Callback):
         self._restored = state_dict
 
 
-def adam_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
-    """Return the bytes of state of plain Adam: two moments per entry, and a count per parameter.
-
-    Example:
-        >>> adam_bytes([torch.optim.SGD([torch.ones(10)], lr=0.1)])
-        84
-    """
-    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    return sum(2 * parameter.numel() * parameter.element_size() + 4 for parameter in parameters)
-
-
-def _is_divided(optimizers: Collection[torch.optim.Optimizer]) -> bool:
-    """Return True if processes have different parts of parameters."""
-    parameters = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
-    return any(is_sharded(parameter) for parameter in parameters)
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    return optimizer.state_bytes() if isinstance(optimizer, MaskedOptimizer) else bytes_of(optimizer.state)
 
 
 # ---- the file
@@ -220,7 +211,7 @@ _Line: Any = create_model("RecordLine", **_FIELDS)
 
 
 def load(run: str | Path) -> DataFrame:
-    """Read the record of a run as a table. docs/insight/record.md describes its columns.
+    """Read the record of a run as a table. docs/insight.md#the-record describes its columns.
 
     An incomplete last line of a killed run is ignored.
 
@@ -274,14 +265,10 @@ def _rows_of(line: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise ValueError("parameter: must be a list where the kind is freeze, and lists stand only there")
     if not lists:
         return [shared]
+    lists["layer"] = [parameter.rpartition(".")[0] for parameter in lists["parameter"]]
     return [
-        {**shared, **(row := dict(zip(lists, values, strict=True))), "layer": _layer_of(row["parameter"])}
-        for values in zip(*lists.values(), strict=True)
+        {**shared, **dict(zip(lists, values, strict=True))} for values in zip(*lists.values(), strict=True)
     ]
-
-
-def _layer_of(parameter: str) -> str:
-    return parameter.rpartition(".")[0]
 
 
 def _layers(table: DataFrame) -> DataFrame:

@@ -21,48 +21,22 @@ STOPPED = "stopped before its end"
 Count = Annotated[int, Field(ge=0, le=2**53)]
 
 
-class AuditDifference(BaseModel):
-    """A failed check.
-
-    Attributes:
-        tensor: The parameter, or the place of a stop.
-        what: ``"weight"``, ``"state <name>"`` or ``"gradient"``.
-        policy: The policies on it.
-        count: Entries that changed or were not zero.
-        step: The number of updates when it was found.
-        rank: The process that found it.
-        indices: The first entries; for a sharded parameter, within the part of that process.
-        message: The same as a sentence.
-    """
-
-    tensor: str
-    what: str
-    policy: str
-    count: Count
-    step: Count
-    rank: Count = 0
-    indices: list[list[Count]] = []
-    message: str = ""
-
-
 class AuditFile(BaseModel):
     """The content of ``audit.json``, also part of checkpoints.
 
     Attributes:
-        intervals: The number of intervals over which frozen entries were compared.
+        intervals: The number of intervals over which frozen entries of a tensor were compared.
         entries: The number of frozen entries in them.
         changed: The number of these that changed.
-        sampled: True if random entries were compared, False if all were.
-        stopped_branches: ``checked``: checks of stopped gradients; ``nonzero``: those that were not zero.
-        differences: The failed checks.
+        sampled: True if random entries of a tensor were compared, False if all were.
+        differences: A sentence for each tensor with changed entries.
     """
 
     intervals: Count
     entries: Count
     changed: Count
     sampled: bool
-    stopped_branches: dict[str, Count] = {"checked": 0, "nonzero": 0}
-    differences: list[AuditDifference] = []
+    differences: list[str] = []
 
 
 @dataclass(frozen=True)

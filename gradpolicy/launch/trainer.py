@@ -33,7 +33,7 @@ from gradpolicy.lightning.trainer_parts import callbacks_of
 from gradpolicy.lightning.weight_averaging import check_weight_averaging
 
 # Tests and callbacks may log these later than in the first epoch.
-LATER = ("test/", "policy/", "cost/")
+LATER = ("test/", "policy/")
 
 
 class RunBegins(Callback):

@@ -81,17 +81,6 @@ def test_zeros_signs_infinities_and_nan_keep_their_bits(path: Path) -> None:
     assert same_bits(model, base)
 
 
-def test_buffers_of_other_dtypes_are_part_of_it(network: nn.Module, path: Path) -> None:
-    base = state(network)
-    assert gp.delta.save(path, network, base).tensors == ()
-    gp.delta.apply(network, path)
-    network(torch.randn(8, 40))
-    changed = {tensor.name for tensor in gp.delta.save(path, network, base).tensors}
-    assert changed == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
-    gp.delta.revert(network, path)
-    assert same_bits(state(network), base)
-
-
 @pytest.mark.supports("delta", loop="plain")
 def test_entries_rows_and_whole_tensors_are_stored_as_such(path: Path) -> None:
     base = {name: torch.zeros(50, 20) for name in ("entries", "rows", "whole", "untouched")}
@@ -315,37 +304,7 @@ def test_merging_refuses_other_bases_and_weights(two, tmp_path, path):
     assert not path.exists()
 
 
-def test_tied_weights_stay_shared_in_a_merged_file(tmp_path: Path, path: Path) -> None:
-    model = Tied()
-    base = state(model)
-    for number in range(2):
-        with torch.no_grad():
-            model.embedding.weight[number] += 1.0
-        gp.delta.save(tmp_path / str(number), model, base)
-    info = gp.delta.merge([tmp_path / "0", tmp_path / "1"], [0.5, 0.5], path)
-    assert path.stat().st_size < 2 * (tmp_path / "1").stat().st_size
-    assert [(tensor.name, tensor.form, tensor.stored) for tensor in info.tensors] == [
-        ("embedding.weight", "rows", 40),
-        ("head.weight", "rows", 40),
-    ]
-
-
 # ---- what a file says of itself
-
-
-def test_info_tells_what_a_file_holds(network: nn.Module, path: Path) -> None:
-    base = state(network)
-    with torch.no_grad():
-        network[0].weight[:2] += 1.0
-    saved = gp.delta.save(path, network, base)
-    info = gp.delta.info(path)
-    assert info == saved
-    assert (info.bytes, info.stored) == (path.stat().st_size, 80)
-    assert info.entries == sum(tensor.numel() for tensor in base.values())
-    (tensor,) = info.tensors
-    assert (tensor.name, tensor.dtype, tensor.shape, tensor.form) == ("0.weight", "float32", (30, 40), "rows")
-    assert info.base in str(info)
-    assert "0.weight" in str(info)
 
 
 def test_no_file_that_is_no_delta_is_overwritten(network, saved_base, path, tmp_path):

@@ -18,7 +18,6 @@ from torch import Tensor
 import gradpolicy as gp
 from gradpolicy.delta.change import decode, encode
 from gradpolicy.delta.file import _checksum
-from gradpolicy.delta.weights import read_weights
 from gradpolicy.errors import PolicyError
 
 Metadata = dict[str, str]
@@ -151,13 +150,6 @@ def test_wrong_values_of_the_base_are_found_before_anything_is_written(whole_fil
     assert not any(tensor.any() for tensor in model.values())
 
 
-def test_others_may_read_the_file_and_a_place_that_cannot_be_written_is_named(whole_file, tmp_path):
-    (tmp_path / "plain").touch()
-    assert whole_file.stat().st_mode == (tmp_path / "plain").stat().st_mode
-    with pytest.raises(PolicyError, match=r"nowhere.x\.safetensors cannot be written"):
-        gp.delta.save(tmp_path / "nowhere" / "x.safetensors", {"a": torch.ones(3)}, {"a": torch.zeros(3)})
-
-
 SAVE = """
 import sys, torch, gradpolicy as gp
 base = {name: torch.zeros(30, 4) for name in ("a.weight", "ä\\n.weight", "head.weight")}
@@ -200,12 +192,3 @@ def test_indices_come_back_from_their_gaps(chosen: set[int]) -> None:
     if chosen:
         with pytest.raises(PolicyError, match="out of range"):
             decode(gaps, limit=max(chosen))
-
-
-@pytest.mark.parametrize("read", [gp.delta.info, read_weights])
-def test_a_device_is_not_read(tmp_path: Path, read: Callable[[Path], object]) -> None:
-    for name in ("null", "null.safetensors"):
-        (tmp_path / name).symlink_to("/dev/null")
-        message = rf"^delta: {tmp_path}/{name} is neither a file nor a directory$"
-        with pytest.raises(PolicyError, match=message):
-            read(tmp_path / name)

@@ -81,7 +81,7 @@ def test_a_resumed_run_ends_with_the_same_bits(
 
 
 def fit_observed(strategy: str, folder: str) -> dict[str, Any]:
-    callbacks = [Audit(folder, entries=None), SaveDelta(f"{folder}/delta")]
+    callbacks = [Audit(folder), SaveDelta(f"{folder}/delta")]
     return fit(strategy, "rows", settings={"callbacks": callbacks})
 
 

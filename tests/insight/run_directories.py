@@ -7,15 +7,12 @@ from typing import Any
 
 import numpy as np
 import yaml
-from PIL import Image
 
 from gradpolicy.insight.run_files import AuditFile, Result
 from gradpolicy.lightning.runs import RunRecord
 
 # A proof that holds.
-AUDIT = AuditFile(
-    intervals=1284, entries=900_000, changed=0, sampled=True, stopped_branches={"checked": 60, "nonzero": 0}
-)
+AUDIT = AuditFile(intervals=1284, entries=900_000, changed=0, sampled=True)
 LAYERS = {"model.trunk.0.conv": 144, "model.trunk.1.conv": 2304, "model.trunk.2.fc": 640}
 
 
@@ -39,7 +36,6 @@ def write_run(
     write_metrics(directory, seed, steps)
     lines = [json.dumps(row) for row in record(seed, steps)]
     (directory / "record.jsonl").write_text("\n".join(lines) + "\n")
-    write_pictures(directory)
     return directory
 
 
@@ -146,17 +142,3 @@ def record(seed: int, steps: int) -> list[dict[str, Any]]:
             lines.append({**time, "kind": "flow", "policy": policy, **flow, **norms})
         lines.append({**time, "kind": "memory", "state_bytes": 12_000 + step, "adam_bytes": 24_704})
     return lines
-
-
-def write_pictures(directory: Path) -> None:
-    """An attribution, and the film strips of a mask and of its ages."""
-    generator = np.random.default_rng(0)
-    (directory / "pictures").mkdir()
-    Image.fromarray(generator.integers(0, 255, (600, 900, 3), dtype=np.uint8)).save(
-        directory / "pictures" / "guided.png"
-    )
-    folder = directory / "masks" / "model.trunk.1.conv.weight"
-    folder.mkdir(parents=True)
-    for kind in ("mask", "age"):
-        noise = Image.fromarray(generator.integers(0, 2, (48, 48), dtype=np.uint8) * 255)
-        noise.save(folder / f"history_{kind}.png")

@@ -14,11 +14,10 @@ from torch.distributed.fsdp import fully_shard
 import gradpolicy as gp
 from gradpolicy.freezing import Freezer
 from gradpolicy.insight.audit import Audit
-from gradpolicy.insight.audit_checks import FrozenEntries
 from gradpolicy.tensors.sharding import local_shard
 
 
-def watched(entries: int | None, masks: str, planted: bool) -> tuple[int, list]:
+def watched(entries: int, masks: str, planted: bool) -> tuple[int, list]:
     """Entries compared over a few updates of a sharded model, and what was found."""
     torch.manual_seed(0)
     # Five rows on two ranks do not divide evenly.
@@ -33,25 +32,27 @@ def watched(entries: int | None, masks: str, planted: bool) -> tuple[int, list]:
         "whole": lambda: gp.masks.Fixed(False),
     }
     freezer = Freezer(model, [optimizer], {"some": gp.Freeze(sources[masks](), params="0.*")}, seed=0)
-    found: list = []
-    frozen = FrozenEntries(freezer, entries=entries, every=2, seed=0, report=found.extend)
+    audit = Audit(entries=entries)
+    audit._freezer = freezer
+    freezer.observers.append(audit)
     for step in range(6):
         freezer.begin_step(step)
-        frozen.renew()
         model(torch.ones(2, 4, device=here())).sum().backward()
+        audit.on_after_backward(None, None)
         freezer.observe(freezer.optimizers[0])
         optimizer.step()
         optimizer.zero_grad()
         if planted and step == 2 and dist.get_rank() == 1:
             local_shard(model[0].weight.detach()).add_(1)
-    found += frozen.compare()
-    return frozen.compared, [(each.tensor, each.what, each.count, each.indices[:1]) for each in found]
+    audit._compare(["0.weight", "0.bias"])
+    found = audit._counted
+    return found.entries, [each.partition(" of ")[0] for each in found.differences]
 
 
 @pytest.mark.supports("audit", loop="plain", processes="fsdp2")
 @pytest.mark.parametrize("masks", ["entries", "rows", "whole"])
-@pytest.mark.parametrize("entries", [None, 4])
-def test_shards_of_frozen_entries_keep_their_bits(pair: ProcessPool, entries: int | None, masks: str) -> None:
+@pytest.mark.parametrize("entries", [4096, 4])
+def test_shards_of_frozen_entries_keep_their_bits(pair: ProcessPool, entries: int, masks: str) -> None:
     for compared, found in pair(watched, entries, masks, False):
         assert compared > 0
         assert found == []
@@ -59,9 +60,9 @@ def test_shards_of_frozen_entries_keep_their_bits(pair: ProcessPool, entries: in
 
 def test_a_write_to_one_shard_is_found_on_its_rank(pair: ProcessPool) -> None:
     # Rank 1 holds two rows of four.
-    (_, first), (_, second) = pair(watched, None, "whole", True)
+    (_, first), (_, second) = pair(watched, 4096, "whole", True)
     assert first == []
-    assert second == [("0.weight", "weight", 8, [[0, 0]])]
+    assert second == ["0.weight (policy.some): 8"]
 
 
 def write_on_rank_one(trainer, pl_module) -> None:
@@ -72,17 +73,20 @@ def write_on_rank_one(trainer, pl_module) -> None:
 @pytest.mark.supports("audit", loop="lightning", processes="ddp")
 @pytest.mark.parametrize("planted", [False, True])
 def test_one_file_tells_of_both_ranks(two_layers, loader, make_trainer, tmp_path, planted) -> None:
-    policies = {"trunk": gp.Freeze(gp.masks.Fixed(False), params="trunk.*"), "cut": gp.Stop(modules="head")}
+    policies = {"trunk": gp.Freeze(gp.masks.Fixed(False), params="trunk.*")}
     callbacks = [
-        Audit(tmp_path, entries=None, on_difference="warn"),
+        Audit(tmp_path),
         gp.GradientPolicies(policies),
         *([LambdaCallback(on_train_end=write_on_rank_one)] if planted else []),
     ]
-    make_trainer(callbacks=callbacks, strategy="ddp_fork", devices=2, max_steps=2).fit(two_layers, loader)
+    trainer = make_trainer(callbacks=callbacks, strategy="ddp_fork", devices=2, max_steps=2)
+    if planted:
+        with pytest.raises(Exception, match=r"audit: trunk\.0\.weight"):
+            trainer.fit(two_layers, loader)
+    else:
+        trainer.fit(two_layers, loader)
     report = json.loads((tmp_path / "audit.json").read_text())
-    # Four tensors, each for the first update and the second, on two ranks; and what changed after these.
-    assert report["intervals"] == 4 * 2 * 2 + planted
+    # Four tensors on two ranks.
+    assert report["intervals"] == 4 * 2
     assert report["changed"] == planted
-    assert [(each["tensor"], each["rank"]) for each in report["differences"]] == (
-        [("trunk.0.weight", 1)] if planted else []
-    )
+    assert ["on rank 1" in each for each in report["differences"]] == [True] * planted

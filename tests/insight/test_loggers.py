@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from torch import nn
 
@@ -85,15 +84,6 @@ def test_names_say_policies_overrides_and_sweep(sweep: str | None, group: str) -
     assert loggers["mlflow"]["run_name"] == name
     assert loggers["mine"]["name"] == "mine"
     assert loggers["csv"]["name"] is None
-
-
-def test_csv_has_the_config_beside_its_rows(tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path, name="")
-    tell(logger)
-    logger.save()
-    found = yaml.safe_load((Path(logger.log_dir) / "hparams.yaml").read_text())
-    assert found["policy"]["half"]["mask"]["density"] == 0.5
-    assert found["policies"] == FLAT["policies"]
 
 
 def test_other_ranks_tell_nothing(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pandas
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
+from lightning.pytorch.callbacks import Checkpoint
 from process_pool import ProcessPool
 from pydantic import ValidationError
 from record_program import train
@@ -203,24 +203,6 @@ def test_a_former_record_that_is_gone_is_told(fit, tmp_path):
     with pytest.warns(UserWarning, match=r"record\.jsonl lacks rows of the steps before the checkpoint"):
         fit({"trunk": freeze()}, ckpt_path=tmp_path / "a.ckpt", max_epochs=3)
     assert record.load(tmp_path)["step"].min() > 8
-
-
-def test_a_new_run_in_an_old_directory_begins_anew(fit, tmp_path):
-    for _ in range(2):
-        fit({"trunk": freeze()})
-    table = record.load(tmp_path).query("kind == 'freeze'")
-    assert not table.duplicated(["step", "parameter"]).any()
-
-
-def test_nothing_is_measured_where_it_is_off(two_layers, loader, make_trainer, tmp_path):
-    policies = gp.GradientPolicies({"trunk": freeze(), "round": gp.StraightThrough(ops=["round"])})
-    measured = []
-
-    look = LambdaCallback(on_train_batch_end=lambda *_: measured.append(policies.installed.gradient_norms))
-    make_trainer(callbacks=[policies, look], log_every_n_steps=1).fit(two_layers, loader)
-    assert measured == [{}] * 4
-    assert policies.freezer.observers == []
-    assert not list(tmp_path.rglob(RECORD))
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path):

@@ -1,7 +1,6 @@
 """The report reads run directories, says what they lack, compares runs, and is drawn in a browser."""
 
 import json
-import math
 import os
 import re
 import shutil
@@ -12,17 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from run_directories import LAYERS, config_of, write_json, write_run
-from scipy import stats
 
 from gradpolicy.insight.report import write
-from gradpolicy.insight.report.comparison import compare, config_differences, groups_of, holm, spread, welch
+from gradpolicy.insight.report.comparison import config_differences, groups_of
 from gradpolicy.insight.report.figures import (
     constants,
     flow,
     group_curves,
     mask_curves,
     run_curves,
-    settings_and_metric,
     timeline,
 )
 from gradpolicy.insight.report.recorded_run import Run, read_run
@@ -77,7 +74,6 @@ def test_a_report_says_what_was_asked_and_what_came_of_it(run: Path, tmp_path: P
     ):
         assert text in page, text
     assert "checkpoint" not in page  # where a run is kept is no difference
-    assert page.count("data:image/") == 1 + 2
 
 
 def test_names_from_configs_and_logs_are_escaped(run: Path, tmp_path: Path) -> None:
@@ -91,15 +87,7 @@ def test_names_from_configs_and_logs_are_escaped(run: Path, tmp_path: Path) -> N
     assert "&lt;script&gt;alert(1)" in text
 
 
-def test_what_is_no_text_stops_no_report(run: Path, tmp_path: Path) -> None:
-    (run / "config.yaml").write_text('seed: 3\ntask_name: "\\ud800"\npaths: 3\n')
-    (run / "result.json").unlink()
-    assert "<code>result.json</code> is absent" in page_of([run], tmp_path / "report.html")
-
-
-@pytest.mark.parametrize(
-    "name", ["pictures/guided.png", "csv/version_0/metrics.csv", "config.yaml", "result.json", "record.jsonl"]
-)
+@pytest.mark.parametrize("name", ["csv/version_0/metrics.csv", "config.yaml", "result.json", "record.jsonl"])
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_a_report_follows_no_link_out_of_the_directory_and_waits_for_no_pipe(
     run: Path, tmp_path: Path, name: str, kind: str
@@ -111,10 +99,7 @@ def test_a_report_follows_no_link_out_of_the_directory_and_waits_for_no_pipe(
     else:
         os.mkfifo(path)
     page = page_of([run], tmp_path / "report.html")
-    if name.endswith(".png"):
-        assert "Attribution: guided" not in page
-    else:
-        assert f"<code>{'csv/*/metrics.csv' if name.endswith('csv') else name}</code>" in page
+    assert f"<code>{'csv/*/metrics.csv' if name.endswith('csv') else name}</code>" in page
 
 
 @pytest.mark.parametrize(
@@ -135,14 +120,14 @@ def test_a_record_without_some_rows_leaves_their_figures_out(
     assert heading not in page_of([run], tmp_path / "report.html")
 
 
-FAULT = {"tensor": "x", "what": "weight", "policy": "half", "count": 7, "step": 3}
+FAULT = "x (policy.half): 7 of 9 frozen entries changed"
 
 
 @pytest.mark.parametrize(
     ("changes", "verdict"),
     [
         ({"changed": 1, "differences": [FAULT]}, "bad"),
-        ({"intervals": 0, "stopped_branches": {}}, ""),
+        ({"intervals": 0}, ""),
     ],
     ids=["a difference", "nothing checked"],
 )
@@ -151,7 +136,7 @@ def test_an_audit_says_what_it_proves(run: Path, tmp_path: Path, changes: dict, 
     page = page_of([run], tmp_path / "report.html")
     assert f'<p class="verdict {verdict}">frozen entries: ' in page
     assert ("(nothing was checked)" in page) is not verdict
-    assert ("<td><code>x</code></td>" in page) is (verdict == "bad")
+    assert (f'<li class="fault">{FAULT}</li>' in page) is (verdict == "bad")
 
 
 def test_masks_are_shown_as_share_flips_and_age_over_the_steps(run: Path) -> None:
@@ -270,16 +255,6 @@ def test_only_keys_that_differ_are_shown(first: dict, second: dict, differences:
     assert {each.key: each.values for each in found} == differences
 
 
-def test_runs_are_lines_through_what_they_set_and_the_metric(runs: list[Path]) -> None:
-    read = [read_run(path) for path in runs]
-    differences = config_differences([run.config for run in read])
-    drawn = settings_and_metric(read, differences)
-    lr, metric = drawn.figure.data[0].dimensions
-    assert (lr.label, lr["values"]) == ("lr", (0.01, 0.01, 0.01, 0.1, 0.1, 0.1))
-    assert len(metric["values"]) == 6
-    assert settings_and_metric(read[:1], differences) is None
-
-
 def test_curves_of_groups_are_means_over_their_runs(runs: list[Path]) -> None:
     loss = group_curves(groups_of([read_run(path) for path in runs]))[0]
     thick = [trace for trace in loss.figure.data if trace.showlegend]
@@ -289,70 +264,16 @@ def test_curves_of_groups_are_means_over_their_runs(runs: list[Path]) -> None:
     assert len(loss.figure.data) == 2 * 2 * (1 + 3)
 
 
-def test_means_spreads_and_the_test_are_those_of_scipy() -> None:
-    first, second = [0.9, 0.91, 0.93], [0.8, 0.86, 0.81, 0.85]
-    assert spread(first) == (pytest.approx(2.74 / 3), pytest.approx(stats.tstd(first)))
-    mean, deviation = zip(*map(spread, (first, second)), strict=True)
-    # Welch 1947: the statistic and its degrees of freedom, from means and standard deviations alone.
-    expected = stats.ttest_ind_from_stats(mean[0], deviation[0], 3, mean[1], deviation[1], 4, equal_var=False)
-    assert welch(first, second) == pytest.approx(expected.pvalue)
-    for single, other in (([0.9], second), ([1.0, 1.0], [1.0, 1.0]), ([1.0, 1.0], [2.0, 2.0])):
-        assert math.isnan(welch(single, other))
-    assert 0 < welch([1.0, 1.0], second) < 0.05
-    assert holm([0.04, 0.01, math.nan, 0.03]) == pytest.approx([0.06, 0.03, math.nan, 0.06], nan_ok=True)
-    assert holm([0.9, 0.8]) == [1, 1]
-
-
-def test_differences_that_exceed_the_spread_are_told_from_those_that_do_not() -> None:
-    accuracies = {1.0: [0.90, 0.91, 0.92], 2.0: [0.91, 0.90, 0.92], 3.0: [0.5, 0.51, 0.52]}
-    runs = [
-        Run(Path(), f"{lr} {seed}", {"lr": lr, "seed": seed}, result={"metrics": {"test/accuracy": value}})
-        for lr, values in accuracies.items()
-        for seed, value in enumerate(values)
-    ]
-    found = compare(groups_of(runs), ["test/accuracy"]).set_index(["first", "second"])
-    assert found.loc[("lr=1.0", "lr=2.0"), "p"] > 0.05 > found.loc[("lr=1.0", "lr=3.0"), "p"]
-    assert found.loc[("lr=1.0", "lr=3.0"), "difference"] == pytest.approx(-0.4)
-
-
 @pytest.mark.slow
 def test_a_report_of_many_runs_compares_them(runs: list[Path], tmp_path: Path) -> None:
     page = page_of(runs, tmp_path / "report.html")
     for text in (
         "6 runs compared",
         "0.91 ± 0.01",
-        "Differences that exceed the spread",
-        "Welch's two-sided t-test, p below 0.05",
-        "over 3 comparisons",
         "<code>optimizer.lr</code>",
-        "Settings and val/accuracy_best",
     ):
         assert text in page, text
     assert "policy.freeze.mask.density" not in page
-    single = page_of([runs[0], runs[3]], tmp_path / "single.html")
-    assert "Differences that exceed" not in single
-    assert "the spread is not known" in single
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
-def test_the_tables_of_many_runs_fit_a_window_of_1280_pixels(runs: list[Path], tmp_path: Path) -> None:
-    for index, path in enumerate(runs):
-        config = config_of(path, 0, 0.01) | {
-            "user": {f"a_long_key_{key}": index + key / 7 for key in range(9)}
-        }
-        write_json(path / "config.yaml", config)
-        result = json.loads((path / "result.json").read_text())
-        metrics = {f"val/a_rather_long_metric_{key}": index + key / 7 for key in range(9)}
-        write_json(path / "result.json", result | {"metrics": result["metrics"] | metrics})
-    output = write(runs, tmp_path / "report.html")
-    measure = (
-        "document.querySelectorAll('.scroll').forEach(table => "
-        "{ widest = Math.max(widest, table.scrollWidth - table.clientWidth) })"
-    )
-    look = f"<script>let widest = 0; {measure}; document.body.append(`beyond: ${{widest}}`)</script>"
-    output.write_text(output.read_text().replace("</body>", f"{look}</body>"))
-    assert "beyond: 0\n" in browse(output, "--window-size=1280,900", "--dump-dom").stdout
 
 
 def test_a_run_that_broke_off_is_shown_but_in_no_mean(runs: list[Path], tmp_path: Path) -> None:
@@ -364,16 +285,6 @@ def test_a_run_that_broke_off_is_shown_but_in_no_mean(runs: list[Path], tmp_path
     # The accuracies of the seeds 1 and 2.
     assert "0.915 ± 0.0071" in page
     assert page.count('<td class="figure-cell">2</td>') == 1
-
-
-@pytest.mark.slow
-def test_a_report_names_the_runs_that_it_does_not_show_one_by_one(
-    runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gradpolicy.insight.report.page.RUNS", 2)
-    page = page_of(runs[:3], tmp_path / "report.html")
-    assert "Only in the comparison: lr0.01_2." in page
-    assert page.count('<section class="run"') == 2
 
 
 # ---- in a browser

@@ -1,7 +1,6 @@
 """Whatever became of a run's files: what is wrong is named, and nothing else is lost."""
 
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,10 +19,7 @@ FILES = ("plan.json", "result.json", "run.json", "record.jsonl", "audit.json")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    whole = write_run(tmp_path_factory.mktemp("runs") / "whole", steps=20)
-    shutil.rmtree(whole / "pictures")
-    shutil.rmtree(whole / "masks")
-    return whole
+    return write_run(tmp_path_factory.mktemp("runs") / "whole", steps=20)
 
 
 @pytest.fixture(autouse=True)
@@ -106,17 +102,6 @@ def test_the_place_that_is_wrong_is_named(run: Path, name: str, key: str, value:
     content = "\n".join([json.dumps({**json.loads(first), key: value}), *others])
     with replaced(run / name, content.encode() + b"\n"):
         assert reason in read_run(run).missing[name]
-
-
-def test_what_is_no_file_is_named_and_not_waited_for(run: Path, tmp_path: Path) -> None:
-    import os
-
-    copy = tmp_path / "copy"
-    shutil.copytree(run, copy)
-    for name in FILES:
-        (copy / name).unlink()
-        os.mkfifo(copy / name)
-    assert {name for name, why in read_run(copy).missing.items() if "no regular file" in why} == set(FILES)
 
 
 def test_a_sweep_shows_a_damaged_result_as_a_failed_job(

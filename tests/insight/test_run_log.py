@@ -65,17 +65,6 @@ def test_other_ranks_print_and_log_nothing(log: Path, capsys: pytest.CaptureFixt
     assert not log.read_text()
 
 
-def test_nothing_is_left_changed() -> None:
-    names = ("gradpolicy.run", "lightning.pytorch", "lightning.fabric")
-    loggers = [logging.getLogger(name) for name in names]
-    former = [(logger.handlers, logger.propagate) for logger in loggers]
-    before = warnings.formatwarning
-    with quieter(), logged_run():
-        pass
-    assert [(logger.handlers, logger.propagate) for logger in loggers] == former
-    assert warnings.formatwarning is before
-
-
 def test_a_stream_that_lacks_a_character_prints_a_question_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stream)

@@ -10,7 +10,7 @@ NEEDS = "# Goes with:"
 TESTED_ELSEWHERE = {"trainer=ddp_sim"}
 # What the quick tests use of several groups at once.
 TOGETHER = (
-    "audit=full callbacks=costs data=digits logger=many optimizer=adam paths=default trainer=fsdp2",
+    "callbacks=record data=digits logger=many optimizer=adam paths=default trainer=fsdp2",
     "callbacks=early_stopping logger=wandb sweep=learning_rate",
 )
 DATA = CONF.parents[1] / "shared/data"

@@ -23,9 +23,9 @@ CASES = [
 
 
 def run(folder: Path, resume: Path | None = None, **settings: str) -> dict:
-    """Thirty steps with every frozen entry watched; what the checkpoint at the end holds."""
+    """Thirty steps with frozen entries watched; what the checkpoint at the end holds."""
     saving = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=7, save_last=True, save_top_k=-1)
-    audit = Audit(folder, entries=None, every=1)
+    audit = Audit(folder)
     train(folder, saving, audit, resume=resume, max_steps=30, val_check_interval=6, **settings)
     return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
 

@@ -1,14 +1,11 @@
-"""Compares runs: their configs, and differences of metrics that exceed the spread over seeds."""
+"""Compares runs: their configs, and their metrics by groups that differ in the seed."""
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pandas as pd
-from scipy import stats
 
 from gradpolicy.display import three_digits
 from gradpolicy.insight.report.recorded_run import Run
@@ -17,7 +14,6 @@ from gradpolicy.insight.report.recorded_run import Run
 BOOKKEEPING = ("paths.", "hydra.", "logger.", "extras.", "ckpt_path", "tags", "task_name", "callbacks.study.")
 # The value of a key that a config does not have.
 ABSENT = "–"
-LEVEL = 0.05
 
 
 @dataclass(frozen=True)
@@ -114,59 +110,3 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
     """
     series = pd.Series(values, dtype=float)
     return float(series.mean()), float(series.std())
-
-
-def compare(groups: Sequence[Group], metrics: Sequence[str]) -> pd.DataFrame:
-    """Compare each pair of groups in each metric.
-
-    The criterion is Welch's two-sided t-test (Welch 1947), which does not assume equal variances, with Holm's
-    correction (Holm 1979) over all comparisons. Groups of a single run, and pairs of groups without any
-    spread, are not tested.
-
-    Returns:
-        A row for each comparison: the ``metric``, the labels of the ``first`` and the ``second`` group, the
-        ``difference`` (mean of the second minus mean of the first) and the corrected ``p``, NaN if not
-        tested.
-    """
-    rows = [
-        {
-            "metric": metric,
-            "first": first.label,
-            "second": second.label,
-            "difference": spread(new)[0] - spread(old)[0],
-            "p": welch(old, new),
-        }
-        for metric in metrics
-        for first, second in itertools.combinations(groups, 2)
-        if (old := first.values(metric)) and (new := second.values(metric))
-    ]
-    table = pd.DataFrame(rows, columns=["metric", "first", "second", "difference", "p"])
-    return table.assign(p=holm(table["p"]))
-
-
-def welch(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return the p-value of Welch's two-sided t-test.
-
-    It is NaN if a group has fewer than two values, or if neither group has any spread.
-    """
-    if min(len(first), len(second)) < 2 or spread(first)[1] == spread(second)[1] == 0:
-        return math.nan
-    return float(stats.ttest_ind(first, second, equal_var=False).pvalue)
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values after Holm's correction (Holm 1979).
-
-    The i-th smallest of n is multiplied by n − i + 1; the results are made monotonic and limited to 1. NaN is
-    ignored and stays NaN.
-
-    Example:
-        >>> holm([0.01, 0.04, float("nan")])
-        [0.02, 0.04, nan]
-    """
-    # SciPy has corrections of the false discovery rate only, and statsmodels is not a dependency.
-    given = pd.Series(list(p_values), dtype=float)
-    ranked = given.dropna().sort_values()
-    corrected = (ranked * np.arange(len(ranked), 0, -1)).cummax().clip(upper=1)
-    found: list[float] = corrected.reindex(given.index).tolist()
-    return found

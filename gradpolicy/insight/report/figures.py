@@ -9,13 +9,13 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from gradpolicy.insight.report.comparison import Difference, Group, compared_metrics
+from gradpolicy.insight.report.comparison import Group
 from gradpolicy.insight.report.recorded_run import Run
 
 # Colours that are readable on white and on black.
 COLOURS = ("#3b82f6", "#f97316", "#10b981", "#ec4899", "#a855f7", "#eab308", "#06b6d4", "#ef4444", "#84cc16")
-# The maximum numbers of points of a curve, columns of a heat map, and axes of parallel coordinates.
-POINTS, COLUMNS, AXES = 600, 240, 8
+# The maximum numbers of points of a curve, and of columns of a heat map.
+POINTS, COLUMNS = 600, 240
 # The maximum length of a name in a legend or on an axis, in characters.
 LONGEST = 60
 STAGES = ("train/", "val/", "test/")
@@ -120,47 +120,6 @@ def group_curves(groups: Sequence[Group]) -> list[Figure]:
         thick = line_figure(title, means if len(means) else rows, **shared)
         found.append(Figure(title, thick.figure.add_traces(chart.figure.data)))
     return found
-
-
-# ---- parallel coordinates
-
-
-def _axis(name: str, given: list[Any]) -> dict[str, Any]:
-    """Return an axis of parallel coordinates; values that are not numbers are at equal distances."""
-    numbers = pd.to_numeric(pd.Series(given, dtype=object), errors="coerce")
-    if np.isfinite(numbers.astype(float)).all():
-        return {"label": name, "values": numbers.astype(float).tolist(), "tickformat": ".3~g"}
-    codes, names = pd.factorize(np.array([str(value) for value in given], dtype=object))
-    return {
-        "label": name,
-        "values": codes.tolist(),
-        "tickvals": list(range(len(names))),
-        "ticktext": [text[:LONGEST] for text in names],
-    }
-
-
-def settings_and_metric(runs: Sequence[Run], differences: Sequence[Difference]) -> Figure | None:
-    """Draw the settings and the metric of runs as parallel coordinates; None with fewer than two runs."""
-    config = runs[0].config
-    metric = str(config.get("optimized_metric") or next(iter(compared_metrics(runs)), ""))
-    values = {
-        index: run.final_metrics[metric]
-        for index, run in enumerate(runs)
-        if not run.broken_off and np.isfinite(run.final_metrics.get(metric, np.nan))
-    }
-    varied = [each for each in differences if each.key != "seed"][:AXES]
-    if len(values) < 2 or not varied:
-        return None
-    axes = [_axis(each.name, [each.shown[index] for index in values]) for each in varied]
-    axes.append({"label": metric, "values": list(values.values()), "tickformat": ".3~g"})
-    lowest = config.get("optimized_mode") == "min"
-    line = {"color": [*values.values()], "colorscale": "Viridis", "reversescale": lowest, "showscale": True}
-    figure = styled(go.Figure(go.Parcoords(line=line, dimensions=axes)))
-    # The names of the first axis are to its left, where plotly leaves no space for them.
-    left = max(110, 20 + 6 * max(map(len, axes[0].get("ticktext", [""]))))
-    figure.update_layout(height=380, margin={"l": left, "r": 60, "t": 60, "b": 30})
-    note = "A line for each run that was completed. Drag along an axis to choose among them."
-    return Figure(f"Settings and {metric}", figure, note, wide=True)
 
 
 # ---- what policies did over the steps

@@ -1,11 +1,9 @@
 """Renders a report from its templates."""
 
-import base64
 import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
@@ -14,9 +12,7 @@ from plotly.offline import get_plotlyjs
 
 from gradpolicy.insight.report import figures
 from gradpolicy.insight.report.comparison import (
-    LEVEL,
     Group,
-    compare,
     compared_metrics,
     config_differences,
     groups_of,
@@ -52,9 +48,7 @@ def render(runs: Sequence[Run]) -> str:
 
 def detail(run: Run) -> dict[str, Any]:
     """Return the variables of the template for one run."""
-    stopped = run.audit.get("stopped_branches", {})
-    faults = run.audit.get("changed", 0) + stopped.get("nonzero", 0)
-    checked = run.audit.get("intervals", 0) + stopped.get("checked", 0)
+    checked = run.audit.get("intervals", 0)
     return {
         "run": run,
         "changed": config_differences([run.defaults, run.config])[:ROWS]
@@ -68,8 +62,7 @@ def detail(run: Run) -> dict[str, Any]:
         "constants": figures.constants(run),
         "memory": figures.memory(run),
         "checked": checked,
-        "verdict": "bad" if faults else "good" if checked else "",
-        "pictures": {title: inlined(path) for title, path in run.pictures.items()},
+        "verdict": "bad" if run.audit.get("changed") else "good" if checked else "",
         "missing": run.missing,
     }
 
@@ -77,21 +70,13 @@ def detail(run: Run) -> dict[str, Any]:
 def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
     groups = groups_of(runs)
     metrics = compared_metrics(runs)
-    compared = compare(groups, metrics)
-    exceeding = compared[compared["p"] < LEVEL].sort_values("p")
-    differences = config_differences([run.config for run in runs])
     return {
         "groups": groups,
         "metrics": metrics[:COLUMNS],
         "broken_off": [run for run in runs if run.broken_off],
         "cells": {(group.label, name): spread(group.values(name)) for group in groups for name in metrics},
         "best": {name: _best(groups, name) for name in metrics},
-        "differences": differences[:ROWS],
-        "settings": figures.settings_and_metric(runs, differences),
-        "exceeding": exceeding.head(ROWS).to_dict("records"),
-        "tested": int(compared["p"].notna().sum()),
-        "untested": int(compared["p"].isna().sum()),
-        "level": LEVEL,
+        "differences": config_differences([run.config for run in runs])[:ROWS],
         "curves": figures.group_curves(groups),
     }
 
@@ -114,11 +99,6 @@ def _by_stage(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
         if "policy/" not in name:
             found.setdefault(name.split("/")[0], {})[name] = metrics[name]
     return found
-
-
-def inlined(path: Path) -> str:
-    """Return a picture as a ``data:`` address."""
-    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
 # ---- filters of the template

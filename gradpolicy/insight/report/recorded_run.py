@@ -45,7 +45,6 @@ class Run:
         started: The start time, as text.
         warnings: The warnings of the plan and of the log, each once.
         versions: The versions of the libraries.
-        pictures: The files of pictures, by their headings.
         missing: For each missing file, the reason and the missing part of the report.
     """
 
@@ -62,7 +61,6 @@ class Run:
     started: str = ""
     warnings: Sequence[str] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
-    pictures: Mapping[str, Path] = field(default_factory=dict)
     missing: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -143,7 +141,9 @@ def read_run(directory: Path, name: str | None = None) -> Run:
     result = read_model(RESULT, "final results; the run did not end well", Result)
     began = read_model("run.json", "when it began", RunRecord)
     log = read("train.log", "warnings given during training", _read_text, "")
-    curves = sorted(_files(directory, "csv/*/metrics.csv"), key=lambda path: path.stat().st_mtime)
+    found = directory.glob("csv/*/metrics.csv")
+    curves = [path for path in found if path.is_file() and is_inside(path, directory)]
+    curves.sort(key=lambda path: path.stat().st_mtime)
     metrics_file = str(curves[-1].relative_to(directory)) if curves else "csv/*/metrics.csv"
     warnings = [*(plan.warnings if plan else ()), *(match[1] for match in WARNING.finditer(log))]
     return Run(
@@ -160,7 +160,6 @@ def read_run(directory: Path, name: str | None = None) -> Run:
         started=datetime.fromtimestamp(began["started"]).strftime("%d %b %Y, %H:%M") if began else "",
         warnings=list(dict.fromkeys(warnings)),
         versions=began.get("versions", {}),
-        pictures=_find_pictures(directory),
         missing=missing,
     )
 
@@ -196,17 +195,3 @@ def _read_record(path: Path) -> pd.DataFrame:
     if not path.is_file():
         raise FileNotFoundError(path)
     return record.load(path.parent)
-
-
-def _files(directory: Path, pattern: str) -> list[Path]:
-    """Return the regular files of a pattern, without those to which a link leads out of the directory."""
-    found = sorted(directory.glob(pattern))
-    return [path for path in found if path.is_file() and is_inside(path, directory)]
-
-
-def _find_pictures(directory: Path) -> dict[str, Path]:
-    """Return the pictures of attributions, and the film strips of masks and ages."""
-    found = {f"Attribution: {path.stem}": path for path in _files(directory, "pictures/*.png")}
-    for path in _files(directory, "masks/*/history_*.png"):
-        found[f"{path.parent.name}: {path.stem.removeprefix('history_')}"] = path
-    return found
