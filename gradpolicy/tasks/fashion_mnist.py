@@ -38,11 +38,6 @@ class FashionMNISTDataModule(DataModule):
         PolicyError: If a file is missing and `download` is false, or has the wrong checksum.
     """
 
-    classes = (
-        *("T-shirt", "trouser", "pullover", "dress", "coat"),
-        *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
-    )
-
     def __init__(
         self,
         data_dir: str | Path,

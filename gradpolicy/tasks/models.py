@@ -46,8 +46,7 @@ class QuantizedReLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Quantise elementwise."""
-        bounded = self.relu(x).clamp(max=1.0)
-        return torch.round(bounded * self.levels) / self.levels
+        return torch.round(self.relu(x).clamp(max=1.0) * self.levels) / self.levels
 
 
 class MultilayerPerceptron(nn.Module):
@@ -106,8 +105,7 @@ class QuantizedConvNet(nn.Module):
         )
         self.dropout = nn.Dropout(dropout)
         features = 2 * width * ((size + 1) // 2) ** 2
-        self.head = nn.Linear(features, classes)
-        self.probe = nn.Linear(features, classes)
+        self.head, self.probe = nn.Linear(features, classes), nn.Linear(features, classes)
 
     def forward(self, images: Tensor) -> Prediction:
         """Classify images of shape (batch, 1, size, size)."""

@@ -1,13 +1,12 @@
 """Seeded splits that keep the share of every class."""
 
 import numpy as np
-from numpy.typing import NDArray
 from sklearn.model_selection import train_test_split
 
-Indices = NDArray[np.integer]
 
-
-def split_off(share: float, indices: Indices, labels: Indices, seed: int) -> tuple[Indices, Indices]:
+def split_off(
+    share: float, indices: np.ndarray, labels: np.ndarray, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the remaining samples and a share of every class, each in ascending order.
 
     Args:

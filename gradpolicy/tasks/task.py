@@ -31,8 +31,7 @@ class Task(LightningModule):
     ) -> None:
         super().__init__()
         self.model = model
-        self.make_optimizer = optimizer
-        self.make_scheduler = scheduler
+        self.make_optimizer, self.make_scheduler = optimizer, scheduler
         self.scheduler_interval = scheduler_interval
 
     def forward(self, inputs: torch.Tensor) -> Any:

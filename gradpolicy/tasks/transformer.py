@@ -99,8 +99,7 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads = heads
-        self.dropout = dropout
+        self.heads, self.dropout = heads, dropout
         self.input = nn.Linear(width, 3 * width)
         self.output = nn.Linear(width, width)
 

@@ -87,11 +87,6 @@ def test_neighbouring_seeds_do_not_share_epochs() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_rows_come_one_by_one_or_as_a_batch() -> None:
-    rows = TensorRows(torch.arange(6).view(3, 2), torch.arange(3))
-    assert torch.equal(rows.__getitems__([2, 0])[0], torch.stack([rows[2][0], rows[0][0]]))
-
-
 def test_wrong_settings_name_their_key() -> None:
     for key, value in (("batch_size", 0), ("workers", -1)):
         with pytest.raises(PolicyError, match=f"data.{key}"):
