@@ -454,9 +454,9 @@ class MaskedParameter:
         counts_blocks = self.ages.index is not None or self.ages.block > 1
         return self.layout.plain and counts_blocks and gradient.holds(self.active_rows())
 
-    def part_state(self, gradient: Tensor) -> dict[str, Any]:
+    def part_state(self, rows: ActiveRows, gradient: Tensor) -> dict[str, Any]:
         """Return the state of the rows or columns that are to be stepped alone by this gradient."""
-        state, rule, rows = self.state.of_part(), self.submatrix, self.state.part  # type: ignore[attr-defined]
+        state, rule = self.state.of_part(rows), self.submatrix  # type: ignore[attr-defined]
         if state and rule is not None and rule.begins and self.options.bias_correction == "entry":
             # The age of a row is that of its oldest entry.
             ages = self.age().movedim(rows.dim or 0, 0)

@@ -51,13 +51,13 @@ class SubmatrixState(ParameterState):
             if self.values.get(name) is not None:
                 self.values[name].zero_()
 
-    def of_part(self) -> dict[str, Any]:
+    def of_part(self, rows: ActiveRows) -> dict[str, Any]:
         """Return the state of the active slices, as that of a parameter of their shape."""
-        return dict(self.values) if self.held is not None else self.values | self._each(_taken, self.part)
+        return dict(self.values) if self.held is not None else self.values | self._each(_taken, rows)
 
-    def take_back(self, state: dict[str, Any]) -> None:
+    def take_back(self, rows: ActiveRows, state: dict[str, Any]) -> None:
         """Take the state of the active slices after a step."""
-        rows, names = self.part, self._rule.names(self.parameter)
+        names = self._rule.names(self.parameter)
         values = self.wrapped.optimizer.state[self.parameter]
         for name, value in state.items():
             if name not in names or self.held is not None:
@@ -103,7 +103,7 @@ def in_parts(wrapped: Wrapped, members: Iterable[tuple[Any, Tensor]]) -> Iterato
                 group["param_names"] = [*group["param_names"], ""]
             if masked.parameter in settings:
                 wrapped.settings = {**wrapped.settings, stand_in: settings[masked.parameter]}
-            if state := masked.part_state(stand_in.grad):
+            if state := masked.part_state(masked.state.part, stand_in.grad):
                 optimizer.state[stand_in] = state
         yield
     finally:
@@ -114,7 +114,7 @@ def in_parts(wrapped: Wrapped, members: Iterable[tuple[Any, Tensor]]) -> Iterato
     for (masked, stand_in), state in zip(placed, states, strict=True):
         rows = masked.state.part
         masked.parameter.index_copy_(rows.dim or 0, rows.positions, stand_in.detach())
-        masked.state.take_back(state)
+        masked.state.take_back(rows, state)
 
 
 def _stand_in(masked: Any, gradient: Tensor) -> nn.Parameter:
