@@ -9,6 +9,7 @@ the search: the current trial counts as failed, and the next call starts with it
 """
 
 import argparse
+import json
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,8 +33,6 @@ from gradpolicy.launch.messages import INTERRUPTED, TERMINATED, WRONG_INPUT, rep
 from gradpolicy.launch.processes import quoted, termination_exits
 
 DIRECTORY = "directory"
-# The names of the states of a trial in the table and the report.
-STATUSES = {TrialState.COMPLETE: "completed", TrialState.FAIL: "failed"}
 
 
 def make_pruner() -> optuna.pruners.BasePruner:
@@ -80,7 +79,6 @@ class Search:
         directory: The directory of the trials.
         metric: The metric that is optimized.
         mode: ``"min"`` or ``"max"``.
-        monitor: The metric by which trials are pruned.
         config_dir: The directory of configs.
     """
 
@@ -91,7 +89,6 @@ class Search:
     directory: Path
     metric: str
     mode: str
-    monitor: str
     config_dir: Path
 
 
@@ -135,7 +132,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--storage", help="its storage; default: sqlite:///DIRECTORY/study.db")
     parser.add_argument("--directory", default="outputs", help="the directory of the trials and the study")
     parser.add_argument("--seed", type=int, default=0, help="the seed of the sampler")
-    parser.add_argument("--monitor", help="the metric for pruning; default: the optimised one")
     return parser.parse_intermixed_args(arguments)
 
 
@@ -153,7 +149,7 @@ def prepare(options: argparse.Namespace, config_dir: Path) -> Search:
                 " sweep=learning_rate"
             )
         # Check the overrides with one value of each parameter.
-        first = [f"{key}={check_space(key, each)}" for key, each in parameters.items()]
+        first = [f"{key}={json.dumps(check_space(key, each))}" for key, each in parameters.items()]
         settings = check_job(compose_job(source, [*overrides, *first]))
     metric, mode = settings.optimized_metric, settings.optimized_mode
     if metric is None:
@@ -163,9 +159,8 @@ def prepare(options: argparse.Namespace, config_dir: Path) -> Search:
     url = options.storage or f"sqlite:///{directory / 'study.db'}"
     name = options.study or str(config.hydra.runtime.choices.sweep)
     study = open_study(url, name, metric, mode, options.seed)
-    monitor = options.monitor or metric.removesuffix("_best")
     place = directory / study.study_name
-    return Search(study, url, parameters, overrides, place, metric, mode, monitor, config_dir)
+    return Search(study, url, parameters, overrides, place, metric, mode, config_dir)
 
 
 def check_space(key: str, space: Any) -> Any:
@@ -175,7 +170,7 @@ def check_space(key: str, space: Any) -> Any:
         PolicyError: If it is neither a list of values nor an interval.
     """
     if isinstance(space, list) and space:
-        return as_word(space[0])
+        return space[0]
     if isinstance(space, dict) and {"min", "max"} <= space.keys() <= {"min", "max", "log"}:
         low, high = space["min"], space["max"]
         numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in (low, high))
@@ -190,15 +185,10 @@ def check_space(key: str, space: Any) -> Any:
 def draw(trial: Trial, key: str, space: Any) -> Any:
     """Draw the value of a trial."""
     if isinstance(space, list):
-        return as_word(trial.suggest_categorical(key, space))
+        return trial.suggest_categorical(key, space)
     whole = isinstance(space["min"], int) and isinstance(space["max"], int)
     suggest: Any = trial.suggest_int if whole else trial.suggest_float
     return suggest(key, space["min"], space["max"], log=bool(space.get("log")))
-
-
-def as_word(value: Any) -> Any:
-    """Return a value as it stands on the right side of an override."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
 
 
 def open_study(url: str, name: str, metric: str, mode: str, seed: int) -> optuna.Study:
@@ -249,11 +239,11 @@ def run_trial(trial: Trial, search: Search) -> float:
         "storage": search.url,
         "study": search.study.study_name,
         "trial": trial._trial_id,
-        "monitor": search.monitor,
+        "monitor": search.metric.removesuffix("_best"),
     }
     words = [
         *search.overrides,
-        *(f"{key}={draw(trial, key, space)}" for key, space in search.parameters.items()),
+        *(f"{key}={json.dumps(draw(trial, key, each))}" for key, each in search.parameters.items()),
         f"+callbacks.study={as_override(report)}",
         f"hydra.run.dir={quoted(str(directory))}",
     ]
@@ -299,11 +289,11 @@ def show(search: Search) -> None:
 
 def as_result(trial: FrozenTrial) -> Result:
     """Return a trial as a row of the table."""
-    complete = trial.state is TrialState.COMPLETE
+    state = trial.state.name.lower()
     return Result(
         overrides=[f"{key}={value}" for key, value in trial.params.items()],
-        optimized=trial.value if complete else None,
-        status=STATUSES.get(trial.state, trial.state.name.lower()),
-        error="" if complete else trial.state.name.lower(),
+        optimized=trial.value if state == "complete" else None,
+        status={"complete": "completed", "fail": "failed"}.get(state, state),
+        error="" if state == "complete" else state,
         directory=str(trial.user_attrs.get(DIRECTORY, "")),
     )

@@ -41,12 +41,11 @@ from gradpolicy.launch.resumed import Resumed, chosen_checkpoint, resumed_run
 from gradpolicy.launch.run_directory import (
     RunDirectory,
     check_writable,
-    destinations,
     locked,
     run_directory,
 )
 from gradpolicy.launch.targets import build, build_all
-from gradpolicy.launch.trainer import RequiredMetric, build_trainer, finished_loggers
+from gradpolicy.launch.trainer import build_trainer, finished_loggers
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.lightning.checkpoints import check_fits, check_resumable
 from gradpolicy.lightning.resume import checked_restore
@@ -104,12 +103,23 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
         run_directory(Path(settings.paths.output_dir)) as directory,
         ExitStack() as locks,
     ):
-        for key, place in destinations(container).items():
+        for key, place in places_of(container).items():
             check_writable(place, key)
             if key.endswith(".dirpath"):
                 locks.enter_context(locked(place, key))
         with logged_run(first_rank=is_first_rank()) as console:
             return plan_and_run(settings, container, overrides, directory, console)
+
+
+def places_of(container: Mapping[str, Any]) -> dict[str, Path]:
+    """Return the local directories to which callbacks and loggers of a config write, by key."""
+    named = {
+        f"{group}.{name}.{argument}": (node or {}).get(argument)
+        for group, argument in (("callbacks", "dirpath"), ("logger", "save_dir"))
+        for name, node in (container.get(group) or {}).items()
+    }
+    local = {key: each for key, each in named.items() if isinstance(each, str) and "://" not in each}
+    return {key: Path(each).expanduser() for key, each in local.items()}
 
 
 def plan_and_run(
@@ -148,9 +158,7 @@ def plan_and_run(
     began = time.monotonic()
     try:
         with own_command_line(checkpoint), finished_loggers():
-            trainer = build_trainer(
-                settings, policies, directory, record, reporter, *required_metric(settings), resumed=resumed
-            )
+            trainer = build_trainer(settings, policies, directory, record, reporter, resumed=resumed)
             if is_first_rank():
                 if settings.plan_only or settings.extras.plan:
                     reporter.plan = make_run_plan(subject, settings.seed)
@@ -310,12 +318,6 @@ def save_settings(container: Mapping[str, Any], planned: Plan | None, directory:
             write_text(directory / name, yaml.safe_dump(config, sort_keys=False))
     if planned is not None:
         write_plan(planned, directory)
-
-
-def required_metric(settings: Settings) -> list[RequiredMetric]:
-    """Return the callback that checks the metric of a sweep; none for a single run."""
-    name = settings.optimized_metric
-    return [] if name is None or sweep_name(settings) is None else [RequiredMetric(name)]
 
 
 def optimized_metrics(settings: Settings) -> list[str]:

@@ -2,14 +2,14 @@
 
 import fcntl
 import os
+import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from omegaconf import DictConfig
 
@@ -22,29 +22,12 @@ KEY = "hydra.run.dir"
 # A directory named after the time is for one run. Any other name was chosen by the user, and that directory
 # may already contain a run.
 TIME_IN_NAME = ("${started:", "${now:")
-# Arguments with the output directories of callbacks and loggers.
-WRITTEN_TO = ("dirpath", "save_dir", "directory")
 # The lock file, which exists as long as a process writes to the directory.
 LOCK, HOLDER = ".lock", "process"
 # What a run writes into its directory.
-WRITTEN = [
-    "*.csv",
-    "*.db",
-    "*.html",
-    "*.json",
-    "*.jsonl",
-    "*.log",
-    "*.safetensors",
-    "*.txt",
-    "*.yaml",
-    ".hydra",
-    "checkpoints",
-    "csv",
-    "masks",
-    "mlflow",
-    "pictures",
-    "tensorboard",
-]
+WRITTEN = re.compile(
+    r".*\.(csv|db|html|jsonl?|log|safetensors|txt|yaml)|\.hydra|checkpoints|csv|masks|mlflow|pictures|tensorboard"
+)
 _locked: set[Path] = set()
 
 
@@ -156,7 +139,7 @@ def check_links(directory: Path, key: str) -> None:
         PolicyError: For a link that leads out of the directory, and for what is no file.
     """
     here = directory.iterdir() if directory.is_dir() else ()
-    written = (path for path in here if any(fnmatchcase(path.name, pattern) for pattern in WRITTEN))
+    written = (path for path in here if WRITTEN.fullmatch(path.name))
     for path in (below for each in written for below in (each, *each.rglob("*"))):
         inside = is_inside(path, directory)
         if not inside or (os.path.exists(path) and not (path.is_file() or path.is_dir())):
@@ -209,26 +192,6 @@ def run_directory(path: Path) -> Iterator[RunDirectory]:
         except wrong_input_errors():
             directory.clear_unless_begun()
             raise
-
-
-def destinations(config: Mapping[str, Any]) -> dict[str, Path]:
-    """Return the local directories to which a run writes, by key.
-
-    Args:
-        config: The resolved config.
-    """
-    named = {"trainer.default_root_dir": config["trainer"].get("default_root_dir")}
-    for group in ("callbacks", "logger"):
-        for name, node in (config.get(group) or {}).items():
-            # A user's class may read from its `directory`.
-            is_own = str((node or {}).get("_target_")).startswith("gradpolicy.")
-            for argument in WRITTEN_TO if is_own else WRITTEN_TO[:2]:
-                named[f"{group}.{name}.{argument}"] = (node or {}).get(argument)
-    return {
-        key: Path(path).expanduser()
-        for key, path in named.items()
-        if isinstance(path, str) and "://" not in path
-    }
 
 
 def check_writable(path: Path, key: str) -> None:

@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
-from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.errors import PolicyError
 from gradpolicy.launch.config import Settings
 from gradpolicy.launch.messages import one_line
 from gradpolicy.launch.resumed import (
@@ -29,11 +29,7 @@ from gradpolicy.lightning.checkpoints import WholeCheckpointIO
 from gradpolicy.lightning.progress_bar import ProgressBar as OneLineProgressBar
 from gradpolicy.lightning.resume import ExactResume
 from gradpolicy.lightning.runs import RunRecord
-from gradpolicy.lightning.trainer_parts import callbacks_of
 from gradpolicy.lightning.weight_averaging import check_weight_averaging
-
-# Tests and callbacks may log these later than in the first epoch.
-LATER = ("test/", "policy/")
 
 
 class RunBegins(Callback):
@@ -63,28 +59,6 @@ class RunBegins(Callback):
     def on_test_end(self, *arguments: Any) -> None:
         """Keep the directory after a test."""
         self.directory.begin()
-
-
-class RequiredMetric(Callback):
-    """Raises an error after the first epoch, and its validation, if a metric was not logged.
-
-    Args:
-        name: The metric; or, as ``…_best``, the best value of one that a ``ModelCheckpoint`` monitors.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that the metric is among those logged so far.
-
-        Raises:
-            PolicyError: If it is not, with the nearest names.
-        """
-        monitored = [each.monitor for each in callbacks_of(trainer, ModelCheckpoint) if each.monitor]
-        known = {*trainer.callback_metrics, *(f"{name}_best" for name in monitored)}
-        if self.name not in known and not self.name.startswith(LATER):
-            raise PolicyError(f"optimized_metric: {self.name!r} is not logged; {nearest(self.name, known)}")
 
 
 def build_trainer(

@@ -104,13 +104,6 @@ def test_a_sweep_ends_with_the_path_of_its_report(train) -> None:
     assert ended.out.splitlines()[-1] == f"report {report}"
 
 
-def test_a_job_of_a_sweep_over_a_metric_that_it_does_not_log_ends_after_its_first_epoch(train) -> None:
-    ended = train("-m", "seed=1,2", "trainer.max_epochs=2", "optimized_metric=val/acuracy_best")
-    assert ended.code != 0
-    assert "'val/acuracy_best' is not logged; did you mean 'val/accuracy_best'" in ended.message
-    assert not list(ended.folder.rglob("*epoch=1*.ckpt"))
-
-
 @pytest.mark.parametrize(("reason", "code"), [(None, 0), (ValueError(), 1), (KeyboardInterrupt(), 1)])
 def test_wandb_is_told_whether_the_run_came_to_its_end(monkeypatch, reason, code) -> None:
     wandb = Mock()

@@ -16,7 +16,6 @@ from gradpolicy.launch.run_directory import (
     LOCK,
     check_writable,
     claimed_directory,
-    destinations,
     empty_directories_removed,
     run_directory,
 )
@@ -226,26 +225,6 @@ def test_a_requeued_slurm_job_finds_its_directory_again(
             directory.mkdir(exist_ok=True)
             (directory / "file").touch()
     assert [path.name for path in tmp_path.iterdir()] == ["slurm-17-0"]
-
-
-def test_the_places_to_which_a_run_writes_are_named_by_their_keys() -> None:
-    config = {
-        "trainer": {"default_root_dir": "root"},
-        "callbacks": {
-            "far": {"dirpath": "s3://bucket/run"},
-            "here": {"dirpath": "run"},
-            "mine": {"_target_": "mine.Reads", "directory": "theirs"},
-            "none": None,
-            "pictures": {"_target_": "gradpolicy.Pictures", "directory": "pictures"},
-        },
-        "logger": {"csv": {"save_dir": "csv"}},
-    }
-    assert destinations(config) == {
-        "trainer.default_root_dir": Path("root"),
-        "callbacks.here.dirpath": Path("run"),
-        "callbacks.pictures.directory": Path("pictures"),
-        "logger.csv.save_dir": Path("csv"),
-    }
 
 
 def test_only_the_first_rank_looks_whether_a_place_can_be_written_to(
