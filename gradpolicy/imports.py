@@ -37,9 +37,8 @@ def import_by_name(path: str) -> Any:
             _module(path, below, optional=True)
         if not hasattr(found, part):
             hint = nearest(part, (name for name in dir(found) if not name.startswith("_")))
-            raise PolicyError(
-                f"{shown(path)} cannot be imported: {here!r} has no {part!r}; {hint}".rstrip("; ")
-            )
+            message = f"{shown(path)} cannot be imported: {here!r} has no {part!r}; {hint}"
+            raise PolicyError(message.rstrip("; "))
         found, here = getattr(found, part), below
     return found
 
@@ -65,7 +64,6 @@ def _module(path: str, name: str, *, optional: bool = False) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        if optional and error.name == name:
-            return None
         reason = to_install(error) if isinstance(error, ModuleNotFoundError) else error
-        raise PolicyError(f"{shown(path)} cannot be imported: {reason}") from error
+        if not (optional and error.name == name):
+            raise PolicyError(f"{shown(path)} cannot be imported: {reason}") from error

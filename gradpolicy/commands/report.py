@@ -68,7 +68,7 @@ def find_runs(given: Sequence[Path]) -> list[Path]:
             continue
         below = sorted(each.parent for each in path.rglob("config.yaml") if each.parent.name != ".hydra")
         if not below:
-            raise PolicyError(_why_not(path))
+            raise PolicyError(f"RUN: {path} is no run directory and no directory of them")
         found += below
     return list(dict.fromkeys(path.absolute() for path in found))
 
@@ -78,11 +78,3 @@ def default_output(runs: Sequence[Path]) -> Path:
     if len(runs) == 1:
         return runs[0] / REPORT
     return Path(os.path.commonpath([run.parent for run in runs])) / REPORT
-
-
-def _why_not(path: Path) -> str:
-    if path.is_dir():
-        return f"RUN: {path} holds neither a run's files nor run directories"
-    if path.exists():
-        return f"RUN: {path} is a file; name the run directory, such as {path.parent}"
-    return f"RUN: {path} does not exist"

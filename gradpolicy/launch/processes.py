@@ -27,8 +27,6 @@ LAUNCHED_BY_LIGHTNING = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR",
 # Where launchers write the rank of a process, in the order in which Lightning reads them.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 COMMAND = "gradpolicy"
-# How long another rank waits for the first one to report an error.
-PATIENCE = timedelta(seconds=5)
 START_FORMAT = "%Y-%m-%d_%H-%M-%S-%f"
 
 
@@ -65,31 +63,22 @@ def agreed(key: str, value: Callable[[], str]) -> str:
 
 
 def reports_errors() -> bool:
-    """Return True if this process reports its error: on the first rank, and on one that fails alone.
+    """Return True if this process reports its error: all under torchrun, else the first rank of a Slurm step.
 
-    Most errors are raised on every rank. Under torchrun another rank gives the first one some seconds to
-    report. Lightning starts the other ranks only after the first one has made all checks.
+    Lightning starts the other ranks only after the first one has made all checks.
     """
-    if not under_torchrun():
-        return is_first_rank() or not under_srun()
-    key = f"gradpolicy/error/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-    try:
-        if is_first_rank():
-            _agent_store(PATIENCE).set(key, "reported")
-        else:
-            _agent_store(PATIENCE).wait([key], PATIENCE)
-    except RuntimeError:
-        # There was no report in time, or the agent has ended.
-        return True
-    return is_first_rank()
+    return is_first_rank() or not under_srun()
 
 
-def _agent_store(patience: timedelta = timedelta(minutes=5)) -> Any:
+def _agent_store() -> Any:
     """Return the store that torchrun's agent keeps."""
     import torch.distributed as dist
 
     return dist.TCPStore(  # type: ignore[attr-defined]
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=patience
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(minutes=5),
     )
 
 

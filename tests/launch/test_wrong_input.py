@@ -3,14 +3,12 @@
 import errno
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
 from unittest.mock import Mock
 from urllib.error import URLError
 
 import pytest
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch.distributed import TCPStore
 
 from gradpolicy.launch.run_directory import LOCK
 from gradpolicy.tasks import DigitsDataModule
@@ -249,35 +247,6 @@ NO_PACKAGE = "needs torchvision, which is not installed: pip install 'gradpolicy
 def test_data_that_cannot_be_had_end_the_run_in_one_line(train, monkeypatch, error, plan, said) -> None:
     monkeypatch.setattr(DigitsDataModule, "prepare_data", Mock(side_effect=error))
     assert train(f"extras.plan={plan}", "optimized_metric=null").refusal == f"data: DigitsDataModule {said}"
-
-
-@pytest.fixture
-def torchrun_store(monkeypatch) -> TCPStore:
-    """The store of torchrun's agent, which has started this process."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(store.port))
-    return store
-
-
-@pytest.mark.parametrize("override", ["seed=0", "extras.traceback=true"])
-@pytest.mark.parametrize("first_reports", [True, False])
-def test_another_rank_reports_an_error_that_the_first_does_not_have_or_if_asked_for_its_traceback(
-    train, torchrun_store, monkeypatch, override: str, first_reports: bool
-) -> None:
-    if first_reports:
-        torchrun_store.set("gradpolicy/error/0", "reported")
-    monkeypatch.setattr("lightning.fabric.utilities.rank_zero.rank_zero_only.rank", 1)
-    monkeypatch.setattr("gradpolicy.launch.processes.PATIENCE", timedelta(seconds=0.1))
-    ended = train("policy.stop.modls=3", override)
-    assert ended.code == 2
-    assert ("error: policy.stop.modls" in ended.err) == (not first_reports or "true" in override)
-
-
-def test_the_first_rank_reports_an_error_and_says_so_to_the_others(train, torchrun_store) -> None:
-    assert train("policy.stop.modls=3").message.startswith("policy.stop.modls")
-    assert torchrun_store.get("gradpolicy/error/0") == b"reported"
 
 
 def test_a_process_that_lightning_has_started_reports_its_error(train, monkeypatch) -> None:
