@@ -1,11 +1,10 @@
-"""Measures the effect of policies in an update: active entries, norms, ages, counts of operations."""
+"""Measures the effect of policies in an update: active entries, norms, counts of operations."""
 
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,11 +19,8 @@ from gradpolicy.tensors.sharding import is_sharded, local_shard
 Measured = dict[str, dict[str, Any]]
 """The quantities of each policy. Those of a freeze policy are lists with one value per parameter."""
 
-SAMPLE = 4096
-"""The maximum number of entries of a parameter from which the quartiles of its ages are computed."""
 SUMS = ("entries", "active", "flipped", "state_bytes")
 NORMS = ("weight_norm", "update_norm", "gradient_norm_before", "gradient_norm_after")
-AGES = ("age_min", "age_q25", "age_median", "age_q75", "age_max")
 
 Flags = tuple[Tensor, int]
 """One flag per block of consecutive entries, True if it is active; and the number of entries in a block."""
@@ -194,7 +190,6 @@ class Measurements:
                 "entries": masked.layout.size // parts,
                 "active": masked.ages.active // parts,
                 "flipped": int(self._flips.get(name, 0)) // parts,
-                "ages": sampled_ages(masked, parameter.numel() * parts),
                 "state_bytes": optimizer.state_bytes(parameter),
                 # Parameters that are frozen as a whole neither change nor have a gradient.
                 "update_norm": 0.0,
@@ -258,14 +253,12 @@ def summary(measured: Measured) -> dict[str, float]:
 def _totals(columns: Mapping[str, Sequence[Any]]) -> dict[str, float | None]:
     """Return the quantities of a freeze policy over all its parameters."""
     entries, norms = sum(columns["entries"]), {key: _total_norm(columns[key]) for key in NORMS}
-    weights, ages = norms["weight_norm"], zip(columns["age_median"], columns["entries"], strict=True)
     return {
         "active_share": sum(columns["active"]) / max(entries, 1),
         "flipped": sum(columns["flipped"]),
         "gradient_norm_before": norms["gradient_norm_before"],
         "gradient_norm_after": norms["gradient_norm_after"],
-        "update_size": norms["update_norm"] / weights if weights else None,
-        "age_median": sum(age * count for age, count in ages if age is not None) / max(entries, 1),
+        "update_size": norms["update_norm"] / norms["weight_norm"] if norms["weight_norm"] else None,
         "optimizer_bytes": sum(columns["state_bytes"]),
     }
 
@@ -296,7 +289,7 @@ def _flow_quantities(of_ranks: Sequence[dict[str, dict[str, float]]], phase: str
 
 
 def _add_rows(of_ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return the rows of all processes together: sums, norms and quartiles of the ages."""
+    """Return the rows of all processes together."""
     added: dict[str, dict[str, Any]] = {}
     for name in of_ranks[0]:
         own = [rows[name] for rows in of_ranks]
@@ -304,28 +297,7 @@ def _add_rows(of_ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, 
         for key in (*SUMS, *NORMS):
             values = [each[key] for each in own if key in each]
             row[key] = (math.sqrt(sum(values)) if key in NORMS else sum(values)) if values else None
-        ages = np.concatenate([each["ages"] for each in own if "ages" in each])
-        quartiles = np.quantile(ages, (0, 0.25, 0.5, 0.75, 1), method="lower").tolist() if len(ages) else ()
-        row |= dict(zip(AGES, quartiles or [None] * 5, strict=True))
     return added
-
-
-def sampled_ages(masked: MaskedParameter, entries: int) -> np.ndarray:
-    """Return the ages of entries at equal distances, of the whole parameter, that are on this process.
-
-    Args:
-        masked: This process's part of a parameter.
-        entries: The number of entries of the whole parameter.
-    """
-    stride = max(-(-entries // SAMPLE), 1)
-    known = masked.ages
-    held = known.signed.numel() * known.block if known.entries else 0
-    places = torch.arange(0, held, stride, device=known.signed.device)
-    signed = known.signed[places // known.block].cpu().numpy().astype(np.int32)
-    ages = np.where(signed > 0, signed + known.uncounted - 1, -1 - signed)
-    # Entries without state have age 0.
-    without = (known.entries - held) // stride
-    return np.concatenate([ages, np.zeros(without, ages.dtype)])
 
 
 def active_flags(masked: MaskedParameter) -> Flags:

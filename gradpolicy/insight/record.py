@@ -30,7 +30,7 @@ from gradpolicy.insight.run_files import Count
 from gradpolicy.json_file import parse_json
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.lightning.trainer_parts import callbacks_of, log_interval
-from gradpolicy.measurements import AGES, NORMS, SUMS, Measured
+from gradpolicy.measurements import NORMS, SUMS, Measured
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import bytes_of
 from gradpolicy.tensors.sharding import is_sharded
@@ -42,7 +42,7 @@ __all__ = ["Record", "load"]
 
 RECORD = "record.jsonl"
 WORDS = ("policy", "phase", "parameter", "layer", "frozen_state")
-MEASURED = (*SUMS, *NORMS, "adam_bytes", "operations", "zeros_passed", *AGES)
+MEASURED = (*SUMS, *NORMS, "adam_bytes", "operations", "zeros_passed")
 # Columns that `load` computes.
 COMPUTED = ("active_share", "update_size")
 # The columns that a line must have, by its kind.

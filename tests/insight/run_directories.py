@@ -116,7 +116,6 @@ def record(seed: int, steps: int) -> list[dict[str, Any]]:
         time = {"step": step, "epoch": step // 20}
         shares = [0.5 + 0.1 * math.sin(step / 9 + index) for index in range(count)]
         active = [int(entries * share) for entries, share in zip(LAYERS.values(), shares, strict=True)]
-        quartiles = {"min": 0.0, "q25": 0.2, "median": 0.4, "q75": 0.7, "max": 1.0}
         lines.append(
             {
                 **time,
@@ -133,7 +132,6 @@ def record(seed: int, steps: int) -> list[dict[str, Any]]:
                 "gradient_norm_before": [2.0 / (index + 1) for index in range(count)],
                 "gradient_norm_after": [1.4 / (index + 1) for index in range(count)],
                 "state_bytes": [8 * each for each in active],
-                **{f"age_{name}": [step * share] * count for name, share in quartiles.items()},
             }
         )
         for policy, after in (("cut", None), ("through", 0.03)):

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas
 import pytest
 import torch
@@ -56,16 +55,12 @@ class Reference(Callback):
         optimizer = trainer.optimizers[0]
         for name, parameter in self.parameters.items():
             mask = optimizer.get_mask(parameter).expand(parameter.shape)
-            ages = optimizer.age(parameter).expand(parameter.shape).flatten().numpy()
             before, gradient = self.weights[name], self.gradients[name]
             state = optimizer.state[parameter]
             moved = parameter.detach() - before
             self.rows[trainer.global_step, name] = {
                 "active": float(mask.sum()),
                 "flipped": float((mask != self.masks.get(name, mask)).sum()),
-                "age_q25": float(np.quantile(ages, 0.25, method="lower")),
-                "age_median": float(np.quantile(ages, 0.5, method="lower")),
-                "age_max": float(ages.max()),
                 "update_size": float(moved.norm() / before.norm()),
                 "gradient_norm_before": float(gradient.norm()),
                 "gradient_norm_after": float((gradient * mask).norm()),
@@ -96,8 +91,6 @@ def test_each_parameter_is_measured_at_every_logged_step(fit, two_layers, tmp_pa
         assert row["active_share"] == row["active"] / row["entries"]
         for key in ("update_size", "gradient_norm_before", "gradient_norm_after"):
             assert row[key] == pytest.approx(expected[key], rel=1e-5)
-        for key in ("age_q25", "age_median", "age_max"):
-            assert row[key] == expected[key]
 
 
 def test_a_layer_is_the_sum_of_its_parameters(fit, tmp_path):

@@ -68,7 +68,7 @@ def test_a_report_says_what_was_asked_and_what_came_of_it(run: Path, tmp_path: P
         "The gradient is cut at: input of modules model.probe (cut)",
         "<td>torch</td><td>2.11.0</td>",
         "<td><code>model.trunk.0–2</code></td><td>conv</td>",
-        "Share, flips and ages",
+        "Share and flips",
         "Flow policies",
         "Optimizer memory",
     ):
@@ -105,7 +105,7 @@ def test_a_report_follows_no_link_out_of_the_directory_and_waits_for_no_pipe(
 @pytest.mark.parametrize(
     ("kind", "heading"),
     [
-        ("freeze", "Share, flips and ages"),
+        ("freeze", "Share and flips"),
         ("flow", "<td>share of zeros let through"),
         ("memory", "Optimizer memory"),
     ],
@@ -139,15 +139,14 @@ def test_an_audit_says_what_it_proves(run: Path, tmp_path: Path, changes: dict, 
     assert (f'<li class="fault">{FAULT}</li>' in page) is (verdict == "bad")
 
 
-def test_masks_are_shown_as_share_flips_and_age_over_the_steps(run: Path) -> None:
+def test_masks_are_shown_as_share_and_flips_over_the_steps(run: Path) -> None:
     drawn = mask_curves(read_run(run))
-    share, flips, age = drawn.figure.data
+    share, flips = drawn.figure.data
     rows = read_run(run).rows("freeze").groupby("step")[["active", "flipped", "entries"]].sum()
     assert share.x.tolist() == rows.index.tolist()
     assert share.y == pytest.approx(rows["active"] / rows["entries"])
     assert flips.y == pytest.approx(rows["flipped"] / rows["entries"])
-    assert age.y == pytest.approx(0.4 * rows.index.to_numpy())
-    assert len({trace.yaxis for trace in (share, flips, age)}) == 3
+    assert len({trace.yaxis for trace in (share, flips)}) == 2
 
 
 def test_layers_are_shown_by_steps(run: Path) -> None:

@@ -126,13 +126,13 @@ def group_curves(groups: Sequence[Group]) -> list[Figure]:
 
 
 def _mask_quantities(run: Run) -> pd.DataFrame:
-    """Return the shares, flips and ages of freeze policies: ``policy``, ``step``, ``quantity``, ``value``."""
+    """Return the shares and flips of freeze policies: ``policy``, ``step``, ``quantity``, ``value``."""
     rows = run.rows("freeze")
     if rows.empty:
         return rows
-    by = rows.assign(age=rows["age_median"] * rows["entries"]).groupby(["policy", "step"], as_index=False)
-    sums = by[["active", "flipped", "age", "entries"]].sum(min_count=1)
-    quantities = {"share that trains": "active", "flips per entry": "flipped", "median age": "age"}
+    by = rows.groupby(["policy", "step"], as_index=False)
+    sums = by[["active", "flipped", "entries"]].sum(min_count=1)
+    quantities = {"share that trains": "active", "flips per entry": "flipped"}
     table = sums.assign(**{name: sums[column] / sums["entries"] for name, column in quantities.items()})
     return table.melt(["policy", "step"], list(quantities), "quantity", "value").dropna()
 
@@ -160,17 +160,13 @@ def constants(run: Run) -> list[dict[str, Any]]:
 
 
 def mask_curves(run: Run) -> Figure | None:
-    """Draw the share of entries that train, flips, and ages over the steps, where they vary."""
+    """Draw the share of entries that train and flips over the steps, where they vary."""
     table = _mask_quantities(run)
     if table.empty or (table := table[_varies(table)]).empty:
         return None
-    note = (
-        "A change flips entries that it freezes or thaws; each change since the point before counts. The age "
-        "of an entry: its updates since its optimizer state was last empty; here the mean of the "
-        "tensors' medians."
-    )
+    note = "A change flips entries that it freezes or thaws; each change since the point before counts."
     shared = {"y": "value", "color": "policy", "facet_row": "quantity"}
-    drawn = line_figure("Share, flips and ages", table, note, wide=True, **shared)
+    drawn = line_figure("Share and flips", table, note, wide=True, **shared)
     drawn.figure.update_yaxes(rangemode="tozero")
     return drawn
 
