@@ -43,7 +43,6 @@ class Boundary:
     """
 
     def __init__(self, side: str, module: str, rules: Sequence[tuple[RuleState, Argument | None]]) -> None:
-        self.module = module
         self.location = location = place_at(side, module)
         # The rule inserted last is the first in the backward pass.
         self.rules = tuple((BoundRule(state, location), argument) for state, argument in reversed(rules))

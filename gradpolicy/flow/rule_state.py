@@ -156,8 +156,8 @@ class CallScope:
                     )
             return result
         finally:
-            for (state, operation), count in zip(self.counted, outer, strict=True):
-                state.seen.calls[operation] = count
+            for (state, operation), before in zip(self.counted, outer, strict=True):
+                state.seen.calls[operation] = before
 
 
 def _lost_message(operation: str, function: str, is_index: bool) -> str:
