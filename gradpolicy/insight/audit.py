@@ -146,34 +146,34 @@ class Audit(Callback):
 
     # ---- entries
 
-    def _updates(self, freezer: Freezer) -> int:
-        return max(each.effective_steps for each in freezer.optimizers)
-
     @torch.no_grad()
     def _take(self, names: Collection[str]) -> None:
         """Copy the bits of frozen entries of these parameters."""
-        for name in names if self._freezer is not None else ():
-            own = local_shard(self._freezer.parameters[name].detach())
-            places = self._frozen_places(self._freezer, name)
+        if (freezer := self._freezer) is None:
+            return
+        for name in names:
+            own, places = local_shard(freezer.parameters[name].detach()), self._frozen_places(freezer, name)
             self._counted.sampled |= bool(len(places)) and own.numel() > self.entries
-            self._snapshots[name] = self._updates(self._freezer), places, bits_at(own, places)
+            self._snapshots[name] = _updates(freezer), places, bits_at(own, places)
 
     @torch.no_grad()
     def _compare(self, names: Collection[str]) -> None:
         """Compare the entries of these parameters with their copies, which are discarded."""
-        for name in names if self._freezer is not None else ():
+        if (freezer := self._freezer) is None:
+            return
+        for name in names:
             if name not in self._snapshots:
                 continue
             begun, places, bits = self._snapshots.pop(name)
-            now = bits_at(local_shard(self._freezer.parameters[name].detach()), places).to(bits.device)
-            changed, step = int((now != bits).any(1).sum()), self._updates(self._freezer)
+            now = bits_at(local_shard(freezer.parameters[name].detach()), places).to(bits.device)
+            changed, step = int((now != bits).any(1).sum()), _updates(freezer)
             # It is no interval if masks are set twice between two updates.
             if len(places) and (changed or step > begun):
                 self._counted.intervals += 1
                 self._counted.entries += len(places)
                 self._counted.changed += changed
             if changed:
-                policies = [p for p in self._freezer.policies if name in self._freezer.parameters_of(p)]
+                policies = [p for p in freezer.policies if name in freezer.parameters_of(p)]
                 self._counted.differences.append(
                     f"{name} (policy.{', policy.'.join(policies)}): {changed} of {len(places)} frozen "
                     f"entries changed between update {begun} and update {step} on rank {self._rank}; "
@@ -187,7 +187,7 @@ class Audit(Callback):
         if own.numel() <= self.entries:
             places = torch.arange(own.numel(), device=own.device)
         else:
-            seed = derive("audit", self.seed + self._rank, name, self._updates(freezer))
+            seed = derive("audit", self.seed + self._rank, name, _updates(freezer))
             generator = torch.Generator("cpu").manual_seed(seed)
             drawn = torch.randint(own.numel(), (self.entries,), generator=generator, device="cpu")
             places = drawn.unique().to(own.device)
@@ -196,6 +196,10 @@ class Audit(Callback):
         active = as_tensor(mask, parameter.shape, own.device)
         active = local_mask(active.reshape((1,) * (own.dim() - active.dim()) + active.shape), parameter)
         return places[~active.expand(own.shape).reshape(-1)[places]]
+
+
+def _updates(freezer: Freezer) -> int:
+    return max(each.effective_steps for each in freezer.optimizers)
 
 
 def bits_at(tensor: Tensor, places: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from plotly.offline import get_plotlyjs
 
 from gradpolicy.insight.report import figures
 from gradpolicy.insight.report.comparison import (
-    Group,
     compared_metrics,
     config_differences,
     groups_of,
@@ -75,20 +74,9 @@ def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
         "metrics": metrics[:COLUMNS],
         "broken_off": [run for run in runs if run.broken_off],
         "cells": {(group.label, name): spread(group.values(name)) for group in groups for name in metrics},
-        "best": {name: _best(groups, name) for name in metrics},
         "differences": config_differences([run.config for run in runs])[:ROWS],
         "curves": figures.group_curves(groups),
     }
-
-
-def _best(groups: Sequence[Group], metric: str) -> str | None:
-    """Return the label of the group with the best mean, if it is known which direction is better."""
-    means = {group.label: spread(group.values(metric))[0] for group in groups}
-    known = {label: mean for label, mean in means.items() if not math.isnan(mean)}
-    lowers, raises = "loss" in metric or "perplexity" in metric, "accuracy" in metric
-    if len(known) < 2 or not (lowers or raises):
-        return None
-    return (min if lowers else max)(known, key=known.__getitem__)
 
 
 def _by_stage(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
