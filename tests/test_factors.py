@@ -7,23 +7,6 @@ import torch
 from torch import nn
 
 import gradpolicy as gp
-from gradpolicy.factors import divides_out
-
-
-@pytest.mark.parametrize(
-    "kind", [torch.optim.Adam, torch.optim.NAdam, torch.optim.RMSprop, torch.optim.Adagrad]
-)
-def test_an_optimizer_that_is_said_to_divide_does_so(kind):
-    assert divides_out(kind([nn.Parameter(torch.zeros(1))]))
-    ends = []
-    for factor in (1.0, 0.01):
-        weight = nn.Parameter(torch.zeros(3))
-        optimizer = kind([weight], lr=0.1)
-        for gradient in torch.randn(4, 3, generator=torch.Generator().manual_seed(0)):
-            weight.grad = factor * gradient
-            optimizer.step()
-        ends.append(weight.detach())
-    torch.testing.assert_close(*ends, rtol=1e-3, atol=1e-4)
 
 
 def warnings_of(model, policies, **arguments):
