@@ -188,8 +188,8 @@ class ExactResume(Callback):
                 )
         for optimizer in trainer.optimizers:
             # DeepSpeed's optimizer has no defaults, and checks this by itself.
-            needed = getattr(optimizer, "defaults", {}).keys() - {ADDED_DEFAULT}
-            lacking = needed - optimizer.param_groups[0].keys()
+            settings = getattr(optimizer, "defaults", {}).keys() - {ADDED_DEFAULT}
+            lacking = settings - optimizer.param_groups[0].keys()
             if lacking:
                 raise PolicyError(
                     f"{KEY}: {trainer.ckpt_path} is of another optimizer than this run's, which needs"

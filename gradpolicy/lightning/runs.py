@@ -125,7 +125,7 @@ class OwnCheckpoints(CheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """List a checkpoint, and write it."""
-        if rank_zero_only.rank == 0:
+        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
             list_checkpoint(self.directory, path)
         self.inner.save_checkpoint(checkpoint, path, storage_options)
 
