@@ -23,7 +23,7 @@ def test_a_frozen_layer_keeps_its_bits_and_the_others_learn() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     policies = {
         "rounding": gp.StraightThrough(ops=["round"]),
-        "first": gp.Freeze(gp.masks.Fixed(False), params="trunk.0.*"),
+        "first": gp.Freeze(params="trunk.0.*"),
     }
     trainer = Trainer(
         max_epochs=1,
