@@ -12,21 +12,12 @@ import pytest
 import torch
 import yaml
 from hydra.utils import instantiate
-from omegaconf import open_dict, read_write
 
 import gradpolicy as gp
-from gradpolicy.launch.config import (
-    Source,
-    check_job,
-    compose_job,
-    fixed_overrides,
-    hydra_at,
-    jobs_of,
-    resolved,
-)
-from gradpolicy.launch.run import build_subject, make_run_plan
+from gradpolicy.launch.config import Source, check_job, compose_job, fixed_overrides, hydra_at, jobs_of
 from gradpolicy.policies import Policy
 from tests.docs.markdown import DOCS, ROOT, all_blocks, blocks, pictures, write_modules
+from tests.docs.plans import planned
 
 PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted(DOCS.glob("*.md"))]
 # Their snippets are tested in test_cookbook.py.
@@ -112,9 +103,9 @@ def test_a_command_of_a_page_or_config_is_understood(configs, page, command):
     words = [word for word in shlex.split(command, comments=True) if word != "-m"]
     with hydra_at(configs):
         job = compose_job(configs, fixed_overrides(words))
-        check_job(job, words)
+        check_job(job)
         for overrides in jobs_of(job, words):
-            check_job(compose_job(configs, overrides), words)
+            check_job(compose_job(configs, overrides))
     assert "policy" in job
 
 
@@ -167,14 +158,6 @@ def chosen_policies():
     return sorted(found)
 
 
-def planned(configs, words):
-    with hydra_at(configs):
-        job = compose_job(configs, fixed_overrides(list(words)))
-        with read_write(job), open_dict(job):
-            del job["hydra"]
-        return make_run_plan(build_subject(resolved(job)), seed=0)
-
-
 @pytest.mark.slow
 def test_the_readme_shows_the_plan_that_is_printed(configs):
     (command,) = re.findall(r'python train\.py "(.+)" plan_only=true', (ROOT / "README.md").read_text())
@@ -186,7 +169,7 @@ def test_the_readme_shows_the_plan_that_is_printed(configs):
 @pytest.mark.usefixtures("own_modules")
 @pytest.mark.parametrize("words", chosen_policies(), ids=" ".join)
 def test_what_the_pages_let_a_person_try_first_trains_what_its_policies_are_on(words, configs):
-    warnings = planned(configs, words).warnings
+    warnings = planned(configs, list(words)).warnings
     # A policy that freezes a part for a while says that dropout goes on there.
     assert [line for line in warnings if "not dropout" not in line] == []
 

@@ -8,19 +8,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from omegaconf import open_dict, read_write
 
-from gradpolicy.launch.config import (
-    Source,
-    check_job,
-    compose_job,
-    fixed_overrides,
-    hydra_at,
-    resolved,
-)
-from gradpolicy.launch.run import build_subject, make_run_plan
+from gradpolicy.launch.config import Source
 from gradpolicy.tasks import tiny_shakespeare
 from tests.docs.markdown import DOCS, ROOT, write_modules
+from tests.docs.plans import planned
 
 CARDS = [
     card
@@ -99,12 +91,7 @@ def test_a_block_is_planned_on_its_model(configs: Source, shakespeare: Path, pat
     words = shlex.split(command)
     if "data=tiny_shakespeare" in words:
         words.append(f"data.data_dir={shakespeare}")
-    with hydra_at(configs):
-        job = compose_job(configs, fixed_overrides(words))
-        check_job(job)
-        with read_write(job), open_dict(job):
-            del job["hydra"]
-        plan = make_run_plan(build_subject(resolved(job)), seed=0)
+    plan = planned(configs, words)
     assert "conf/model/" in path or Path(path).stem in str(plan)
     # A policy that freezes a part for a while says that dropout goes on there.
     assert [line for line in plan.warnings if "not dropout" not in line] == []

@@ -1,9 +1,5 @@
 """The table of what works where states what the tests show, and is written from the reports of a run."""
 
-import re
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,23 +40,6 @@ def test_the_table_is_what_the_marks_of_the_tests_state(request: pytest.FixtureR
     marked = {path for path in (ROOT / "tests").rglob("test_*.py") if "mark.supports(" in path.read_text()}
     if marked <= collected.keys():
         assert shown - stated == set(), "docs/support.md has what no test shows: run make support"
-
-
-@pytest.mark.slow
-def test_make_support_gives_options_that_pytest_takes() -> None:
-    (options,) = re.findall(
-        r"^support:.*\n\t\$\(PYTEST\) (.*) \$\(ARGS\)$", (ROOT / "Makefile").read_text(), re.M
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        *shlex.split(options),
-        "--collect-only",
-        "--ignore-glob=*test_*",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED, done.stderr
 
 
 def test_a_table_is_read_as_it_was_written() -> None:

@@ -1,0 +1,17 @@
+"""Plans of the commands that pages show."""
+
+from omegaconf import open_dict, read_write
+
+from gradpolicy.launch.config import Source, check_job, compose_job, fixed_overrides, hydra_at, resolved
+from gradpolicy.launch.run import build_subject, make_run_plan
+from gradpolicy.planning.plan_table import Plan
+
+
+def planned(configs: Source, words: list[str]) -> Plan:
+    """Return the plan of a command."""
+    with hydra_at(configs):
+        job = compose_job(configs, fixed_overrides(words))
+        check_job(job)
+        with read_write(job), open_dict(job):
+            del job["hydra"]
+        return make_run_plan(build_subject(resolved(job)), seed=0)
