@@ -23,6 +23,8 @@ from gradpolicy.tensors.mask import as_tensor
 from gradpolicy.tensors.seeded import derive
 from gradpolicy.tensors.sharding import local_shard
 
+# The smallest number of updates between copies, since finding out which entries are frozen takes time.
+EVERY = 20
 # Of a parameter: the number of updates, flat indices of frozen entries, and their bytes.
 Snapshot = tuple[int, Tensor, Tensor]
 
@@ -30,8 +32,9 @@ Snapshot = tuple[int, Tensor, Tensor]
 class Audit(Callback):
     """Checks that frozen weights keep their bits under :class:`~gradpolicy.GradientPolicies`.
 
-    As a mask is set, the bits of random frozen entries of the tensor are copied. They are compared before the
-    mask changes, at each checkpoint, and after all other callbacks have ended training.
+    As a mask is set, at most every 20 updates, the bits of random frozen entries of the tensor are copied.
+    They are compared before the mask changes, at each checkpoint, and after all other callbacks have ended
+    training.
 
     At the end it prints one line, such as ``frozen entries: 1,284 intervals, 0 changed``, and writes
     ``audit.json``. Each process checks its own entries; rank 0 writes the sums. A resumed run continues from
@@ -58,6 +61,7 @@ class Audit(Callback):
     def _reset(self) -> None:
         self._freezer: Freezer | None = None
         self._snapshots: dict[str, Snapshot] = {}
+        self._next_copy = 0
         self._counted, self._before_resuming, self._rank = merged([]), merged([]), 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -89,7 +93,8 @@ class Audit(Callback):
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Copy entries under new masks; here all callbacks have started the batch, and none has ended it."""
-        if self._freezer is not None:
+        if self._freezer is not None and _updates(self._freezer) >= self._next_copy:
+            self._next_copy = _updates(self._freezer) + EVERY
             self._take(self._freezer.parameters.keys() - self._snapshots.keys())
 
     def on_save_checkpoint(
@@ -99,6 +104,8 @@ class Audit(Callback):
         names = [*self._snapshots]
         self._compare(names)
         self._take(names)
+        # As in a run that is resumed from here.
+        self._next_copy = 0
         total = self._total(trainer)
         checkpoint[self.KEY] = total.model_dump()
         if self._freezer is not None:
