@@ -39,13 +39,13 @@ def test_every_family_of_rules_is_in_the_reference() -> None:
 @pytest.mark.slow
 @pytest.mark.xdist_group("site")
 def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(site: Path) -> None:
-    assert 'id="gradpolicy.Freeze"' in (site / "api" / "policies.html").read_text()
+    assert 'id="gradpolicy.Freeze"' in (site / "api" / "README.html").read_text()
     assert (site / "searchindex.js").exists()
     remote = re.compile(
         r"""<(?:script|link|img)\b[^>]*(?:src|href)="https?://|\bimport\b[^;<]*["']https?://"""
     )
     pages = list(site.rglob("*.html"))
-    assert len(pages) > 50
+    assert len(pages) > 40
     assert [page.name for page in pages if remote.search(page.read_text())] == []
 
 
