@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar, RichProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -26,7 +26,6 @@ from gradpolicy.launch.run_directory import RunDirectory
 from gradpolicy.launch.targets import build, build_all
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.lightning.checkpoints import WholeCheckpointIO
-from gradpolicy.lightning.progress_bar import ProgressBar as OneLineProgressBar
 from gradpolicy.lightning.resume import ExactResume
 from gradpolicy.lightning.runs import RunRecord
 from gradpolicy.lightning.weight_averaging import check_weight_averaging
@@ -123,7 +122,7 @@ def _chosen_callbacks(settings: Settings) -> list[Callback]:
     built = build_all(settings.callbacks, "callbacks", Callback).values()
     chosen = [callback for callback in built if not isinstance(callback, off)]
     if ProgressBar not in off and not any(isinstance(callback, ProgressBar) for callback in chosen):
-        chosen.append(OneLineProgressBar())
+        chosen.append(RichProgressBar())
     # The best checkpoint first, whose path is saved in the checkpoint to resume from.
     return sorted(chosen, key=lambda each: isinstance(each, ModelCheckpoint) and each.monitor is None)
 
