@@ -336,20 +336,6 @@ def test_a_loop_resumes_in_the_middle_of_an_update_of_several_batches_and_optimi
         assert_same(run(stop), run(12))
 
 
-def test_a_state_may_be_loaded_after_the_masks_of_an_update_are_set():
-    def run(reloads):
-        model = Net()
-        with gp.training(model, adamw(model), {"some": gp.Freeze(SOURCES["random"]())}) as optimizer:
-            train(model, optimizer, 3)
-            if reloads:
-                model(batch(3)[0])
-                optimizer.load_state_dict(optimizer.state_dict())
-            train(model, optimizer, 3, first=3)
-        return model
-
-    assert_same(run(True), run(False))
-
-
 def test_flow_policies_alone_go_on_by_the_clock_when_resumed():
     def run(stop):
         model, state = Net(), None
@@ -441,23 +427,6 @@ def test_one_block_within_another_is_refused_for_the_same_optimizer():
         train(model, optimizer, 1)
     with gp.training(model, plain, flow()) as optimizer:
         train(model, optimizer, 1)
-
-
-@pytest.mark.parametrize("moves", [True, False])
-def test_statistics_that_move_in_a_frozen_layer_are_a_warning_and_those_that_are_loaded_are_none(moves):
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-    trained = copy.deepcopy(model)
-    trained(torch.randn(8, 4))
-    model[1].train(moves)
-    with (
-        warnings.catch_warnings(record=True, action="always") as seen,
-        gp.training(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), [gp.Freeze(False, params="1.*")]
-        ) as it,
-    ):
-        model.load_state_dict(trained.state_dict())
-        train(model, it, 1)
-    assert ["running_mean" in str(warning.message) for warning in seen] == [True] * moves
 
 
 def test_epochs_are_counted_by_steps():
@@ -591,18 +560,6 @@ def test_the_whole_training_step_may_be_compiled():
     assert_close(model, by_hand(5))
 
 
-def test_gradients_that_are_set_by_hand_are_taken_too():
-    model = Net()
-    with gp.training(model, torch.optim.SGD(model.parameters(), lr=1.0), [gp.Freeze(mask_at)]) as optimizer:
-        for step in range(3):
-            before = bits(model)
-            for p in model.parameters():
-                p.grad = torch.ones_like(p)
-            optimizer.step()
-            for name, p in model.named_parameters():
-                assert torch.equal(p != before[name], mask_at(name, p, step))
-
-
 def test_a_model_that_is_called_in_some_updates_only_is_a_warning():
     model = Net()
     layers = both(gp.masks.BlockCyclic(every=1), frozen_state="zero")
@@ -617,20 +574,6 @@ def test_a_model_that_is_called_in_some_updates_only_is_a_warning():
         train(model, optimizer, 2)
 
 
-def test_parameters_that_join_are_masked_too():
-    model = Net()
-    model.late = nn.Parameter(torch.zeros(6))
-    plain = torch.optim.SGD([*model.trunk.parameters(), *model.head.parameters()], lr=1.0)
-    with gp.training(model, plain, [gp.Freeze(mask_at), gp.StraightThrough(ops=["round"])]) as optimizer:
-        train(model, optimizer, 1)
-        optimizer.add_param_group({"params": [model.late]})
-        x, y = batch(0)
-        (cross_entropy(model(x), y) + model.late.sum()).backward()
-        assert torch.equal(model.late.grad != 0, mask_at("late", model.late, 1))
-        optimizer.step()
-    assert torch.equal(model.late != 0, mask_at("late", model.late, 1))
-
-
 def test_blocks_follow_one_another_and_time_goes_on():
     model = Net()
     plain = adamw(model)
@@ -640,23 +583,6 @@ def test_blocks_follow_one_another_and_time_goes_on():
         with gp.training(model, given, both()) as optimizer:
             train(model, optimizer, 1, first=step)
     assert_same(model, trained(both(), 4))
-
-
-def test_learning_rate_schedules_follow_the_steps():
-    model, plain = Net(), NetByHand()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedules = [torch.optim.lr_scheduler.StepLR(inner, 2, 0.5)]
-    with gp.training(model, inner, both()) as optimizer, warnings.catch_warnings(action="error"):
-        schedules.append(torch.optim.lr_scheduler.StepLR(optimizer, 2, 1.0))
-        for step in range(4):
-            backward(step, model, plain)
-            optimizer.step()
-            sgd(plain, 0.1 * 0.5 ** (step // 2), step)
-            for schedule in schedules:
-                schedule.step()
-            model.zero_grad()
-            plain.zero_grad()
-    assert_close(model, plain)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from process_pool import ProcessPool, RemoteError, here, refusal
+from process_pool import ProcessPool, here, refusal
 
 from gradpolicy.distributed.agreement import check_agreement, checksum
 from gradpolicy.tensors.seeded import RandomMask
@@ -24,31 +24,6 @@ def test_one_changed_entry_changes_the_checksum(dtype: torch.dtype, shape: tuple
         entry.copy_(~entry if dtype == torch.bool else entry + 1)
         assert checksum(other) != checksum(tensor)
     assert checksum(tensor.clone()) == checksum(tensor)
-
-
-def test_the_sign_of_any_float64_changes_the_checksum() -> None:
-    tensor = some((1100,), torch.float64) + 1
-    whole = checksum(tensor)
-    for place in range(len(tensor)):
-        tensor[place].neg_()
-        assert checksum(tensor) != whole, place
-        tensor[place].neg_()
-
-
-def test_swapped_rows_change_the_checksum() -> None:
-    tensor = some((8, 4096), torch.float32)
-    assert checksum(tensor) != checksum(tensor[[1, 0, *range(2, 8)]])
-
-
-def test_the_checksum_reads_a_tensor_where_it_lies() -> None:
-    tensor = some((33, 6), torch.float32)
-    assert checksum(tensor[1:]) == checksum(tensor[1:].clone()), "an offset that is no whole word"
-    assert checksum(tensor[:, :3]) == checksum(tensor[:, :3].contiguous()), "not dense"
-    assert checksum(torch.zeros(0)) == checksum(torch.zeros(0, dtype=torch.int64))
-
-
-def test_one_process_agrees_with_itself() -> None:
-    assert check_agreement({"a": torch.ones(2)}) is None
 
 
 def differing(fault: str) -> str:
@@ -82,12 +57,3 @@ def test_every_rank_names_the_first_difference(pair: ProcessPool, fault: str, cu
 
 def test_ranks_that_agree_go_on(pair: ProcessPool) -> None:
     assert pair(differing, "none") == ["", ""]
-
-
-def failing() -> None:
-    raise ValueError(f"on purpose, rank {dist.get_rank()}")
-
-
-def test_the_pool_says_what_each_rank_raised(pair: ProcessPool) -> None:
-    with pytest.raises(RemoteError, match="on purpose, rank 1"):
-        pair(failing)

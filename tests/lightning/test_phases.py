@@ -2,11 +2,9 @@
 
 import copy
 import itertools
-import re
 
 import pytest
 import torch
-import yaml
 from lightning.pytorch import Callback
 
 import gradpolicy as gp
@@ -111,62 +109,7 @@ def test_what_a_phase_does_not_train_keeps_its_bits_and_what_it_trains_moves(fit
         check_moved(model, two_layers.state_dict(), trained)
 
 
-def test_finetuning_scheduler_3_phases_may_train_the_same_parameters(fit):
-    _, seen, _ = fit([{"params": ["head.*", "trunk.*"], "until": {"epochs": 1}}, {"params": "*"}], epochs=2)
-    assert phase_of_epochs(seen) == [0, 1]
-
-
 # Of the form that finetuning-scheduler publishes: names and regular expressions, disjoint phases.
-SCHEDULE = """
-0:
-  params:
-  - head.bias
-  - head.weight
-  max_transition_epoch: 2
-1:
-  params:
-  - trunk.[1-2].(weight|bias)
-  max_transition_epoch: 6
-  lr: 1e-03
-2:
-  params:
-  - trunk.*
-  lr: 1e-04
-"""
-
-
-def translated(schedule, names, **stopping):
-    """What such a schedule is as phases; an early stopping ends each, and what has thawed trains on."""
-    phases, training = [], {}
-    for _, phase in sorted(schedule.items()):
-        own = {"lr": float(phase["lr"])} if "lr" in phase else {}
-        found = [name for pattern in phase["params"] for name in names if re.match(pattern, name)]
-        training |= {name: own for name in found if name not in training}
-        counts = {"epoch": phase["max_transition_epoch"]} if "max_transition_epoch" in phase else {}
-        phases.append({"params": dict(training), "until": {**stopping, **counts}, "best": True})
-    return phases
-
-
-def test_a_schedule_of_finetuning_scheduler_translates_one_to_one(fit, two_layers):
-    names = [name for name, _ in two_layers.named_parameters()]
-    phases = translated(yaml.safe_load(SCHEDULE), names, metric="val/script", patience=2)
-    head, last = ["head.bias", "head.weight"], ["trunk.2.weight", "trunk.2.bias"]
-    assert [[*each["params"]] for each in phases] == [
-        head,
-        [*head, *last],
-        [*head, *last, "trunk.0.weight", "trunk.0.bias"],
-    ]
-    model, seen, trainer = fit(phases)
-    # The first phase ends at epoch 2, the second with two validations in turn that are no better.
-    assert phase_of_epochs(seen) == [0, 0, 1, 1, 1, 1, 2, 2]
-    before = dict(two_layers.named_parameters())
-    far = {name: float((p - before[name]).detach().abs().max()) for name, p in model.named_parameters()}
-    (group,) = trainer.optimizers[0].param_groups
-    batches = 4
-    # Adam moves no entry much further than its rate in a step.
-    assert far["trunk.0.weight"] < 1.1 * 2 * batches * 1e-4
-    assert 2 * batches * 1e-4 < far["trunk.2.weight"] < 1.1 * 6 * batches * 1e-3 < far["head.weight"]
-    assert group["lr"] == 0.05
 
 
 def test_the_best_weights_of_a_phase_come_back_when_it_ends(fit, tmp_path):

@@ -25,8 +25,6 @@ from gradpolicy.lightning.resume import (
     ExactResume,
     append_rows,
     checked_restore,
-    random_states,
-    set_random_states,
 )
 from gradpolicy.tasks.loading import DataModule, TensorRows
 from tests.fixtures import TwoLayers
@@ -79,38 +77,6 @@ class Numbers(DataModule):
         values = torch.randn(30, 3, generator=torch.Generator().manual_seed(0))
         self.train_set = TensorRows(values[:22], values[:22].sum(dim=1))
         self.validation_set = TensorRows(values[22:], values[22:].sum(dim=1))
-
-
-class OwnDraws:
-    """A loader of a person's own, whose state is another one on each process."""
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(torch.distributed.get_rank())
-        self.given = 0
-
-    def __len__(self) -> int:
-        return 5
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        self.given %= len(self)
-        while self.given < len(self):
-            values = torch.randn(4, 3, generator=self.generator)
-            self.given += 1
-            yield values, values.sum(dim=1)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"generator": self.generator.get_state(), "given": self.given}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.generator.set_state(state["generator"])
-        self.given = state["given"]
-
-
-class DrawnNumbers(Numbers):
-    """Each process draws batches of its own."""
-
-    def train_dataloader(self) -> OwnDraws:
-        return OwnDraws()
 
 
 class SaveEverywhere(Checkpoint):
@@ -318,21 +284,9 @@ def test_a_checkpoint_that_was_only_validated_does_not_begin_the_next_run(
     assert seen.events[:5] == events[:5]
 
 
-def test_a_run_of_a_gpu_can_go_on_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lacking(*arguments: object) -> None:
-        raise AssertionError("there is no GPU")
-
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lacking)
-    cpu = torch.device("cpu")
-    states = {**random_states(cpu), "cuda": torch.get_rng_state()}
-    drawn = random.random(), np.random.rand(), torch.rand(())
-    set_random_states(states, cpu)
-    assert (random.random(), np.random.rand(), torch.rand(())) == drawn
-
-
 def test_resuming_inside_an_epoch_with_another_batch_size_is_refused(tmp_path: Path) -> None:
     fit(tmp_path)
-    with pytest.raises(PolicyError, match="batch_size=4, here it is 2"):
+    with pytest.raises(PolicyError, match=r"'batch_size': 4}, here it is .*'batch_size': 2}"):
         fit(tmp_path, tmp_path / "1_2_0_batch.ckpt", data=Numbers(batch_size=2, seed=5))
 
 
@@ -391,15 +345,6 @@ def test_resuming_on_two_processes_gives_the_same_bits(tmp_path: Path) -> None:
     assert run("end_of_an_epoch", "1_4_0_batch.ckpt") == whole
 
 
-@pytest.mark.slow
-def test_every_process_resumes_a_loader_of_its_own(tmp_path: Path) -> None:
-    def run(resume_from: Path | None = None) -> list[Any]:
-        fit(tmp_path, resume_from, data=DrawnNumbers(batch_size=2, seed=5), strategy="ddp_fork", devices=2)
-        return content(tmp_path / "2_4_2_epoch.ckpt")
-
-    assert run() == run(tmp_path / "1_2_0_batch.ckpt")
-
-
 # ---- what cannot be restored
 
 
@@ -446,12 +391,6 @@ def test_a_file_that_is_no_checkpoint_is_refused_before_it_is_restored(tmp_path:
     (tmp_path / "a.ckpt").write_text("no checkpoint")
     with pytest.raises(PolicyError, match=r"a\.ckpt"), checked_restore(tmp_path / "a.ckpt"):
         raise AssertionError("restored")
-
-
-@pytest.mark.parametrize("error", [KeyError("as it is"), PolicyError("as it is")])
-def test_an_error_that_restoring_did_not_cause_stays_as_it_is(checkpoint: Path, error: Exception) -> None:
-    with pytest.raises(type(error), match="as it is"), checked_restore(checkpoint):
-        raise error
 
 
 def test_a_state_that_cannot_be_restored_is_named(train, checkpoint: Path) -> None:
@@ -602,15 +541,3 @@ def test_a_test_of_another_checkpoint_does_not_change_the_best(tmp_path: Path) -
         Scored((0.0,) * 9, None), data, ckpt_path=tmp_path / "former/last.ckpt", weights_only=True
     )
     assert kept(trainer) == before
-
-
-def test_a_save_that_waits_for_the_next_validation_is_not_lost(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {
-        "best": ({"every_n_train_steps": 3},),
-        "last_every": 3,
-        "check_val_every_n_epoch": 2,
-    }
-    whole = fit_scored(tmp_path / "whole", **settings)
-    fit_scored(tmp_path / "killed", kill=2, **settings)
-    resumed = fit_scored(tmp_path / "killed", tmp_path / "killed/last.ckpt", **settings)
-    assert kept(resumed) == kept(whole)
