@@ -203,25 +203,6 @@ def deconv() -> Figure:
     return rectifiers("deconv_relu")
 
 
-@picture
-def redirected() -> Figure:
-    """Redirected ReLU: a sample that passes nothing, and one that passes something."""
-    canvas, panels = figure(3)
-    panel(panels[0], "forward: unchanged", y_label="y").plot(X, X.relu(), color=FORWARD)
-    shut = X[X < 0][None]
-    for axes, x, title in (
-        (panels[1], shut, "backward: whole sample shut"),
-        (panels[2], X[None], "some units open"),
-    ):
-        panel(axes, title, y_label="gradient passed")
-        for incoming, colour in ((1.0, BACKWARD), (-1.0, OTHER)):
-            label = f"incoming {incoming:+.0f}".replace("-", "−")
-            axes.plot(x[0], passed("redirected_relu", x, x.relu(), incoming)[0], color=colour, label=label)
-        axes.set(xlim=(-3, 3), ylim=(-1.15, 1.15))
-    key(panels[1])
-    return canvas
-
-
 SURROGATES = (
     *("identity", "hardtanh", "tanh", "sigmoid", "fast_sigmoid", "arctan"),
     *("triangular", "approx_sign", "swish_sign"),
@@ -311,22 +292,6 @@ def rotation_arrows(axes: Axes) -> None:
     arrows(axes, vectors, turned, BACKWARD, "rotation")
     axes.set(xlim=(0, 3.0), ylim=(-0.4, 2.6), aspect="equal")
     key(axes, "upper right")
-
-
-@picture
-def gate() -> Figure:
-    """Draw a choice between two branches."""
-    canvas, (left, right) = figure(2)
-    condition = X > 0.5
-    first, second = X, torch.full_like(X, -0.5)
-    panel(left, "forward: where(x > 0.5, x, −0.5)", y_label="y")
-    left.plot(X, torch.where(condition, first, second), color=FORWARD)
-    _, to_first, to_second = gp.get_rule("gate")(torch.ones_like(X), (condition, first, second), X)
-    panel(right, "backward, incoming 1", y_label="gradient passed")
-    right.plot(X, to_first, color=BACKWARD, label="to the first branch")
-    right.plot(X, to_second, color=OTHER, linestyle="--", label="to the second branch")
-    key_below(canvas, right)
-    return canvas
 
 
 @picture
