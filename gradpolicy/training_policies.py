@@ -21,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 from gradpolicy.checkpoint_file import load_file
 from gradpolicy.checks import check_whole
 from gradpolicy.display import wide_console
-from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.distributed.ranks import Ranks
 from gradpolicy.errors import PolicyError, check_named, shortened
 from gradpolicy.factors import divided_factors
@@ -261,16 +260,13 @@ class TrainingPolicies:
         self._warn_of(divided_factors(self.policies, named, plain))
         self._buffers = None if self.freezer is None else (model, copy_buffers(model))
 
-    def _join_ranks(
-        self, model: nn.Module, wrapped: nn.Module | None, communication: ActiveEntries | None = None
-    ) -> None:
+    def _join_ranks(self, model: nn.Module, wrapped: nn.Module | None) -> None:
         """Prepare training with several processes; ``wrapped`` is the DistributedDataParallel module."""
         self.ranks = Ranks(
             wrapped,
             once_each(named_parameters(model)),
             self.freezer,
             self.masked_optimizers,
-            communication=communication,
             agreement_every=self.agreement_every,
         )
 
@@ -327,7 +323,7 @@ class TrainingPolicies:
             cut = any(
                 _cuts(policy) and policy.when.contains(updates, epoch) for policy in self.policies.values()
             )
-            self.ranks.begin_step(updates, cut=cut, wanted=self._wanted_gradients())
+            self.ranks.begin_step(updates, cut=cut)
         self._updates_seen = updates
         self._tell_what_trains()
         return True

@@ -36,7 +36,6 @@ FEATURES = {
     "resume": "resume, bit for bit",
     "resume elsewhere": "resume under another strategy or number of processes",
     "agreement": "agreement check of the ranks",
-    "active only": "send active entries only",
     "audit": "audit of frozen entries",
     "delta": "write a delta file",
 }

@@ -1,1 +1,1 @@
-"""Several processes: agreement of ranks, DDP's reducer, communication, sharded checkpoints."""
+"""Several processes: agreement of ranks, DDP's reducer, sharded checkpoints."""

@@ -9,7 +9,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from gradpolicy.distributed.agreement import check_agreement
-from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.distributed.reducer import ReducerUpdater
 from gradpolicy.freezing import Freezer
 from gradpolicy.optim import MaskedOptimizer
@@ -18,22 +17,18 @@ from gradpolicy.tensors.sharding import is_sharded, local_shard
 
 
 class Ranks:
-    """Prepares DDP's reducer and communication hook for masks, and checks that the ranks agree.
+    """Prepares DDP's reducer for masks, and checks that the ranks agree.
 
     Before each effective step, after its masks are set, :meth:`begin_step` rebuilds the reducer if the set of
-    active parameters has changed, passes the masks to the communication hook, and at some steps checks that
-    all ranks have the same masks, ages and weights.
+    active parameters has changed, and at some steps checks that all ranks have the same masks, ages and
+    weights.
 
     Args:
         model: The model, wrapped in DistributedDataParallel if that is used.
         named: Its parameters by name.
         freezer: The freezer of the freeze policies; None if there are none.
         optimizers: The masked optimizers.
-        communication: Sends active entries only; None sends all.
         agreement_every: Effective steps between checks; None for no checks.
-
-    Raises:
-        PolicyError: If a communication hook is given for a model without DistributedDataParallel.
 
     Example:
         ::
@@ -52,35 +47,28 @@ class Ranks:
         freezer: Freezer | None = None,
         optimizers: Iterable[MaskedOptimizer] = (),
         *,
-        communication: ActiveEntries | None = None,
         agreement_every: int | None = 100,
     ) -> None:
         self.named = dict(named)
         self.freezer = freezer
         self.optimizers = list(optimizers)
-        self.communication = communication
         self.agreement_every = agreement_every
         self.reducer: ReducerUpdater | None = None
         if isinstance(model, DistributedDataParallel):
-            self.reducer = ReducerUpdater(model, communication)
-        if communication is not None:
-            communication.register(model)  # type: ignore[arg-type]
+            self.reducer = ReducerUpdater(model)
 
-    def begin_step(self, step: int, *, cut: bool = False, wanted: Iterable[str] = ()) -> None:
+    def begin_step(self, step: int, *, cut: bool = False) -> None:
         """Prepare an effective step; every rank must call this with the same arguments.
 
         Args:
             step: Effective optimizer steps taken so far.
             cut: True if a policy cuts the graph in this step, so that parameters may get no gradient.
-            wanted: The parameters whose whole gradient a mask source needs, including frozen entries.
 
         Raises:
             PolicyError: If the ranks disagree.
         """
         if self.reducer is not None:
             self.reducer.refresh(find_unused_parameters=cut)
-        if self.communication is not None:
-            self.communication.use_masks(self._masks(set(wanted)))
         if self.agreement_every is not None and step % self.agreement_every == 0:
             self._check_agreement(f"before update {step + 1}")
 
@@ -88,8 +76,6 @@ class Ranks:
         """Leave the model to training without policies, which have been removed from it."""
         if self.reducer is not None:
             self.reducer.release()
-        if self.communication is not None:
-            self.communication.use_masks({})
 
     def _check_agreement(self, moment: str) -> None:
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -147,15 +133,6 @@ class Ranks:
             for path, value in leaves:
                 schedules[f"what policy {name!r} remembers as {keystr(path)}"] = value
         return schedules
-
-    def _masks(self, wanted: set[str]) -> dict[Tensor, Any]:
-        if self.freezer is None:
-            return {}
-        return {
-            parameter: self.freezer.mask_of(name)
-            for name, parameter in self.freezer.parameters.items()
-            if name not in wanted
-        }
 
 
 def _replica_groups(parameter: Tensor) -> list[Any]:

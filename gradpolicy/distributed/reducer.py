@@ -14,7 +14,6 @@ from torch import nn
 from torch._C._distributed_c10d import _register_comm_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.distributed.row_reducer import RowReducer
 from gradpolicy.freezing.row_gradients import has_row_gradient, rows_of, set_whole
 
@@ -33,7 +32,6 @@ class ReducerUpdater:
     Args:
         model: The DistributedDataParallel module. Since it was created, only another updater may have frozen
             or thawed parameters.
-        communication: The model's communication hook; gradients of rows are sent in its dtype.
 
     Attributes:
         rebuilds: The number of rebuilds.
@@ -47,9 +45,9 @@ class ReducerUpdater:
             updater.refresh()
     """
 
-    def __init__(self, model: DistributedDataParallel, communication: ActiveEntries | None = None) -> None:
+    def __init__(self, model: DistributedDataParallel) -> None:
         self.model = model
-        self.rows = RowReducer(model, communication)
+        self.rows = RowReducer(model)
         self.rebuilds = 0
         before: ReducerUpdater | None = vars(model).pop(_RELEASED, None)
         if before is None:

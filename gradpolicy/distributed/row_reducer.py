@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from gradpolicy.distributed.compression import ActiveEntries, Traffic
 from gradpolicy.tensors.row_gradient import ActiveRows, RowGradient
 
 
@@ -20,16 +19,10 @@ class RowReducer:
 
     Args:
         model: The wrapped model.
-        communication: The model's communication hook: rows are sent in its dtype and counted by it.
-
-    Attributes:
-        traffic: Counts what was sent.
     """
 
-    def __init__(self, model: DistributedDataParallel, communication: ActiveEntries | None = None) -> None:
+    def __init__(self, model: DistributedDataParallel) -> None:
         self.model = model
-        self.traffic = Traffic() if communication is None else communication.traffic
-        self._dtype = None if communication is None else communication.dtype
         self._rows: Mapping[nn.Parameter, ActiveRows] = {}
         self._is_queued = False
         self._hook = model.register_forward_hook(self._after_forward)
@@ -69,14 +62,12 @@ class RowReducer:
         # A parameter that no rank used keeps a gradient of None.
         used = values[0].new_tensor([parameter.grad is not None for parameter in parameters])
         packed = torch.cat([used, *[each.flatten() / self.model.process_group.size() for each in values]])
-        packed = packed if self._dtype is None else packed.to(self._dtype)
         dist.all_reduce(packed, group=self.model.process_group)
         used, *averages = packed.split([len(used), *[each.numel() for each in values]])
         for parameter, own, average, is_used in zip(parameters, values, averages, used.tolist(), strict=True):
             own.copy_(average.view(own.shape))
             if parameter.grad is None and is_used:
                 parameter.grad = RowGradient(own, *self._rows[parameter], parameter.shape)
-        self.traffic.add(packed, sum(parameter.nbytes for parameter in parameters))
 
     def _values(self, parameter: nn.Parameter) -> Tensor:
         """Return the gradient of a parameter's rows, to be written to; zeros if it has none."""

@@ -12,7 +12,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.lightning.trainer_parts import STEP_METHODS, callbacks_of, log_interval
 from gradpolicy.lightning.weight_averaging import check_weight_averaging
 from gradpolicy.measurements import summary
@@ -50,7 +49,6 @@ class GradientPolicies(TrainingPolicies, Callback):
             those of a test at its end, as ``test/policy/<name>/…``.
         agreement_every: With several processes, the number of updates between comparisons of the checksums of
             masks, ages and weights; None for no comparisons.
-        communication: Under DistributedDataParallel: sends the gradients of active entries only.
         layers: Print what trains, layer by layer, before the first update.
 
     Attributes:
@@ -82,11 +80,9 @@ class GradientPolicies(TrainingPolicies, Callback):
         seed: int = 0,
         log: bool = True,
         agreement_every: int | None = 100,
-        communication: ActiveEntries | None = None,
         layers: bool = True,
     ) -> None:
         super().__init__(policies, seed=seed, log=log, agreement_every=agreement_every, layers=layers)
-        self.communication = communication
         # True if the update that is being prepared is measured, and the evaluation that is measured.
         self._measures = False
         self._evaluated: str | None = None
@@ -114,8 +110,7 @@ class GradientPolicies(TrainingPolicies, Callback):
                 trainer.strategy.optimizers = optimizers
         self._check_installed(pl_module, optimizers)
         # The same configuration also runs on one process, which sends nothing.
-        communication = self.communication if trainer.world_size > 1 else None
-        self._join_ranks(pl_module, trainer.strategy.model, communication)
+        self._join_ranks(pl_module, trainer.strategy.model)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install flow policies, or switch them to this phase within a fit."""

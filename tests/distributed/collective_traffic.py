@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-STRATEGIES = ("ddp", "ddp active", "fsdp2")
+STRATEGIES = ("ddp", "fsdp2")
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, BROADCAST = "all_reduce", "all_gather", "reduce_scatter", "broadcast"
 # By operator: which collective it is, and the argument that is as large as the whole payload.
 _COLLECTIVES = {
@@ -53,7 +53,7 @@ def expected(
     """What a rank holds and sends in a step of Adam, without masks, activations and gathered blocks.
 
     Args:
-        strategy: ``"ddp"``, ``"ddp active"`` (the communication hook) or ``"fsdp2"``.
+        strategy: ``"ddp"`` or ``"fsdp2"``.
         entries: Number of entries of the model, P.
         ranks: Number of processes, N.
         active: Share of entries that train.
@@ -70,8 +70,7 @@ def expected(
     if strategy == "fsdp2":
         payload = {ALL_GATHER: 2 * whole, REDUCE_SCATTER: whole}
         return Cost(whole / ranks, whole / ranks, moments / ranks, payload)
-    sent = whole * active if strategy == "ddp active" else whole
-    return Cost(whole, whole, moments, {ALL_REDUCE: sent})
+    return Cost(whole, whole, moments, {ALL_REDUCE: whole})
 
 
 def ring(collective: str, payload: float, ranks: int) -> float:

@@ -15,7 +15,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 import gradpolicy as gp
-from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.distributed.ranks import Ranks
 from gradpolicy.freezing import Freezer
 
@@ -200,45 +199,6 @@ class Thaw(Callback):
 
 def test_what_was_frozen_before_wrapping_is_reduced_once_it_thaws(pair: ProcessPool) -> None:
     check_equal(pair(frozen_by_hand, "ddp"), frozen_by_hand("one process"))
-
-
-def with_communication(kind: str, dtype: str | None) -> tuple[dict[str, Any], float]:
-    communication = ActiveEntries(dtype)
-    known = fit("ddp", kind, callback={"communication": communication})
-    return known, communication.traffic.share
-
-
-@pytest.mark.supports("active only", loop="lightning", processes="ddp")
-@pytest.mark.parametrize("kind", ["entries", "rows", "layers"])
-def test_sending_active_entries_only_changes_nothing_but_the_bytes(pair: ProcessPool, kind: str) -> None:
-    known, share = pair(with_communication, kind, None)[0]
-    plain = pair(fit, "ddp", kind)[0]
-    for name, weight in plain["weights"].items():
-        torch.testing.assert_close(known["weights"][name], weight, rtol=1e-5, atol=1e-6)
-    if kind != "layers":
-        assert share < 0.75
-    assert share <= 1.0
-
-
-@pytest.mark.parametrize("kind", ["entries", "rows"])
-def test_half_the_bytes_are_sent_in_a_dtype_of_half_the_size(pair: ProcessPool, kind: str) -> None:
-    assert pair(with_communication, kind, "bfloat16")[0][1] == pair(with_communication, kind, None)[0][1] / 2
-
-
-def with_communication_under_fsdp() -> str:
-    return refusal(fit, "fsdp2", "entries", callback={"communication": ActiveEntries()})
-
-
-@pytest.mark.supports(
-    "active only", loop="lightning", processes="fsdp2", no="FSDP2 has no communication hook"
-)
-def test_the_hook_is_refused_where_there_is_no_reducer(pair: ProcessPool) -> None:
-    assert all("needs DistributedDataParallel" in text for text in pair(with_communication_under_fsdp))
-
-
-def test_one_process_takes_the_same_settings() -> None:
-    known = fit("one process", "entries", callback={"communication": ActiveEntries("bfloat16")})
-    assert len(known["losses"]) == UPDATES
 
 
 def zero(module: nn.Module) -> ZeroRedundancyOptimizer:

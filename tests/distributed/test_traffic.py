@@ -9,7 +9,6 @@ from process_pool import ProcessPool, here
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.lightning.fully_shard_strategy import shard_modules
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.tensors.sharding import local_shard
@@ -42,10 +41,6 @@ def counted(strategy: str, frozen_state: str) -> dict[str, Any]:
     if frozen_state != "none":
         for parameter in model.parameters():
             optimizer.set_mask(parameter, quarter(parameter), frozen_state=frozen_state)
-    if strategy == "ddp active":
-        communication = ActiveEntries()
-        communication.register(wrapped)
-        communication.use_masks({parameter: quarter(parameter) for parameter in model.parameters()})
     # In its second step DistributedDataParallel settles the order of its buckets.
     for _ in range(3):
         optimizer.zero_grad()
@@ -72,8 +67,8 @@ def held(tensors: list[Tensor]) -> int:
 def test_a_rank_holds_and_sends_what_the_formula_says(
     pools: dict[int, ProcessPool], strategy: str, ranks: int
 ) -> None:
-    formula = expected(strategy, ENTRIES, ranks, active=0.25 if strategy == "ddp active" else 1.0)
-    for rank in pools[ranks](counted, strategy, "keep" if strategy == "ddp active" else "none"):
+    formula = expected(strategy, ENTRIES, ranks, active=1.0)
+    for rank in pools[ranks](counted, strategy, "none"):
         assert rank["payload"] == formula.payload
         assert (rank["weights"], rank["gradients"]) == (formula.weights, formula.gradients)
         assert rank["moments"] == formula.moments

@@ -16,7 +16,6 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 import gradpolicy as gp
-from gradpolicy.distributed.compression import ActiveEntries
 from gradpolicy.measurements import Measurements, summary
 from gradpolicy.planning.plan import training_loss
 from tests.fixtures import TwoLayers
@@ -726,13 +725,11 @@ def test_what_is_for_several_processes_does_no_harm_on_one(train):
 
     class Reads(Callback):
         def on_train_start(self, trainer, pl_module):
-            seen.append((callback.ranks.agreement_every, callback.ranks.communication))
+            seen.append(callback.ranks.agreement_every)
 
-    communication = ActiveEntries()
-    callback = gp.GradientPolicies(HALF, agreement_every=7, communication=communication)
-    assert callback.communication is communication
+    callback = gp.GradientPolicies(HALF, agreement_every=7)
     assert train(callback, Reads()).global_step == 4
-    assert seen == [(7, None)]
+    assert seen == [7]
     assert callback.ranks is None
 
 
