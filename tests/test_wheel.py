@@ -94,8 +94,8 @@ def test_the_wheel_passes_the_check_of_the_workflow(
 
 
 def test_the_core_is_enough_for_a_loop_of_ones_own(environment: Path, tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "integrations" / "plain_loop.md").read_text()
-    (loop,) = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    page = (ROOT / "docs" / "integrations" / "loops.md").read_text()
+    loop, *_ = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
     (tmp_path / "loop.py").write_text(loop)
     run(environment / "python", "loop.py", cwd=tmp_path)
     asked = f"from importlib.util import find_spec; print([name for name in {HEAVY} if find_spec(name)])"

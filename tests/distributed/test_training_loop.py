@@ -123,15 +123,15 @@ def test_a_sharded_loop_resumes_bit_for_bit_with_what_its_sources_have_decided(
 
 def run_page(program: str) -> dict[str, Tensor]:
     names: dict[str, Any] = {}
-    exec(compile(program, "fsdp2.md", "exec"), names)
+    exec(compile(program, "loops.md", "exec"), names)
     return weights_of(names["model"])
 
 
 def test_the_page_on_fsdp2_runs_and_resumes_as_it_stands(pair: ProcessPool, tmp_path: Path) -> None:
     from tests.docs.test_integrations import by_hand
 
-    program = blocks(DOCS / "integrations" / "fsdp2.md", "python")[0]
-    text = (DOCS / "integrations" / "fsdp2.md").read_text()
+    program = blocks(DOCS / "integrations" / "loops.md", "python")[-1]
+    text = (DOCS / "integrations" / "loops.md").read_text()
     resume = text.partition("```python no-test\n")[2].partition("```")[0]
     loop = "    for step in range(20):"
     program, resume = (

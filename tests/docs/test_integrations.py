@@ -17,11 +17,16 @@ from torch.nn.functional import cross_entropy
 
 import gradpolicy as gp
 from gradpolicy.freezing import Freezer
-from tests.docs.markdown import DOCS, blocks
+from tests.docs.markdown import DOCS
 
 
-def block(page: str, language: str) -> str:
-    return blocks(DOCS / "integrations" / f"{page}.md", language)[0]
+def block(place: str, language: str) -> str:
+    """Return the first block of a page, or of one of its sections."""
+    page, _, section = place.partition("#")
+    text = (
+        (DOCS / "integrations" / f"{page}.md").read_text().partition(f"\n## {section}")[2 if section else 0]
+    )
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)[0]
 
 
 def run_page(page: str, name: str = "page") -> dict[str, Any]:
@@ -65,12 +70,12 @@ def assert_same(first: nn.Module, second: nn.Module) -> None:
 
 
 def test_the_plain_loop() -> None:
-    model = run_page("plain_loop")["model"]
+    model = run_page("loops#Plain PyTorch")["model"]
     assert_same(model, by_hand(20, lambda step: [slice(None)], every=5))
 
 
 def test_fabric_trains_the_bits_of_the_plain_loop() -> None:
-    fabric, plain = (run_page(page)["model"] for page in ("fabric", "plain_loop"))
+    fabric, plain = (run_page(page)["model"] for page in ("loops#Fabric", "loops#Plain PyTorch"))
     for name, value in plain.state_dict().items():
         assert torch.equal(fabric.state_dict()[name], value), name
 
@@ -79,21 +84,21 @@ def test_fabric_trains_the_bits_of_the_plain_loop() -> None:
     ("page", "loop", "steps", "save", "load"),
     [
         (
-            "plain_loop",
+            "loops#Plain PyTorch",
             "for step in range(20):",
             (7, 13),
             'torch.save([model.state_dict(), optimizer.state_dict()], "saved")',
             'a, b = torch.load("saved"); model.load_state_dict(a); optimizer.load_state_dict(b)',
         ),
         (
-            "fabric",
+            "loops#Fabric",
             "for step in range(20):",
             (7, 13),
             'fabric.save("saved", {"model": fabric_model, "optimizer": optimizer})',
             'fabric.load("saved", {"model": fabric_model, "optimizer": optimizer})',
         ),
         (
-            "accelerate",
+            "loops#accelerate",
             "for epoch in range(3):",
             (1, 2),
             'accelerator.save_state("saved")',
@@ -118,7 +123,7 @@ def test_a_loop_goes_on_exactly_from_what_its_page_has_one_save(
 
 @pytest.mark.supports("entries", "flow", "accumulation", "clipping", loop="huggingface")
 def test_accelerate_follows_accumulation() -> None:
-    names = run_page("accelerate")
+    names = run_page("loops#accelerate")
     assert names["optimizer"].optimizer.effective_steps == 6
     parts = [slice(start, start + 16) for start in range(0, 64, 16)]
     assert_same(names["model"], by_hand(6, lambda step: parts[2 * step % 4 :][:2], every=1))
@@ -137,7 +142,7 @@ def run_on_two_processes(program: str, folder: Path) -> list[dict[str, torch.Ten
 @pytest.mark.supports("entries", "flow", "clipping", loop="plain", processes="ddp")
 @pytest.mark.slow
 def test_fabric_on_two_processes(tmp_path: Path) -> None:
-    program = block("fabric", "python").replace("devices=1", 'strategy="ddp", devices=2')
+    program = block("loops#Fabric", "python").replace("devices=1", 'strategy="ddp", devices=2')
     # Each rank takes every second point.
     program = program.replace("(inputs), labels)", "(inputs[part]), labels[part])")
     program = program.replace("for step in", "part = slice(fabric.global_rank, None, 2)\n    for step in")
@@ -148,19 +153,22 @@ def test_fabric_on_two_processes(tmp_path: Path) -> None:
 
 
 def test_accelerate_may_prepare_what_the_block_gives_too() -> None:
-    program = block("accelerate", "python")
+    program = block("loops#accelerate", "python")
     prepare = "prepared, optimizer, batches = accelerator.prepare(model, optimizer, loader)\n"
     names: dict[str, Any] = {}
     within = program.replace(prepare, "").replace("    for epoch", f"    {prepare}    for epoch")
-    exec(compile(within.replace("gp.training(prepared,", "gp.training(model,"), "accelerate", "exec"), names)
-    for name, value in run_page("accelerate")["model"].state_dict().items():
+    exec(
+        compile(within.replace("gp.training(prepared,", "gp.training(model,"), "loops#accelerate", "exec"),
+        names,
+    )
+    for name, value in run_page("loops#accelerate")["model"].state_dict().items():
         assert torch.equal(names["model"].state_dict()[name], value), name
 
 
 @pytest.mark.supports("entries", "flow", "accumulation", "clipping", loop="huggingface", processes="ddp")
 @pytest.mark.slow
 def test_accelerate_on_two_processes(tmp_path: Path) -> None:
-    first, second = run_on_two_processes(block("accelerate", "python"), tmp_path)
+    first, second = run_on_two_processes(block("loops#accelerate", "python"), tmp_path)
     assert all(torch.equal(first[name], second[name]) for name in first)
     # Each rank takes two of the four batches of an epoch, for one step.
     parts = [slice(start, start + 16) for start in range(0, 64, 16)]
@@ -169,8 +177,8 @@ def test_accelerate_on_two_processes(tmp_path: Path) -> None:
 
 def test_lightning_cli_trains_the_bits_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("fit.yaml").write_text(block("lightning_cli", "yaml"))
-    names = run_page("lightning_cli")
+    Path("fit.yaml").write_text(block("hydra#With LightningCLI", "yaml"))
+    names = run_page("hydra#With LightningCLI")
     # What the page's last line does, with the command line beneath it.
     monkeypatch.setattr(sys, "argv", ["main.py"])
     arguments = ["fit", "--config", "fit.yaml"]
@@ -187,7 +195,7 @@ def test_lightning_cli_trains_the_bits_of_python(tmp_path: Path, monkeypatch: py
 
     seed_everything(0, workers=True, verbose=False)
     model = names["Net"]()
-    settings = yaml.safe_load(block("lightning_cli", "yaml"))["trainer"]
+    settings = yaml.safe_load(block("hydra#With LightningCLI", "yaml"))["trainer"]
     trunk = gp.Freeze(gp.masks.Random(0.5, every=5), params="trunk.*", frozen_state="zero", when={"start": 2})
     policies = {"rounding": gp.StraightThrough(ops=["round"]), "trunk": trunk}
     settings["callbacks"] = [gp.GradientPolicies(policies, seed=0)]
