@@ -68,8 +68,6 @@ def for_the_site(app: Sphinx, name: str, source: list[str]) -> None:
     """Add what only the site needs to the source of a page, which also renders on GitHub."""
     if name.endswith("/README"):
         source[0] += FOLDER_PAGE.format(pages="*")
-    elif name == "insight":
-        source[0] += FOLDER_PAGE.format(pages="insight/*")
     elif name == "index":
         # A glob without a match would be a warning.
         source[0] = "\n".join(line for line in source[0].split("\n") if has_pages(line))
