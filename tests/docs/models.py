@@ -33,14 +33,6 @@ class Noisy(nn.Linear):
         return one_hot((scores + noise).argmax(-1), self.out_features)
 
 
-class Drawn(nn.Linear):
-    """Draws from a categorical distribution."""
-
-    def forward(self, x):
-        shares = torch.softmax(super().forward(x), -1)
-        return one_hot(torch.multinomial(shares, 1).squeeze(-1), self.out_features)
-
-
 class Experts(nn.Module):
     """Classifies flattened images with the expert that the router chooses."""
 

@@ -37,14 +37,12 @@ CHARACTERS = "model=character_transformer data=tiny_shakespeare data.download=tr
 # The default model rounds: most policies are planned beside the one that passes the gradient there.
 DEFAULT = "policy=[straight_through,{}]"
 COMMANDS = {
-    **dict.fromkeys(["quantiser", "across", "hardening", "sine", "smooth", "sparse"], "policy={}"),
-    "part_of_head": "policy={}",
+    **dict.fromkeys(["quantiser", "across", "sine", "smooth", "sparse"], "policy={}"),
     "rounding": "extensions=[my_rules] policy={}",
     "new_tokens": CHARACTERS,
     "residual": CHARACTERS,
     "bits": "model=visual_attention model.model.size=8 policy={}",
     "choices": "model=experts policy={}",
-    "actions": "model=experts model.model.router._target_=tests.docs.models.Drawn policy={}",
     "rotated_codes": "model=coded policy={}",
 }
 
