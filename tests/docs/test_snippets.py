@@ -37,7 +37,7 @@ CHARACTERS = "model=character_transformer data=tiny_shakespeare data.download=tr
 # The default model rounds: most policies are planned beside the one that passes the gradient there.
 DEFAULT = "policy=[straight_through,{}]"
 COMMANDS = {
-    **dict.fromkeys(["quantiser", "across", "sine", "smooth", "sparse"], "policy={}"),
+    **dict.fromkeys(["quantiser", "across", "sine", "smooth"], "policy={}"),
     "rounding": "extensions=[my_rules] policy={}",
     "new_tokens": CHARACTERS,
     "residual": CHARACTERS,
