@@ -72,8 +72,8 @@ def for_the_site(app: Sphinx, name: str, source: list[str]) -> None:
         # A glob without a match would be a warning.
         source[0] = "\n".join(line for line in source[0].split("\n") if has_pages(line))
     # Files outside `docs` have pages of their own on the site.
-    source[0] = source[0].replace("](../CONTRIBUTING.md)", "](contributing.md)")
-    source[0] = source[0].replace("](../CHANGELOG.md)", "](changelog.md)")
+    source[0] = source[0].replace("](../CONTRIBUTING.md)", "](project.md)")
+    source[0] = source[0].replace("](../CHANGELOG.md)", "](project.md)")
 
 
 def setup(app: Sphinx) -> None:
