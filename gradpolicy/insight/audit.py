@@ -43,7 +43,6 @@ class Audit(Callback):
     Args:
         directory: The directory of ``audit.json``; default: the trainer's.
         entries: The number of random entries of each tensor that are compared.
-        seed: The seed of the random entries.
 
     Raises:
         PolicyError: For a wrong argument, and under DeepSpeed's stage 3.
@@ -52,17 +51,16 @@ class Audit(Callback):
 
     KEY = "gradpolicy_audit"
 
-    def __init__(self, directory: str | Path | None = None, *, entries: int = 4096, seed: int = 0) -> None:
+    def __init__(self, directory: str | Path | None = None, *, entries: int = 4096) -> None:
         self.directory = directory
         self.entries = check_whole("callbacks.audit.entries", entries, least=1)
-        self.seed = check_whole("callbacks.audit.seed", seed, least=0)
         self._reset()
 
     def _reset(self) -> None:
         self._freezer: Freezer | None = None
         self._snapshots: dict[str, Snapshot] = {}
         self._next_copy = 0
-        self._counted, self._before_resuming, self._rank = merged([]), merged([]), 0
+        self._counted, self._rank = merged([]), 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Reset all counts for a fit."""
@@ -75,13 +73,12 @@ class Audit(Callback):
         self._rank = trainer.global_rank
         if policies is None or policies.freezer is None:
             return
-        if any(hasattr(parameter, "ds_id") for parameter in policies.freezer.parameters.values()):
-            raise PolicyError(
-                "callbacks.audit: DeepSpeed's stage 3 keeps no whole weights to compare; leave the audit "
-                "out, or use stage 1 or 2"
-            )
         self._freezer = policies.freezer
         self._freezer.observers.append(self)
+        if any(hasattr(parameter, "ds_id") for parameter in self._freezer.parameters.values()):
+            raise PolicyError(
+                "callbacks.audit: DeepSpeed's stage 3 keeps no whole weights: leave the audit out"
+            )
 
     def before_masks(self, names: Collection[str]) -> None:
         """Compare entries of parameters whose masks are about to change."""
@@ -106,28 +103,26 @@ class Audit(Callback):
         self._take(names)
         # As in a run that is resumed from here.
         self._next_copy = 0
-        total = self._total(trainer)
+        total = merged(of_every_rank(self._counted))
         checkpoint[self.KEY] = total.model_dump()
-        if self._freezer is not None:
-            _raise_if(total)
+        _raise_if(total)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Load the counts from before the run was resumed."""
         if trainer.state.fn is TrainerFn.FITTING and trainer.is_global_zero and self.KEY in checkpoint:
-            self._before_resuming = AuditFile.model_validate(checkpoint[self.KEY], strict=True)
+            self._counted = AuditFile.model_validate(checkpoint[self.KEY], strict=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compare for the last time, after all other callbacks; write the file and print the result."""
         self._compare([*self._snapshots])
         # No error before all ranks have counted.
-        total = self._total(trainer)
+        total = merged(of_every_rank(self._counted))
         if trainer.is_global_zero:
             self._write(trainer, total)
             if self._freezer is not None:
-                intervals = f"{total.intervals:,} interval{'' if total.intervals == 1 else 's'}"
-                say(f"frozen entries: {intervals}, {total.changed:,} changed")
+                say(f"frozen entries: {total.intervals:,} intervals, {total.changed:,} changed")
         self._detach()
         _raise_if(total)
 
@@ -135,16 +130,12 @@ class Audit(Callback):
         """Write the counts of this process; others may be gone, so nothing is gathered."""
         self._detach()
         if self._counted.differences or trainer.world_size == 1:
-            self._write(trainer, merged([self._counted, self._before_resuming]))
+            self._write(trainer, self._counted)
 
     def _detach(self) -> None:
         if self._freezer is not None:
             self._freezer.observers.remove(self)
         self._freezer = None
-
-    def _total(self, trainer: Trainer) -> AuditFile:
-        """Return the counts of all ranks; every rank must call this."""
-        return merged([*of_every_rank(self._counted), *of_every_rank(self._before_resuming)])
 
     def _write(self, trainer: Trainer, total: AuditFile) -> None:
         directory = Path(self.directory or trainer.log_dir or trainer.default_root_dir)
@@ -168,9 +159,7 @@ class Audit(Callback):
         """Compare the entries of these parameters with their copies, which are discarded."""
         if (freezer := self._freezer) is None:
             return
-        for name in names:
-            if name not in self._snapshots:
-                continue
+        for name in self._snapshots.keys() & names:
             begun, places, bits = self._snapshots.pop(name)
             now = bits_at(local_shard(freezer.parameters[name].detach()), places).to(bits.device)
             changed, step = int((now != bits).any(1).sum()), _updates(freezer)
@@ -194,12 +183,11 @@ class Audit(Callback):
         if own.numel() <= self.entries:
             places = torch.arange(own.numel(), device=own.device)
         else:
-            seed = derive("audit", self.seed + self._rank, name, _updates(freezer))
-            generator = torch.Generator("cpu").manual_seed(seed)
+            generator = torch.Generator("cpu").manual_seed(
+                derive("audit", self._rank, name, _updates(freezer))
+            )
             drawn = torch.randint(own.numel(), (self.entries,), generator=generator, device="cpu")
             places = drawn.unique().to(own.device)
-        if isinstance(mask, bool):
-            return places[: 0 if mask else None]
         active = as_tensor(mask, parameter.shape, own.device)
         active = local_mask(active.reshape((1,) * (own.dim() - active.dim()) + active.shape), parameter)
         return places[~active.expand(own.shape).reshape(-1)[places]]
@@ -233,5 +221,4 @@ def merged(parts: Sequence[AuditFile]) -> AuditFile:
 
 def _raise_if(found: AuditFile) -> None:
     if found.differences:
-        more = f" (and {len(found.differences) - 1} more in {AUDIT})" if len(found.differences) > 1 else ""
-        raise PromiseError(f"audit: {found.differences[0]}{more}")
+        raise PromiseError(f"audit: {'; '.join(found.differences[:3])}")

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from gradpolicy.checks import check_whole
-from gradpolicy.errors import PolicyError, shown, unknown
+from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.flow.seen import Seen
 from gradpolicy.tensors.sharding import is_sharded
 
@@ -57,12 +57,10 @@ class Estimate:
         value: The estimate.
         standard_error: The standard error of the mean over the samples, without the error of finite
             differences.
-        samples: The number of products with J.
     """
 
     value: float
     standard_error: float
-    samples: int
 
 
 def gradient_at(loss: Loss, parameters: Named, delta: Named) -> dict[str, Tensor]:
@@ -77,8 +75,7 @@ def gradient_at(loss: Loss, parameters: Named, delta: Named) -> dict[str, Tensor
         The gradient by name, in the parameters' shapes and dtypes; zeros for unused parameters.
 
     Raises:
-        PolicyError: For a parameter without ``requires_grad``, a wrong name or shape in ``delta``, or a loss
-            that is not a scalar or depends on no parameter.
+        PolicyError: For a sharded parameter, or a wrong name or shape in ``delta``.
 
     Example:
         >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
@@ -129,9 +126,8 @@ def trace(
 
     Source: Hutchinson 1990, Communications in Statistics 19(2).
     """
-    return _mean(
-        [_dot(vector, product) for vector, product in _products(loss, parameters, samples, generator)]
-    )
+    products = _products(loss, parameters, samples, generator)
+    return _mean([_dot(vector, product) for vector, product in products])
 
 
 def frobenius_norm(
@@ -146,7 +142,7 @@ def frobenius_norm(
     """
     square = _mean([_dot(product, product) for _, product in _products(loss, parameters, samples, generator)])
     norm = math.sqrt(square.value)
-    return Estimate(norm, square.standard_error / (2 * norm) if norm else 0.0, samples)
+    return Estimate(norm, square.standard_error / (2 * norm) if norm else 0.0)
 
 
 def _products(
@@ -184,14 +180,12 @@ class _GradientField:
     def derivative(self, vector: Named) -> dict[str, Tensor]:
         """Return ``J v``: by autograd if no rule is active, otherwise by central differences."""
         if self._graph is not None:
-            parts = self._graph.items()
-            varying = {name: part for name, part in parts if part.requires_grad and name in vector}
+            names = [name for name, part in self._graph.items() if part.requires_grad and name in vector]
+            parts, along = [self._graph[name] for name in names], [vector[name] for name in names]
             try:
-                along = [vector[name] for name in varying]
-                return self._grad([*varying.values()], along, retain_graph=True)
+                return self._grad(parts, along, retain_graph=True)
             except RuntimeError:
                 # A kernel without a second derivative, or compiled code.
-                del self._graph
                 self._graph = None
         return self._difference(vector)
 
@@ -206,8 +200,7 @@ class _GradientField:
     def _difference(self, vector: Named) -> dict[str, Tensor]:
         for name, parameter in self.parameters.items():
             if parameter.dtype not in (torch.float32, torch.float64):
-                needed = "differences of gradients need float32 or float64: use a copy of the model, .float()"
-                raise PolicyError(f"curvature: parameter {name!r} is {parameter.dtype}; {needed}")
+                raise PolicyError(f"curvature: parameter {name!r} is {parameter.dtype}; float32 is needed")
         length = _norm(vector)
         if length == 0:
             return {name: torch.zeros_like(value) for name, value in self.values.items()}
@@ -237,12 +230,7 @@ class _GradientField:
     @torch.enable_grad()
     def gradient(self, create_graph: bool = False) -> dict[str, Tensor]:
         """Return the gradient at the current values of the parameters."""
-        loss = self.loss()
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise PolicyError(f"curvature: the loss must be a scalar tensor, got {shown(loss)}")
-        if not loss.requires_grad:
-            raise PolicyError("curvature: no gradient flows from the loss to any parameter")
-        return self._grad([loss], create_graph=create_graph)
+        return self._grad([self.loss()], create_graph=create_graph)
 
     def _grad(self, outputs: list[Tensor], vectors: Any = None, **how: bool) -> dict[str, Tensor]:
         inputs, how = list(self.parameters.values()), {"allow_unused": True, "materialize_grads": True, **how}
@@ -283,11 +271,7 @@ def _buffers_restored() -> Iterator[None]:
 
 
 def _check(parameters: Named, **like: Named) -> None:
-    if not parameters:
-        raise PolicyError("curvature: parameters must be a dict of tensors by name, got none")
     for name, parameter in parameters.items():
-        if not parameter.requires_grad or not parameter.is_leaf:
-            raise PolicyError(f"curvature: parameters[{name!r}] must be a leaf tensor that requires grad")
         if is_sharded(parameter):
             raise PolicyError(f"curvature: parameters[{name!r}] is sharded: use a copy in one process")
     for key, given in like.items():
@@ -295,8 +279,7 @@ def _check(parameters: Named, **like: Named) -> None:
             if name not in parameters:
                 raise unknown("parameter", name, parameters, key=f"curvature: {key}")
             if tensor.shape != parameters[name].shape:
-                shapes = f"{tuple(tensor.shape)}, the parameter {tuple(parameters[name].shape)}"
-                raise PolicyError(f"curvature: {key}[{name!r}] has shape {shapes}")
+                raise PolicyError(f"curvature: {key}[{name!r}] has shape {tuple(tensor.shape)}")
 
 
 def _dot(one: Named, other: Named) -> float:
@@ -311,4 +294,4 @@ def _norm(vector: Named) -> float:
 def _mean(found: list[float]) -> Estimate:
     """Return the mean, with the standard error of the mean."""
     values = torch.tensor(found, dtype=torch.float64, device="cpu")
-    return Estimate(float(values.mean()), float(values.std() / math.sqrt(len(found))), len(found))
+    return Estimate(float(values.mean()), float(values.std() / math.sqrt(len(found))))

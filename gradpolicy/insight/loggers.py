@@ -1,6 +1,5 @@
 """Logs the config and the plan of a run."""
 
-import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -19,8 +18,6 @@ PLACES = ("paths", "logger", "extras")
 UNNAMED = (*PLACES, "extensions", "policy", "callbacks", "tags", "ckpt_path", "hydra")
 # The maximum length of a name in W&B, in characters.
 LONGEST_NAME = 128
-# Characters that MLflow does not allow in the name of a parameter.
-NOT_IN_KEYS = re.compile(r"[^\w\-. /]", re.ASCII)
 
 
 def write_plan(plan: Plan, directory: Path) -> None:
@@ -89,11 +86,10 @@ class LogRun(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Log them once per run."""
-        if self._logged or not trainer.is_global_zero:
-            return
-        self._logged = True
-        for logger in trainer.loggers:
-            self._log(logger)
+        if not self._logged and trainer.is_global_zero:
+            self._logged = True
+            for logger in trainer.loggers:
+                self._log(logger)
 
     def _log(self, logger: Logger) -> None:
         if isinstance(logger, TensorBoardLogger):
@@ -120,8 +116,8 @@ class LogRun(Callback):
         client, run = logger.experiment, logger.run_id
         # MLflow does not allow changing parameters; the changes of a resumed run are in its config.yaml.
         known = client.get_run(run).data.params
-        values = {NOT_IN_KEYS.sub("_", key): value for key, value in hyperparameters(self.config).items()}
-        logger.log_hyperparams({key: value for key, value in values.items() if key not in known})
+        values = hyperparameters(self.config).items()
+        logger.log_hyperparams({key: value for key, value in values if key not in known})
         client.log_dict(run, dict(self.config), "config.yaml")
         if self.plan is not None:
             client.log_dict(run, self.plan.to_dict(), PLAN)

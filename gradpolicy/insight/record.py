@@ -16,20 +16,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
-from pydantic import BaseModel, Field, NonNegativeInt, create_model
+from pydantic import create_model
 from pydantic_core import to_json
 
+from gradpolicy.checks import check_whole
 from gradpolicy.distributed.agreement import of_every_rank
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight.run_files import Count
 from gradpolicy.json_file import parse_json
 from gradpolicy.lightning.callback import GradientPolicies
-from gradpolicy.lightning.trainer_parts import callbacks_of, log_interval
+from gradpolicy.lightning.trainer_parts import callbacks_of
 from gradpolicy.measurements import NORMS, SUMS, Measured
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import bytes_of
@@ -45,14 +45,6 @@ WORDS = ("policy", "phase", "parameter", "layer", "frozen_state")
 MEASURED = (*SUMS, *NORMS, "adam_bytes", "operations", "zeros_passed")
 # Columns that `load` computes.
 COMPUTED = ("active_share", "update_size")
-# The columns that a line must have, by its kind.
-NEEDED = {"freeze": ("policy", "parameter", "entries", "active"), "flow": ("policy",)}
-
-
-class SavedRecord(BaseModel, extra="forbid", strict=True):
-    """The state of a record in a checkpoint."""
-
-    size: NonNegativeInt
 
 
 class Record(Callback):
@@ -72,10 +64,8 @@ class Record(Callback):
     def __init__(self, directory: str | Path | None = None) -> None:
         self.directory = None if directory is None else Path(directory)
         self.file: RecordFile | None = None
-        self._has_policies = False
-        self._restored: dict[str, Any] | None = None
-        # The number of updates at the last batch without policies.
-        self._updates = 0
+        # The length of the file in a checkpoint, until training starts.
+        self._restored: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Subscribe to the measurements of the run's policies."""
@@ -83,36 +73,15 @@ class Record(Callback):
         if self.file is None and trainer.is_global_zero:
             self.file = RecordFile(Path(self.directory or trainer.default_root_dir))
         for each in callbacks_of(trainer, GradientPolicies):
-            self._has_policies = True
             if self._write not in each.sinks:
                 each.sinks.append(self._write)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the file, or truncate it to its length in the checkpoint."""
-        self._updates = trainer.global_step
         # A second fit by the same callback continues the file.
-        if self.file is not None and (self._restored or not self.file.size):
-            self._cut(self.file, self._restored or {})
+        if self.file is not None and (self._restored is not None or not self.file.size):
+            self.file.begin(self._restored or 0)
         self._restored = None
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Truncate the file also if the resumed run has no steps left."""
-        if self.file is not None and self._restored:
-            self._cut(self.file, self._restored)
-        self._restored = None
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Write the memory of the optimizers in a run without policies."""
-        updates = trainer.global_step
-        if not self._has_policies and updates != self._updates and updates % log_interval(trainer) == 0:
-            self._write("fit", updates, {})
-        self._updates = updates
-
-    def _cut(self, file: RecordFile, restored: dict[str, Any]) -> None:
-        if not file.begin(restored.get("size", 0)):
-            rank_zero_warn(f"{file.path} lacks rows of the steps before the checkpoint")
 
     def _write(self, phase: str, step: int, measured: Measured) -> None:
         """Append a line for each policy, and in training one for the memory of the optimizers."""
@@ -136,8 +105,7 @@ class Record(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Store the length until training starts."""
-        SavedRecord.model_validate(state_dict)
-        self._restored = state_dict
+        self._restored = check_whole("the record in a checkpoint", state_dict["size"], least=0)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -166,19 +134,14 @@ class RecordFile:
         self.size = 0
         self._has_begun = False
 
-    def begin(self, size: int = 0) -> bool:
-        """Truncate the file to its length in a checkpoint; without one, empty it.
-
-        Returns:
-            True if the file had that many bytes.
-        """
+    def begin(self, size: int = 0) -> None:
+        """Truncate the file to its length in a checkpoint; without one, empty it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab") as file:
             file.truncate(min(file.tell(), size))
             self.size = len(_whole_lines(self.path.read_bytes()))
             file.truncate(self.size)
         self._has_begun = True
-        return self.size == size
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append rows in one write, a line each; NaN and infinity become null."""
@@ -196,15 +159,14 @@ def _whole_lines(content: bytes) -> bytes:
 
 # ---- the table
 
-_Word = str | None
 # null where nothing was measured.
-_Number = bool | Annotated[float, Field(allow_inf_nan=False)] | None
+_Number = bool | float | None
 _FIELDS: dict[str, Any] = {
     "kind": (str, ...),
     "step": (Count, ...),
     "epoch": (Count, ...),
     "changed": (bool | None | list[bool | None], None),
-    **dict.fromkeys(WORDS, (_Word | list[str], None)),
+    **dict.fromkeys(WORDS, (str | None | list[str], None)),
     **dict.fromkeys(MEASURED, (_Number | list[_Number], None)),
 }
 _Line: Any = create_model("RecordLine", **_FIELDS)
@@ -239,11 +201,8 @@ def load(run: str | Path) -> DataFrame:
             rows += _rows_of(parse_json(line, _Line).model_dump(exclude_unset=True))
         except ValueError as error:
             raise PolicyError(f"{path}, line {number}: is no line of a record ({error})") from error
-    types = {
-        **dict.fromkeys(("step", "epoch"), "int64"),
-        **dict.fromkeys((*MEASURED, *COMPUTED), "float64"),
-        "changed": "boolean",
-    }
+    numbers = dict.fromkeys((*MEASURED, *COMPUTED), "float64")
+    types = {"step": "int64", "epoch": "int64", **numbers, "changed": "boolean"}
     columns = ("kind", "step", "epoch", *WORDS, *MEASURED, *COMPUTED, "changed")
     table = pandas.DataFrame(rows, columns=columns).astype(types)
     table = pandas.concat([table, _layers(table).astype(types)]) if rows else table
@@ -255,17 +214,11 @@ def load(run: str | Path) -> DataFrame:
 
 def _rows_of(line: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of a line: one, or one for each parameter if it has lists of parameters."""
-    kind = line["kind"]
-    for name in NEEDED.get(kind, ()):
-        if line.get(name) is None:
-            raise ValueError(f"{name} is needed where the kind is {kind}")
     shared = {key: value for key, value in line.items() if not isinstance(value, list)}
     lists = {key: value for key, value in line.items() if isinstance(value, list)}
-    if (kind == "freeze") != ("parameter" in lists) or (lists and "parameter" not in lists):
-        raise ValueError("parameter: must be a list where the kind is freeze, and lists stand only there")
     if not lists:
         return [shared]
-    lists["layer"] = [parameter.rpartition(".")[0] for parameter in lists["parameter"]]
+    lists["layer"] = [parameter.rpartition(".")[0] for parameter in lists.get("parameter", ())]
     return [
         {**shared, **dict(zip(lists, values, strict=True))} for values in zip(*lists.values(), strict=True)
     ]

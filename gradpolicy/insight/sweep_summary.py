@@ -1,11 +1,11 @@
 """The summary of a sweep: a table of its jobs, and means over seeds."""
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -46,12 +46,8 @@ class SweepSummary:
     @property
     def best(self) -> int | None:
         """The index of the best result; None if no job has one."""
-        return self._best([result.optimized for result in self.results])
-
-    def _best(self, values: Iterable[float | None]) -> int | None:
-        valued = {
-            index: value for index, value in enumerate(values) if value is not None and not math.isnan(value)
-        }
+        numbers = {index: result.optimized for index, result in enumerate(self.results)}
+        valued = {at: value for at, value in numbers.items() if value is not None and not math.isnan(value)}
         choose = min if self.mode == "min" else max
         return choose(valued, key=valued.__getitem__, default=None)
 
@@ -98,55 +94,29 @@ class SweepSummary:
         others = [key for key in self.varied if key != SEED]
         if SEED not in self.varied:
             return None
+        import pandas as pd
+
         frame = self.frame().astype({self.heading: float})
-        by: Any = others or (lambda _: 0)
+        by = others or pd.Series(0, frame.index)
         folded = frame.groupby(by, sort=False, dropna=False)[self.heading].agg(["mean", "std", "count"])
         return folded.reset_index()[[*others, "mean", "std", "count"]]
 
     # ---- printing and writing
 
     def show(self, console: Console) -> None:
-        """Print a table of the jobs, the overrides that they have in common, and a table over seeds."""
+        """Print a table of the jobs, and one of means over seeds."""
         frame = self.frame()
         shown = frame[["job"]].join(frame[self.varied].fillna("–").map(three_digits))
-        shown = shown.assign(
-            **{self.heading: [result.error or _number(result.optimized) for result in self.results]},
-            best=["*" if is_best else "" for is_best in frame["best"]],
-        )
-        failed = {job for job, status in enumerate(frame["status"]) if status == "failed"}
-        self._print(shown, "Sweep", console, self.best, failed)
-        common = [f"{key}={self.settings[0][key]}" for key in self.keys if key not in self.varied]
-        if common and len(self.results) > 1:
-            console.print(escape(f"all with {' '.join(sorted(common))}"), highlight=False)
+        shown[self.heading] = [result.error or _number(result.optimized) for result in self.results]
+        shown["best"] = ["*" if is_best else "" for is_best in frame["best"]]
+        _print(shown, "Sweep", console)
         folded = self.over_seeds()
         if folded is not None:
             spread = [f" ± {std:.2g}" if std >= 0 else "" for std in folded["std"]]
             means = [_number(mean) + text for mean, text in zip(folded["mean"], spread, strict=True)]
             settings = folded.drop(columns=["mean", "std", "count"]).fillna("–").map(three_digits)
             shown = settings.assign(**{self.heading: means, "seeds": folded["count"]})
-            best = self._best(folded["mean"])
-            self._print(shown, "Over seeds: mean ± standard deviation", console, best)
-
-    def _print(
-        self,
-        shown: "pd.DataFrame",
-        title: str,
-        console: Console,
-        best: int | None,
-        failed: Collection[int] = (),
-    ) -> None:
-        """Print a table with the best row and failed rows marked."""
-        table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
-        for name in map(str, shown):
-            is_number = name in ("job", self.heading, "best", "seeds")
-            # A key in a narrow column.
-            heading = name if is_number else name.replace(".", ".\n")
-            table.add_column(escape(heading), justify="right" if is_number else "left", overflow="fold")
-        for index, row in enumerate(shown.astype(str).itertuples(index=False)):
-            style = "bold green" if index == best else "red" if index in failed else ""
-            # Brackets in overrides are lists, not rich's markup.
-            table.add_row(*map(escape, row), style=style)
-        console.print(table)
+            _print(shown, "Over seeds: mean ± standard deviation", console)
 
     def write(self, path: Path, console: Console) -> None:
         """Write the table as CSV and print its path."""
@@ -165,6 +135,16 @@ def _read(path: Path) -> Result:
         return Result.load(path)
     except PolicyError as error:
         return Result([], status="failed", error=str(error))
+
+
+def _print(shown: "pd.DataFrame", title: str, console: Console) -> None:
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    for name in shown:
+        # Keys break after a dot, so that their columns are narrow. Brackets in overrides are no markup.
+        table.add_column(escape(str(name).replace(".", ".\n")), overflow="fold")
+    for row in shown.astype(str).itertuples(index=False):
+        table.add_row(*map(escape, row))
+    console.print(table)
 
 
 def _key_and_value(override: str) -> tuple[str, str]:

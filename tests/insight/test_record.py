@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint
 from process_pool import ProcessPool
-from pydantic import ValidationError
 from record_program import train
 from torch import Tensor
 
@@ -180,24 +179,6 @@ def test_a_resumed_run_has_the_record_of_the_undisturbed_one(tmp_path, accumulat
         assert (alone / RECORD).read_text() == text
 
 
-def test_a_run_that_has_nothing_left_to_train_takes_up_the_record(fit, tmp_path):
-    fit({"trunk": freeze()}).save_checkpoint(tmp_path / "a.ckpt")
-    text = (tmp_path / RECORD).read_text()
-    assert text
-    with (tmp_path / RECORD).open("a") as file:
-        file.write('{"kind": "memory"}\n')
-    fit({"trunk": freeze()}, ckpt_path=tmp_path / "a.ckpt")
-    assert (tmp_path / RECORD).read_text() == text
-
-
-def test_a_former_record_that_is_gone_is_told(fit, tmp_path):
-    fit({"trunk": freeze()}).save_checkpoint(tmp_path / "a.ckpt")
-    (tmp_path / RECORD).unlink()
-    with pytest.warns(UserWarning, match=r"record\.jsonl lacks rows of the steps before the checkpoint"):
-        fit({"trunk": freeze()}, ckpt_path=tmp_path / "a.ckpt", max_epochs=3)
-    assert record.load(tmp_path)["step"].min() > 8
-
-
 def test_a_line_that_was_cut_off_is_left_out(tmp_path):
     file = RecordFile(tmp_path)
     file.begin()
@@ -245,9 +226,3 @@ def test_two_ranks_give_one_record(pair: ProcessPool, tmp_path: Path, kind: str)
         pandas.testing.assert_frame_equal(together[held], alone[held], rtol=1e-4)
         memory = (table.query("kind == 'memory'")["state_bytes"].to_numpy() for table in (together, alone))
         assert next(memory) == pytest.approx(next(memory), rel=0.05)
-
-
-@pytest.mark.parametrize("garbage", [{"size": 3.5}, {"size": -1}, {"more": 1}])
-def test_garbage_in_a_checkpoint_is_refused(garbage: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match="SavedRecord"):
-        Record().load_state_dict({**Record().state_dict(), **garbage})

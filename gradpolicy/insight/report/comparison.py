@@ -25,21 +25,15 @@ class Difference:
 
     @property
     def shown(self) -> list[str]:
-        """The values for display: classes by name, numbers with three digits if they remain distinct."""
+        """The values for display: numbers with three digits if they remain distinct."""
         short = [three_digits(value) for value in self.values]
-        if self.key.endswith("_target_"):
-            short = [value.rpartition(".")[2] for value in self.values]
         return short if len(set(short)) == len(set(self.values)) else list(self.values)
 
     @property
     def name(self) -> str:
         """The shortened key: its last part, after the name of its policy."""
-        first, *parts = self.key.removesuffix("._target_").split(".")
+        first, *parts = self.key.split(".")
         return f"{parts[0]}.{parts[-1]}" if first == "policy" and len(parts) > 1 else [first, *parts][-1]
-
-    def label(self, index: int) -> str:
-        """Return the value in one of the configs, such as ``lr=0.01``."""
-        return self.shown[index] if self.key == "policy" else f"{self.name}={self.shown[index]}"
 
 
 @dataclass(frozen=True)
@@ -68,28 +62,28 @@ class Group:
 def config_differences(configs: Sequence[Mapping[str, Any]]) -> list[Difference]:
     """Return the keys whose values differ between configs, without paths of runs.
 
-    If some configs do not have a policy, only its name is a difference. A key that refers to another one,
-    such as ``data.seed`` to ``seed``, has the same name and values, and is left out.
+    If some configs do not have a policy, only its name is a difference.
     """
-    differing: dict[tuple[str, tuple[str, ...]], Difference] = {}
+    differing = []
     for key in dict.fromkeys(key for config in configs for key in config):
         policy = ".".join(key.split(".")[:2]) + "."
         is_shared = all(any(name.startswith(policy) for name in config) for config in configs)
         if key.startswith(BOOKKEEPING) or (key.startswith("policy.") and not is_shared):
             continue
         values = tuple(str(config.get(key, ABSENT)) for config in configs)
-        former = differing.get(same := (key.rpartition(".")[2], values))
-        if len(set(values)) > 1 and (former is None or len(key) < len(former.key)):
-            differing[same] = Difference(key, values)
-    return list(differing.values())
+        if len(set(values)) > 1:
+            differing.append(Difference(key, values))
+    return differing
 
 
 def groups_of(runs: Sequence[Run]) -> list[Group]:
     """Group runs that differ only in the seed; runs without a config are single."""
-    differences = [each for each in config_differences([run.config for run in runs]) if each.key != "seed"]
+    differences = [each for each in config_differences([run.config for run in runs]) if each.name != "seed"]
     members: dict[str, list[Run]] = {}
     for index, run in enumerate(runs):
-        label = ", ".join(each.label(index) for each in differences) if run.config else ""
+        # Keys that refer to another one have its name and value.
+        values = dict.fromkeys(f"{each.name}={each.shown[index]}" for each in differences)
+        label = ", ".join(values).removeprefix("policy=")
         members.setdefault(label if run.config else run.name, []).append(run)
     return [Group(label or own[0].name, own) for label, own in members.items()]
 

@@ -94,19 +94,14 @@ def _by_chart(table: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
 
 
 def run_curves(run: Run) -> list[Figure]:
-    """Draw a chart for each metric that changed, with a curve for each stage."""
-    changed = [
-        each for each in _by_chart(_curves(run)) if each[1].groupby("curve")["value"].nunique().max() > 1
-    ]
-    return [line_figure(title, rows, y="value", color="curve") for title, rows in changed]
+    """Draw a chart for each metric, with a curve for each stage."""
+    return [line_figure(title, rows, y="value", color="curve") for title, rows in _by_chart(_curves(run))]
 
 
 def group_curves(groups: Sequence[Group]) -> list[Figure]:
     """Draw a chart for each metric: the mean of a group as a thick line, its runs as thin lines."""
     runs = [(group, run) for group in groups for run in group.runs]
-    tables = [
-        _curves(run).assign(group=group.label, run=run.name, ended=not run.broken_off) for group, run in runs
-    ]
+    tables = [_curves(run).assign(group=group.label, run=run.name) for group, run in runs]
     found = []
     for title, rows in _by_chart(pd.concat(tables)):
         rows = rows[rows.groupby(["run", "curve"])["step"].transform("size") > 1]
@@ -115,14 +110,21 @@ def group_curves(groups: Sequence[Group]) -> list[Figure]:
         shared: dict[str, Any] = {"y": "value", "color": "group", "line_dash": "curve"}
         chart = line_figure(title, rows, line_group="run", **shared)
         chart.figure.update_traces(line_width=0.5, hoverinfo="skip", hovertemplate=None, showlegend=False)
-        ended = rows[rows["ended"]]
-        means = ended.groupby(["group", "curve", "step"], sort=False, as_index=False)["value"].mean()
-        thick = line_figure(title, means if len(means) else rows, **shared)
+        means = rows.groupby(["group", "curve", "step"], sort=False, as_index=False)["value"].mean()
+        thick = line_figure(title, means, **shared)
         found.append(Figure(title, thick.figure.add_traces(chart.figure.data)))
     return found
 
 
 # ---- what policies did over the steps
+
+# The columns of flow policies, and what the report calls them.
+FLOW = {
+    "gradient_norm_before": "gradient norm before",
+    "gradient_norm_after": "gradient norm after",
+    "operations": "operations",
+    "zeros_passed": "share of zeros let through",
+}
 
 
 def _mask_quantities(run: Run) -> pd.DataFrame:
@@ -143,26 +145,14 @@ def _flow_quantities(run: Run) -> pd.DataFrame:
     if rows.empty:
         return rows
     rows = rows.assign(phase=rows["phase"].astype(object).fillna("fit"))
-    table = rows.melt(["step", "policy", "phase"], FLOW, "quantity", "value").dropna()
-    return table.assign(quantity=table["quantity"].map(_title))
-
-
-def _varies(table: pd.DataFrame) -> "pd.Series[bool]":
-    """Return for each row if its policy's quantity changes over the steps."""
-    return table.groupby(["policy", "quantity"])["value"].transform("nunique") > 1
-
-
-def constants(run: Run) -> list[dict[str, Any]]:
-    """Return what each policy kept the same at every recorded step: ``policy``, ``quantity``, ``value``."""
-    tables = [table for table in (_mask_quantities(run), _flow_quantities(run)) if len(table)]
-    same = [table[~_varies(table)].drop_duplicates(["policy", "quantity"]) for table in tables]
-    return pd.concat(same)[["policy", "quantity", "value"]].to_dict("records") if same else []
+    table = rows.melt(["step", "policy", "phase"], list(FLOW), "quantity", "value").dropna()
+    return table.replace({"quantity": FLOW})
 
 
 def mask_curves(run: Run) -> Figure | None:
-    """Draw the share of entries that train and flips over the steps, where they vary."""
+    """Draw the share of entries that train and flips over the steps."""
     table = _mask_quantities(run)
-    if table.empty or (table := table[_varies(table)]).empty:
+    if table.empty:
         return None
     note = "A change flips entries that it freezes or thaws; each change since the point before counts."
     shared = {"y": "value", "color": "policy", "facet_row": "quantity"}
@@ -171,53 +161,21 @@ def mask_curves(run: Run) -> Figure | None:
     return drawn
 
 
-# The columns that a timeline shows in colour, the second ones on a logarithmic scale.
-SHARES = ("active_share", "flips_per_entry")
-LOGARITHMIC = ("gradient_norm_before", "gradient_norm_after", "update_size")
-
-
 def timeline(run: Run) -> Figure | None:
-    """Draw layers by steps: the active share, flips, gradient norms or update sizes in colour."""
+    """Draw layers by steps, the share of entries that train in colour."""
     layers = run.rows("layer")
     if layers.empty:
         return None
-    layers = layers.assign(flips_per_entry=layers["flipped"] / layers["entries"].clip(lower=1))
     if layers["policy"].nunique() > 1:
         layers = layers.assign(layer=layers["layer"] + " · " + layers["policy"])
-    usable = [column for column in (*SHARES, *LOGARITHMIC) if layers[column].notna().any()]
-    figure = go.Figure()
-    for column in usable:
-        figure.add_trace(_heat_map(layers, column).update(visible=not figure.data))
-    buttons = [
-        {"label": _title(column), "method": "update", "args": [{"visible": [column == c for c in usable]}]}
-        for column in usable
-    ]
-    menu = {"buttons": buttons, "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"}
-    height = 150 + 18 * min(layers["layer"].nunique(), 60)
-    styled(figure).update_layout(updatemenus=[menu], height=height, margin={"t": 48})
-    figure.update_xaxes(title="step").update_yaxes(autorange="reversed", automargin=True, type="category")
-    return Figure("Timeline of layers", figure, "Choose above what the colours show.", wide=True)
-
-
-def _title(column: str) -> str:
-    return "share of zeros let through" if column == "zeros_passed" else column.replace("_", " ")
-
-
-def _heat_map(layers: pd.DataFrame, column: str) -> go.Heatmap:
-    table = layers.pivot_table(column, "layer", "step", aggfunc="last", sort=False).sort_index(axis=1)
-    table = table.iloc[:, :: -(-table.shape[1] // COLUMNS)]
-    values = table.to_numpy(dtype=np.float32)
-    is_norm = column in LOGARITHMIC
-    bar: dict[str, Any] = {"thickness": 10, "title": {"text": _title(column), "side": "right"}}
-    return go.Heatmap(
-        x=np.asarray(table.columns),
-        y=list(table.index),
-        z=np.log10(np.where(values > 0, values, np.nan)) if is_norm else values,
-        customdata=values,
-        colorscale="Viridis",
-        colorbar=bar | ({"tickprefix": "10<sup>", "ticksuffix": "</sup>"} if is_norm else {}),
-        hovertemplate=f"%{{y}}<br>step %{{x}}<br>{_title(column)} %{{customdata:.3g}}<extra></extra>",
-    )
+    table = layers.pivot_table("active_share", "layer", "step", aggfunc="last", sort=False)
+    table = table.sort_index(axis=1).iloc[:, :: -(-layers["step"].nunique() // COLUMNS)]
+    shares = table.to_numpy(dtype=np.float32)
+    colours = {"colorscale": "Viridis", "zmin": 0, "zmax": 1}
+    figure = go.Figure(go.Heatmap(x=np.asarray(table.columns), y=list(table.index), z=shares, **colours))
+    styled(figure).update_layout(height=120 + 18 * min(len(table), 60)).update_xaxes(title="step")
+    figure.update_yaxes(autorange="reversed", automargin=True, type="category")
+    return Figure("Timeline of layers", figure, "The colour is the share of entries that train.", wide=True)
 
 
 def memory(run: Run) -> Figure | None:
@@ -232,14 +190,10 @@ def memory(run: Run) -> Figure | None:
     return figure
 
 
-# The columns of flow policies.
-FLOW = ("gradient_norm_before", "gradient_norm_after", "operations", "zeros_passed")
-
-
 def flow(run: Run) -> Figure | None:
-    """Draw the gradient norms, operations and zeros of flow policies over the steps, where they vary."""
+    """Draw the gradient norms, operations and zeros of flow policies over the steps."""
     table = _flow_quantities(run)
-    if table.empty or (table := table[_varies(table)]).empty:
+    if table.empty:
         return None
     shared = {"y": "value", "color": "policy", "line_dash": "phase", "facet_row": "quantity"}
     return line_figure("Flow policies", table, wide=True, **shared)

@@ -11,12 +11,7 @@ from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
 from gradpolicy.insight.report import figures
-from gradpolicy.insight.report.comparison import (
-    compared_metrics,
-    config_differences,
-    groups_of,
-    spread,
-)
+from gradpolicy.insight.report.comparison import compared_metrics, config_differences, groups_of, spread
 from gradpolicy.insight.report.figures import Figure
 from gradpolicy.insight.report.recorded_run import Run
 
@@ -50,15 +45,12 @@ def detail(run: Run) -> dict[str, Any]:
     checked = run.audit.get("intervals", 0)
     return {
         "run": run,
-        "changed": config_differences([run.defaults, run.config])[:ROWS]
-        if run.defaults and run.config
-        else [],
+        "changed": config_differences([run.defaults, run.config])[:ROWS] if run.defaults else [],
         "curves": figures.run_curves(run),
         "metrics": _by_stage(run.final_metrics),
         "mask_curves": figures.mask_curves(run),
         "timeline": figures.timeline(run),
         "flow": figures.flow(run),
-        "constants": figures.constants(run),
         "memory": figures.memory(run),
         "checked": checked,
         "verdict": "bad" if run.audit.get("changed") else "good" if checked else "",
@@ -80,10 +72,9 @@ def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _by_stage(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Group metrics by the first part of their names: test, validation, training, others."""
-    order = {"test": 0, "val": 1, "train": 2}
+    """Group metrics by the first part of their names."""
     found: dict[str, dict[str, float]] = {}
-    for name in sorted(metrics, key=lambda name: (order.get(name.split("/")[0], 3), name)):
+    for name in sorted(metrics):
         if "policy/" not in name:
             found.setdefault(name.split("/")[0], {})[name] = metrics[name]
     return found
