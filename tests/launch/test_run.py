@@ -38,7 +38,6 @@ def test_what_a_run_prints_and_leaves(train) -> None:
     assert {"test/accuracy", "test/loss", "val/accuracy_best", "time"} <= rows.keys()
     assert rows["report"] == str(run / "report.html")
     assert "policy/" not in last
-    assert "v_num" not in out
 
     for name in ("checkpoints/best.ckpt", "checkpoints/last.ckpt", "csv/version_0/metrics.csv"):
         assert (run / name).is_file()

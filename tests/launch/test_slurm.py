@@ -79,7 +79,7 @@ def test_the_slurm_trainer_takes_ranks_and_nodes_from_the_job(monkeypatch: pytes
         trainer = instantiate(compose_job(Source(CONF), settings).trainer)
     environment = trainer.strategy.cluster_environment
     assert isinstance(environment, SLURMEnvironment)
-    assert environment.auto_requeue is False
+    assert environment.auto_requeue
     assert (trainer.num_nodes, trainer.world_size) == (3, 6)
     assert (trainer.global_rank, trainer.local_rank, trainer.node_rank) == (5, 1, 2)
     assert environment.creates_processes_externally, "srun has started them: none is launched"
