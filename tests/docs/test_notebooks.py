@@ -70,8 +70,6 @@ def test_freezing_under_adam(site: Path) -> None:
     assert "keep ages: [20, 20, 20, 20, 20, 50, 50, 50, 50, 50]" in text
     assert "zero ages: [0, 0, 0, 0, 0, 50, 50, 50, 50, 50]" in text
     assert "as a new Adam's first step: True" in text
-    first_steps = rows(text, r"after (\d+ steps, bias_correction='\w+'): ([\d.]+) · lr")
-    assert list(first_steps.values()) == [1.0, 0.77, 1.0, 3.16]
     memory = rows(text, r"(keep|zero|drop): ([\d.]+) of Adam's state")
     assert memory["keep"] == memory["zero"] > 1.0
     assert memory["drop"] < 0.2
