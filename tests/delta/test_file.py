@@ -1,9 +1,6 @@
 """A file may come from a stranger: what is damaged, foreign or made up is refused in one line."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,26 +103,15 @@ MADE_UP: dict[str, tuple[Callable[[Content, Metadata], None], str]] = {
     "index_beyond": (replaced("gaps:a", torch.ByteTensor([3, 255, 254])), "index 513 is out of"),
     "row_beyond": (replaced("gaps:c", torch.ByteTensor([1, 28])), "index 30 is out of range, there are 30"),
     "gap_without_end": (replaced("gaps:a", torch.ByteTensor([3, 255])), "has no end"),
-    "gaps_of_two_dimensions": (replaced("gaps:a", torch.zeros(2, 1, dtype=torch.uint8)), "gaps must be"),
     "too_few_values": (replaced("values:a", torch.zeros(2, 1, 1)), "shape"),
-    "no_values": (replaced("values:a", torch.zeros(2, 0, 1)), "which no lines of"),
-    "other_rows": (replaced("values:c", torch.zeros(2, 2, 4)), "shape"),
     "other_dtype": (replaced("values:b", torch.zeros(2, 1, 4).half()), "its values are torch.float16"),
     "whole_of_the_base": (replaced("whole:a", torch.zeros(40, 10)), "'whole:a', which belongs to no tensor"),
-    "unknown_name": (replaced("values:e", torch.zeros(2, 4)), "'values:e', which belongs to no tensor"),
     "gaps_alone": (lambda content, _: content.pop("values:a"), "'gaps:a', which belongs to no tensor"),
     "no_base": (lambda _, metadata: metadata.pop("base"), "'base' cannot be read"),
     "deep_json": (lambda _, metadata: metadata.update(base=DEEP), "'base' cannot be read"),
-    "no_table": (lambda _, metadata: metadata.update(same="[]"), "'same' is no table"),
-    "negative_size": (
-        altered("base", lambda base: base["b"].__setitem__(2, [-4])),
-        "describes the base's 'b'",
-    ),
     "huge_size": (altered("base", lambda base: base["b"][2].append(2**63)), "describes the base's 'b'"),
     "strange_dtype": (altered("base", lambda base: base["b"].__setitem__(1, "object")), "describes"),
-    "same_as_a_list": (altered("same", lambda same: same.update(d=[])), "cannot be the same as"),
     "same_as_itself": (altered("same", lambda same: same.update(a="a")), "cannot be the same as 'a'"),
-    "same_of_nothing": (altered("same", lambda same: same.update(e="a")), "cannot be the same as 'a'"),
     "same_of_another_shape": (altered("same", lambda same: same.update(d="b")), "cannot be the same as 'b'"),
 }
 
@@ -148,30 +134,6 @@ def test_wrong_values_of_the_base_are_found_before_anything_is_written(whole_fil
     with pytest.raises(PolicyError, match="b differs"):
         gp.delta.apply(model, tmp_path / "made_up")
     assert not any(tensor.any() for tensor in model.values())
-
-
-SAVE = """
-import sys, torch, gradpolicy as gp
-base = {name: torch.zeros(30, 4) for name in ("a.weight", "ä\\n.weight", "head.weight")}
-after = {name: tensor + (name < "b") for name, tensor in base.items()}
-gp.delta.save(sys.argv[1] + "/delta", after, base, replaces="head.*")
-gp.delta.save(sys.argv[1] + "/plain", after, base)
-gp.delta.to_peft(sys.argv[1] + "/plain", sys.argv[1] + "/adapter")
-"""
-
-
-@pytest.mark.slow
-def test_equal_content_gives_equal_bytes_in_every_process(tmp_path: Path) -> None:
-    files = []
-    for seed in ("1", "2"):
-        folder = tmp_path / seed
-        folder.mkdir()
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
-        subprocess.run([sys.executable, "-c", SAVE, str(folder)], check=True, env=environment)
-        found = [file for file in folder.rglob("*") if file.is_file()]
-        files.append({file.relative_to(folder): file.read_bytes() for file in found})
-    assert len(files[0]) == 5
-    assert files[0] == files[1]
 
 
 def test_equal_content_gives_equal_bytes_again_and_again(whole_file: Path, tmp_path: Path) -> None:

@@ -294,23 +294,9 @@ def test_adapters_of_another_kind_are_refused(values, message, adapter, tmp_path
         gp.delta.from_peft(adapter, tmp_path / "b", {"a.weight": torch.zeros(20, 4)})
 
 
-def test_damaged_adapters_and_other_bases_are_refused(adapter: Path, tmp_path: Path) -> None:
+def test_other_bases_and_damaged_configs_are_refused(adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match=r"unknown tensor 'a\.weight'; did you mean 'a\.weights'"):
         gp.delta.from_peft(adapter, tmp_path / "b", {"a.weights": torch.zeros(20, 4)})
-    edit(adapter, peft_type="SHIRA")
-    for summands in (
-        {"shira_weight": torch.ones(1)},
-        {"shira_weight": torch.ones(1), "shira_indices": torch.tensor([[20], [0]], dtype=torch.int32)},
-        {"shira_weight": torch.ones(2), "shira_indices": torch.tensor([[1], [0]], dtype=torch.int32)},
-    ):
-        named = {f"base_model.model.a.{key}": tensor for key, tensor in summands.items()}
-        save_file(named, adapter / "adapter_model.safetensors")
-        with pytest.raises(PolicyError, match=r"'a\.weight' does not fit \[20, 4\]"):
-            gp.delta.from_peft(adapter, tmp_path / "b", {"a.weight": torch.zeros(20, 4)})
     (adapter / "adapter_config.json").write_text("{")
     with pytest.raises(PolicyError, match=r"adapter_config\.json cannot be read: JSONDecodeError"):
         gp.delta.from_peft(adapter, tmp_path / "b")
-    (adapter / "adapter_config.json").unlink()
-    with pytest.raises(PolicyError, match=r"adapter_config\.json cannot be read"):
-        gp.delta.from_peft(adapter, tmp_path / "b")
-    assert not (tmp_path / "b").exists()

@@ -152,19 +152,6 @@ def test_fabric_on_two_processes(tmp_path: Path) -> None:
     torch.testing.assert_close(first, by_hand(20, lambda step: halves, every=5).state_dict())
 
 
-def test_accelerate_may_prepare_what_the_block_gives_too() -> None:
-    program = block("loops#accelerate", "python")
-    prepare = "prepared, optimizer, batches = accelerator.prepare(model, optimizer, loader)\n"
-    names: dict[str, Any] = {}
-    within = program.replace(prepare, "").replace("    for epoch", f"    {prepare}    for epoch")
-    exec(
-        compile(within.replace("gp.training(prepared,", "gp.training(model,"), "loops#accelerate", "exec"),
-        names,
-    )
-    for name, value in run_page("loops#accelerate")["model"].state_dict().items():
-        assert torch.equal(names["model"].state_dict()[name], value), name
-
-
 @pytest.mark.supports("entries", "flow", "accumulation", "clipping", loop="huggingface", processes="ddp")
 @pytest.mark.slow
 def test_accelerate_on_two_processes(tmp_path: Path) -> None:
