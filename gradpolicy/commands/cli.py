@@ -5,7 +5,6 @@ Only the standard library is imported here; the modules of a subcommand are impo
 
 import importlib
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -61,8 +60,6 @@ def _imported_command(words: Sequence[str], config_dir: Path) -> Callable[[], in
     names_command = first.isidentifier()
     if names_command and first not in COMMANDS:
         raise unknown("command", brief(first), COMMANDS, key="gradpolicy")
-    # Ctrl-C during the import: nothing has started, so no message is needed.
-    former = signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     try:
         run = importlib.import_module(COMMANDS.get(first, "gradpolicy.launch.app")).main
     except ModuleNotFoundError as error:
@@ -71,8 +68,6 @@ def _imported_command(words: Sequence[str], config_dir: Path) -> Callable[[], in
         raise PolicyError(
             f"gradpolicy: needs {missing}, which is not installed: pip install 'gradpolicy[{extra}]'"
         ) from error
-    finally:
-        signal.signal(signal.SIGINT, former)
     if not names_command:
         return lambda: run(config_dir, words)
     if first in READ_CONFIGS:

@@ -31,7 +31,6 @@ def main(arguments: Sequence[str]) -> int:
         case "info":
             console.print(info(options.delta))
         case "save":
-            check_replaceable(options.out)
             model, before = read_weights(options.model), read_weights(options.base)
             console.print(save(options.out, model, before, replaces=options.replaces))
         case "merge":

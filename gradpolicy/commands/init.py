@@ -2,7 +2,6 @@
 
 import argparse
 import keyword
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,22 +40,15 @@ def write_project(directory: Path) -> None:
         directory: The directory, whose name becomes that of the project's package.
 
     Raises:
-        PolicyError: If the directory is not empty or cannot be written to, or its name is not a valid package
-            name.
+        PolicyError: If the directory is not empty, or its name is not a valid package name.
     """
     name = directory.absolute().name.replace("-", "_")
     if not name.isidentifier() or keyword.iskeyword(name):
         raise PolicyError(f"DIR: {shown(name)} cannot be the name of a package; use letters, digits and _")
-    if name in (*sys.stdlib_module_names, "conf", "gradpolicy", "lightning", "tests", "torch", "train"):
-        raise PolicyError(f"DIR: {shown(name)} is the name of another package; choose another")
-    try:
-        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-            raise PolicyError(f"DIR: {directory} is not empty; name a new directory")
-        for source in sorted(STARTER.rglob("*")):
-            if source.is_file() and source.suffix != ".pyc":
-                target = directory / str(source.relative_to(STARTER)).replace(PACKAGE, name)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_text(source.read_text("utf-8").replace(PACKAGE, name), "utf-8")
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise PolicyError(f"DIR: {directory} cannot be written: {reason}") from error
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise PolicyError(f"DIR: {directory} is not empty; name a new directory")
+    for source in sorted(STARTER.rglob("*")):
+        if source.is_file() and source.suffix != ".pyc":
+            target = directory / str(source.relative_to(STARTER)).replace(PACKAGE, name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(source.read_text("utf-8").replace(PACKAGE, name), "utf-8")

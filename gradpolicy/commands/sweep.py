@@ -219,14 +219,11 @@ def run_trials(search: Search, wanted: int) -> int:
     """Run trials until the study has the given number, and return the exit code."""
     good = (TrialState.COMPLETE, TrialState.PRUNED)
     missing = wanted - len(search.study.get_trials(states=good))
-    try:
-        if missing > 0:
+    if missing > 0:
+        try:
             search.study.optimize(lambda trial: run_trial(trial, search), missing, catch=(TrialFailedError,))
-    except SearchEndedError as ended:
-        return int(ended.args[0])
-    except (KeyboardInterrupt, SystemExit) as leaving:
-        # Between two trials.
-        return INTERRUPTED if isinstance(leaving, KeyboardInterrupt) else TERMINATED
+        except SearchEndedError as ended:
+            return int(ended.args[0])
     return 0
 
 
@@ -261,10 +258,7 @@ def run_trial(trial: Trial, search: Search) -> float:
     # With several processes the callback ends the training as usual and stores this note.
     if search.study.trials[trial.number].system_attrs.get("ddp_pl:pruned"):
         raise optuna.TrialPruned
-    try:
-        result = Result.load(directory / RESULT)
-    except PolicyError as error:
-        raise TrialFailedError(f"trial {trial.number}: {error}") from error
+    result = Result.load(directory / RESULT)
     if result.optimized is None:
         raise unknown("metric", search.metric, result.metrics, key="optimized_metric")
     return result.optimized

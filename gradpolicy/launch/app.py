@@ -1,13 +1,11 @@
 """The program: parses the command line, checks every job, and runs them by Hydra."""
 
-import argparse
 import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import hydra
@@ -20,7 +18,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from gradpolicy.display import wide_console
-from gradpolicy.errors import PolicyError, brief, nearest
+from gradpolicy.errors import PolicyError
 from gradpolicy.insight.report import write_report
 from gradpolicy.insight.run_files import REPORT, STOPPED, Result
 from gradpolicy.insight.run_log import quieter, replace_unencodable
@@ -30,7 +28,6 @@ from gradpolicy.launch.config import (
     Settings,
     Source,
     check_job,
-    check_launcher,
     compose_job,
     fixed_overrides,
     hydra_at,
@@ -39,11 +36,9 @@ from gradpolicy.launch.config import (
 from gradpolicy.launch.messages import (
     FAILED,
     INTERRUPTED,
-    LINE,
     TERMINATED,
     WRONG_INPUT,
     explain,
-    full_disk,
     report_error,
     wrong_input_errors,
 )
@@ -54,7 +49,7 @@ from gradpolicy.launch.processes import (
     termination_exits,
     under_srun,
 )
-from gradpolicy.launch.run_directory import KEY, RunDirectory, claimed_directory, is_fixed, is_unused
+from gradpolicy.launch.run_directory import KEY, claimed_directory, is_fixed, is_unused
 
 CONFIG_NAME = "train"
 
@@ -74,9 +69,7 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     show_traceback = False
     try:
-        options = parse_command_line(get_args_parser(), words)
-        if options.experimental_rerun:
-            raise PolicyError("--experimental-rerun: is not supported: it would run what a pickle holds")
+        options = get_args_parser().parse_intermixed_args(words)
         source = Source(
             Path(options.config_path or config_dir).absolute(),
             options.config_name or CONFIG_NAME,
@@ -85,20 +78,14 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
         # Modules beside the configs, and those of the current directory, may be named in a config.
         given = [Path(each).absolute().parent for each in (options.config_path, options.config_dir) if each]
         sys.path += [str(place) for place in (*given, Path.cwd()) if str(place) not in sys.path]
+        if _asks_for_information(options):
+            # Flags first, since Hydra's own parser takes no others.
+            _ask_hydra(config_dir, sorted(words, key=options.overrides.__contains__))
+            return 0
         with hydra_at(source) as prepared:
-            if not _asks_for_information(options):
-                show_traceback = "extras.traceback=true" in options.overrides
-                config = compose_job(source, fixed_overrides(options.overrides))
-                show_traceback = OmegaConf.select(config, "extras.traceback") is True
-                return start(prepared, source, options, config)
-            if options.cfg:
-                compose_job(source, options.overrides)
-            if options.help:
-                _print_help(prepared, source, options)
-                return 0
-        flags = [word for word in words if word not in options.overrides]
-        _ask_hydra(config_dir, [*flags, *options.overrides])
-        return 0
+            config = compose_job(source, fixed_overrides(options.overrides))
+            show_traceback = OmegaConf.select(config, "extras.traceback") is True
+            return start(prepared, source, options, config)
     except (KeyboardInterrupt, SystemExit) as leaving:
         # Lightning raises SystemExit if Ctrl-C interrupts training.
         interrupts = any(isinstance(each, KeyboardInterrupt) for each in (leaving, leaving.__context__))
@@ -111,32 +98,10 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
                 file=sys.stderr,
             )
         return code if isinstance(code, int) else FAILED
-    except Exception as error:
-        is_wrong_input = isinstance(error, wrong_input_errors())
-        if not is_wrong_input and full_disk(error) is None:
-            raise
+    except wrong_input_errors() as error:
         if show_traceback or reports_errors():
             report_error(error, show_traceback)
-        return getattr(error, "exit_code", WRONG_INPUT if is_wrong_input else FAILED)
-
-
-def parse_command_line(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Namespace:
-    """Parse a command line, and raise one clear error where argparse would exit.
-
-    Raises:
-        PolicyError: For an unknown flag, or an invalid value of a flag.
-    """
-    # Otherwise argparse would print the usage and exit.
-    parser.exit_on_error = False
-    try:
-        options, unknown = parser.parse_known_intermixed_args(arguments)
-    except argparse.ArgumentError as error:
-        raise PolicyError(f"{error.argument_name}: {brief(str(error.message), most=LINE)}") from error
-    if unknown:
-        word = unknown[0].partition("=")[0]
-        hint = nearest(word, parser._option_string_actions)
-        raise PolicyError(f"{brief(word)}: there is no such flag; {hint}")
-    return options
+        return getattr(error, "exit_code", WRONG_INPUT)
 
 
 def start(prepared: Hydra, source: Source, options: Namespace, config: DictConfig) -> int:
@@ -157,7 +122,6 @@ def start(prepared: Hydra, source: Source, options: Namespace, config: DictConfi
             raise PolicyError("several values for one key make a sweep: add -m, or quote the value")
         run_job(prepared, config, check_job(config))
         return 0
-    check_launcher(config)
     for job in jobs_of(config, overrides):
         check_job(compose_job(source, job))
     run_sweep(prepared, source, config, overrides)
@@ -172,35 +136,22 @@ def run_job(prepared: Hydra, config: DictConfig, settings: Settings) -> None:
             config.hydra.output_subdir = None
     callbacks = Callbacks(config)
     callbacks.on_run_start(config=config, config_name=config.hydra.job.config_name)
-    job = Job(in_sweep=False)
-    if not config.hydra.run.dir:
-        raise PolicyError(f"{KEY}: names no directory")
     if settings.train and not settings.plan_only:
         choose_directory(config, settings)
     with claimed_directory(config.hydra.run, KEY) as directory:
         with read_write(config.hydra):
             config.hydra.run.dir = str(directory)
-        try:
-            returned = hydra_utils.run_job(
-                hydra_context=HydraContext(config_loader=prepared.config_loader, callbacks=callbacks),
-                task_function=job,
-                config=config,
-                job_dir_key="hydra.run.dir",
-                job_subdir_key=None,
-            )
-            failure = returned._return_value if returned.status is hydra_utils.JobStatus.FAILED else None
-            if failure is not None and not job.began:
-                raise failure
-        except Exception as error:
-            # Hydra raised it during the setup of the job.
-            RunDirectory(directory).clear_unless_begun()
-            if isinstance(error, PolicyError):
-                raise
-            reason = f"{type(error).__name__}: {brief(str(error), most=LINE)}"
-            raise PolicyError(f"hydra: the job cannot be set up: {reason}") from error
+        returned = hydra_utils.run_job(
+            hydra_context=HydraContext(config_loader=prepared.config_loader, callbacks=callbacks),
+            task_function=Job(in_sweep=False),
+            config=config,
+            job_dir_key="hydra.run.dir",
+            job_subdir_key=None,
+        )
     callbacks.on_run_end(config=config, config_name=config.hydra.job.config_name, job_return=returned)
-    if failure is not None:
-        raise failure
+    if returned.status is hydra_utils.JobStatus.FAILED:
+        # Not its return_value, which also prints.
+        raise returned._return_value
 
 
 def choose_directory(config: DictConfig, settings: Settings) -> None:
@@ -252,7 +203,6 @@ class Job:
 
     def __init__(self, *, in_sweep: bool) -> None:
         self.in_sweep = in_sweep
-        self.began = False
 
     def __call__(self, config: DictConfig) -> float | None:
         """Run a job."""
@@ -262,7 +212,6 @@ class Job:
         # It resolves references of the command line, so a dangling reference fails before the job starts.
         overrides = list(hydra_config.overrides.task)
         directory = Path(hydra_config.runtime.output_dir)
-        self.began = True
         result = Result(overrides, status="stopped", error=STOPPED, directory=str(directory))
         try:
             result = run(config, overrides)
@@ -288,18 +237,6 @@ def _asks_for_information(options: Namespace) -> bool:
     """Return True if the command line asks Hydra for information, not for a run."""
     asked = ("help", "hydra_help", "version", "info", "cfg", "shell_completion")
     return any(getattr(options, name, None) for name in asked)
-
-
-def _print_help(prepared: Hydra, source: Source, options: Namespace) -> None:
-    """Print the help with the groups of the whole search path.
-
-    Hydra itself omits those of ``hydra.searchpath``, in the primary config and on the command line.
-    """
-    overrides = [line for line in options.overrides if line.startswith("hydra.searchpath=")]
-    loader = prepared.config_loader
-    every = partial(loader.get_group_options, config_name=source.name, overrides=overrides)
-    loader.get_group_options = every  # type: ignore[method-assign]
-    prepared.app_help(source.name, get_args_parser(), options)
 
 
 def _ask_hydra(config_dir: Path, words: list[str]) -> None:

@@ -1,17 +1,12 @@
 """The config of a job: composed by Hydra, then its keys, types and arguments checked."""
 
-import shutil
 import warnings
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any, Literal
 
-import yaml
 from hydra import compose, version
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
@@ -22,11 +17,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf._utils import get_yaml_loader
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from gradpolicy.checks import LARGEST_SEED
-from gradpolicy.errors import PolicyError, brief, nearest, shown
+from gradpolicy.errors import PolicyError, brief, nearest, under
 from gradpolicy.imports import import_by_name
 from gradpolicy.launch.messages import one_line, type_error
 
@@ -35,23 +29,12 @@ VERSION_BASE = "1.3"
 SAME_NAME = r"\s*'hydra/launcher/submitit_slurm' is validated against ConfigStore schema"
 # Modules that import torch are imported in functions, so that a wrong key is reported at once.
 
-# Minimum values. Lightning accepts lower ones, and then divides by zero, or reverses gradients.
-TRAINER_LEAST = {
-    "accumulate_grad_batches": 1,
-    "check_val_every_n_epoch": 1,
-    "gradient_clip_val": 0,
-    "log_every_n_steps": 0,
-    "num_sanity_val_steps": -1,
-}
-
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
 Node = dict[str, Any]
-# Groups whose nodes have names chosen by the user.
-NAMED_NODES = ("callbacks", "logger", "policy")
 # A removed config of the group is null.
 Group = dict[str, Node | None]
 Names = Annotated[list[str], BeforeValidator(_as_list)]
@@ -125,10 +108,11 @@ def check_config(config: DictConfig) -> Settings:
     try:
         settings = Settings.model_validate(container)
     except ValidationError as error:
-        raise _first_problem(error, container) from error
+        raise _first_problem(error) from error
     if not (settings.train or settings.test or settings.plan_only):
         raise PolicyError("train=false test=false leaves nothing to do; plan_only=true prints the plan")
-    _check_trainer(settings.trainer)
+    for name in {"callbacks", "logger"} & settings.trainer.keys():
+        raise PolicyError(f"trainer.{name}: the group `{name}` decides: {name}.mine={{_target_: …}}")
     load_extensions(settings.extensions)
     from gradpolicy.launch.targets import build_all, check_arguments
     from gradpolicy.policies import Policy
@@ -150,12 +134,8 @@ def load_extensions(names: list[str]) -> None:
         PolicyError: If one cannot be imported.
     """
     for name in names:
-        try:
-            found = import_by_name(name)
-        except PolicyError as error:
-            raise PolicyError(f"extensions: {error}") from error
-        if not isinstance(found, ModuleType):
-            raise PolicyError(f"extensions: {shown(name)} is no module; name the one that it lies in")
+        with under("extensions"):
+            import_by_name(name)
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:
@@ -173,28 +153,10 @@ def resolved(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in container.items()}
 
 
-def _check_trainer(trainer: Node) -> None:
-    for name in ("callbacks", "logger"):
-        if name in trainer:
-            raise PolicyError(f"trainer.{name}: the group `{name}` decides: {name}.mine={{_target_: …}}")
-    for name, least in TRAINER_LEAST.items():
-        given = trainer.get(name)
-        if isinstance(given, int | float) and not given >= least:
-            raise PolicyError(f"trainer.{name}: {shown(given)} given, at least {least} needed")
-    interval = trainer.get("val_check_interval")
-    if isinstance(interval, int | float) and not interval > 0:
-        raise PolicyError(f"trainer.val_check_interval: {shown(interval)} given, more than 0 needed")
-
-
-def _first_problem(error: ValidationError, container: Node) -> PolicyError:
+def _first_problem(error: ValidationError) -> PolicyError:
     problem = error.errors()[0]
     path = [str(part) for part in problem["loc"]]
     key = brief(".".join(path))
-    if path[0] in NAMED_NODES and len(path) > 1 and "_target_" in container[path[0]]:
-        return PolicyError(
-            f"{path[0]}: {path[0]}._target_ has no name above it: write a line such as `mine:` before it, "
-            "and indent all that belongs to it"
-        )
     if problem["type"] == "extra_forbidden":
         owner = Extras if path[0] == "extras" else Settings
         hint = nearest(path[-1], owner.model_fields)
@@ -222,11 +184,6 @@ class Source:
     name: str = "train"
     more: Path | None = None
 
-    @property
-    def directories(self) -> list[Path]:
-        """All directories."""
-        return [self.directory] if self.more is None else [self.directory, self.more]
-
 
 @contextmanager
 def hydra_at(source: Source) -> Iterator[Hydra]:
@@ -235,8 +192,8 @@ def hydra_at(source: Source) -> Iterator[Hydra]:
     Raises:
         PolicyError: If a directory does not exist.
     """
-    for directory in source.directories:
-        if not directory.is_dir():
+    for directory in (source.directory, source.more):
+        if directory is not None and not directory.is_dir():
             raise PolicyError(f"config directory {directory} does not exist")
     version.setbase(VERSION_BASE)
     search_path = create_config_search_path(str(source.directory))
@@ -281,34 +238,16 @@ def compose_job(source: Source, overrides: list[str]) -> DictConfig:
         PolicyError: For a choice or key that does not exist, with the nearest ones, and for other errors of
             composition.
     """
-    for override in parsed(overrides):
-        if not override.key_or_group:
-            raise PolicyError(f"{brief(str(override.input_line))}: names no key; write key=value")
     try:
         config = compose(source.name, overrides, return_hydra_config=True)
     except Exception as error:
         # Hydra raises various errors for unusual input, such as a name that is too long for a file.
         raise _explained(error, source, overrides) from error
-    _check_choices(config, source, overrides)
     with read_write(config), open_dict(config):
         # Hydra sets it when a job starts. Until then the keys that refer to it need some directory.
         config.hydra.runtime.output_dir = str(Path.cwd())
     HydraConfig.instance().set_config(config)
     return config
-
-
-def check_launcher(config: DictConfig) -> None:
-    """Check, before any job starts, that there is a cluster for a launcher that needs one.
-
-    Raises:
-        PolicyError: If there is none; names an alternative.
-    """
-    if config.hydra.launcher._target_.endswith(".SlurmLauncher") and shutil.which("srun") is None:
-        raise PolicyError(
-            f"hydra/launcher={config.hydra.runtime.choices['hydra/launcher']}: there is no srun here; start "
-            "the sweep on a machine of the Slurm cluster, or run its jobs on this one by "
-            "hydra/launcher=submitit_local"
-        )
 
 
 def default_config() -> DictConfig | None:
@@ -346,27 +285,6 @@ def jobs_of(config: DictConfig, overrides: list[str]) -> list[list[str]]:
     return BasicSweeper.split_arguments(every, max_batch_size=None)[0]
 
 
-def _check_choices(config: DictConfig, source: Source, overrides: list[str]) -> None:
-    """Check that the chosen files are mappings; Hydra would silently ignore others.
-
-    Raises:
-        PolicyError: For the first that is not.
-    """
-    # Hydra does not record the choice of several configs of a group.
-    values = {override.key_or_group: override.value() for override in parsed(overrides)}
-    several = {group: value for group, value in values.items() if isinstance(value, list)}
-    for group, chosen in {**config.hydra.runtime.choices, **several}.items():
-        for name in [chosen] if isinstance(chosen, str) else chosen or ():
-            for file in (directory / group / f"{name}.yaml" for directory in source.directories):
-                # By the loader of Hydra: PyYAML's own refuses a tag, and makes dates of texts.
-                content = yaml.load(file.read_text("utf-8"), get_yaml_loader()) if file.is_file() else None
-                # The list of choices last, since Hydra reads the config's defaults anew for each group.
-                if not (content is None or isinstance(content, dict)) and name in _choices(group, source):
-                    raise PolicyError(
-                        f"{group}={name}: {file.name} must hold keys and values, not {shown(content)}"
-                    )
-
-
 # ---- what is wrong with a command line
 
 
@@ -374,20 +292,18 @@ def _explained(error: Exception, source: Source, overrides: Sequence[str]) -> Po
     """Return Hydra's message with the key of the first override that fails, and the nearest names."""
     # Choices of groups first, since they determine the keys.
     ordered = sorted(parsed(overrides), key=lambda override: not _choices(override.key_or_group, source))
-
-    @cache
-    def composed(count: int) -> DictConfig | Exception:
+    lines = [str(override.input_line) for override in ordered]
+    for count in range(len(lines) + 1):
         try:
-            lines = [str(override.input_line) for override in ordered[:count]]
-            return compose(source.name, lines, return_hydra_config=True)
+            before = compose(source.name, lines[:count], return_hydra_config=True)
         except Exception as found:
-            return found
-
-    count = bisect_left(range(len(ordered)), True, key=lambda count: isinstance(composed(count), Exception))
-    before = composed(count - 1) if count else error
-    if isinstance(before, Exception):
+            error = found
+            break
+    else:
+        count = 0
+    if count == 0:
         return PolicyError(one_line(error))
-    override, last = ordered[count - 1], composed(count)
+    override = ordered[count - 1]
     key = override.key_or_group
     names = _choices(key, source)
     if names and not override.is_delete():
@@ -400,8 +316,7 @@ def _explained(error: Exception, source: Source, overrides: Sequence[str]) -> Po
     if missing is not None and not names:
         plus = "" if override.is_delete() else f"; a new key takes a plus: +{brief(key)}=…"
         return PolicyError(f"{missing}{plus}")
-    none = f"; for nothing {key}=none" if override.is_delete() and "none" in names else ""
-    return PolicyError(f"{brief(key)}: {one_line(last if isinstance(last, Exception) else error)}{none}")
+    return PolicyError(f"{brief(key)}: {one_line(error)}")
 
 
 def _choices(group: str, source: Source) -> list[str]:

@@ -1,6 +1,5 @@
 """Clear one-line messages for errors that invalid input causes in libraries."""
 
-import errno
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -36,17 +35,7 @@ def explain(error: BaseException) -> str:
     return brief(_explanation(error), most=LONGEST)
 
 
-def full_disk(error: BaseException | None) -> OSError | None:
-    """Return the error of a full disk or quota that caused another error; None if there is none."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return error
-        error = error.__cause__ or error.__context__
-    return None
-
-
 def _explanation(error: BaseException) -> str:
-    full = full_disk(error)
     cause = root_cause(error)
     if isinstance(cause, ModuleNotFoundError):
         return to_install(cause)
@@ -58,12 +47,6 @@ def _explanation(error: BaseException) -> str:
         # Without the type of an error within a resolver, which precedes its message.
         said = str(error).partition("\n")[0].rpartition("KeyError raised while resolving interpolation: ")[2]
         return f"{brief(str(error.full_key))}: {brief(said, most=LINE)}"
-    if full is not None:
-        reason = (full.strerror or "the disk is full").lower()
-        return (
-            f"nothing can be written to {full.filename or 'the disk'}: {reason}; make room, and "
-            "ckpt_path=last goes on from the last checkpoint"
-        )
     return one_line(error)
 
 

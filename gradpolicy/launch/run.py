@@ -2,23 +2,19 @@
 
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
-from lightning.pytorch.accelerators import CUDAAccelerator, MPSAccelerator
 from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from gradpolicy.errors import PolicyError, brief, nearest, shown
-from gradpolicy.imports import to_install
+from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.insight.loggers import LogRun, name_loggers, write_plan
 from gradpolicy.insight.report import write_report
 from gradpolicy.insight.run_files import REPORT, RESULT, STOPPED, Result
@@ -29,7 +25,7 @@ from gradpolicy.launch.config import (
     default_config,
     resolved,
 )
-from gradpolicy.launch.messages import LINE, explain, full_disk
+from gradpolicy.launch.messages import explain
 from gradpolicy.launch.processes import (
     is_first_rank,
     job_arguments,
@@ -38,12 +34,7 @@ from gradpolicy.launch.processes import (
     termination_exits,
 )
 from gradpolicy.launch.resumed import Resumed, chosen_checkpoint, resumed_run
-from gradpolicy.launch.run_directory import (
-    RunDirectory,
-    check_writable,
-    locked,
-    run_directory,
-)
+from gradpolicy.launch.run_directory import RunDirectory, run_directory
 from gradpolicy.launch.targets import build, build_all
 from gradpolicy.launch.trainer import build_trainer, finished_loggers
 from gradpolicy.lightning.callback import GradientPolicies
@@ -101,25 +92,9 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
         termination_exits(),
         quieter(),
         run_directory(Path(settings.paths.output_dir)) as directory,
-        ExitStack() as locks,
+        logged_run(first_rank=is_first_rank()) as console,
     ):
-        for key, place in places_of(container).items():
-            check_writable(place, key)
-            if key.endswith(".dirpath"):
-                locks.enter_context(locked(place, key))
-        with logged_run(first_rank=is_first_rank()) as console:
-            return plan_and_run(settings, container, overrides, directory, console)
-
-
-def places_of(container: Mapping[str, Any]) -> dict[str, Path]:
-    """Return the local directories to which callbacks and loggers of a config write, by key."""
-    named = {
-        f"{group}.{name}.{argument}": (node or {}).get(argument)
-        for group, argument in (("callbacks", "dirpath"), ("logger", "save_dir"))
-        for name, node in (container.get(group) or {}).items()
-    }
-    local = {key: each for key, each in named.items() if isinstance(each, str) and "://" not in each}
-    return {key: Path(each).expanduser() for key, each in local.items()}
+        return plan_and_run(settings, container, overrides, directory, console)
 
 
 def plan_and_run(
@@ -138,9 +113,10 @@ def plan_and_run(
         directory: The run directory.
         console: The console.
     """
-    check_accelerator(settings.trainer.get("accelerator"))
     seed_everything(settings.seed, workers=True, verbose=False)
-    checkpoint, resumed = checked_checkpoint(settings, directory)
+    own = None if settings.plan_only else directory.path
+    checkpoint = chosen_checkpoint(settings, own, in_sweep=_in_sweep())
+    resumed = resumed_run(settings, checkpoint, own) if checkpoint is not None and settings.train else None
     subject = build_subject(container)
     if checkpoint is not None:
         check_fits(checkpoint, subject.model)
@@ -189,34 +165,6 @@ def plan_and_run(
     return result
 
 
-def check_accelerator(name: object) -> None:
-    """Check, before data and model are built, that this machine has the accelerator of the trainer.
-
-    Raises:
-        PolicyError: If it does not.
-    """
-    there = any(kind.is_available() for kind in (CUDAAccelerator, MPSAccelerator))
-    if name in ("cuda", "gpu", "mps") and not there:
-        raise PolicyError(
-            f"trainer.accelerator: {shown(name)} given, and torch finds none on this machine; trainer=cpu or "
-            "trainer.accelerator=auto needs none (torch.cuda.is_available() is false with a build of torch "
-            "for CPUs alone, too)"
-        )
-
-
-def checked_checkpoint(settings: Settings, directory: RunDirectory) -> tuple[Path | None, Resumed | None]:
-    """Return the checkpoint that is resumed or tested, and, for training, the run that it continues.
-
-    Raises:
-        PolicyError: If there is none, or it contradicts the config.
-    """
-    own = None if settings.plan_only else directory.path
-    checkpoint = chosen_checkpoint(settings, own, in_sweep=_in_sweep())
-    if checkpoint is None or not settings.train:
-        return checkpoint, None
-    return checkpoint, resumed_run(settings, checkpoint, own)
-
-
 def check_optimizer(model: LightningModule) -> None:
     """Create the optimizer of a task once, to check its arguments before training.
 
@@ -239,30 +187,10 @@ def save_result(result: Result, settings: Settings, console: Console) -> None:
             write_report([directory], directory / REPORT, console)
 
 
-def prepare_data(subject: Subject, stage: str = "fit") -> None:
-    """Download and set up the data, for training or for another stage.
-
-    Raises:
-        PolicyError: If the network, a file or a package is missing.
-    """
-    try:
-        subject.data.prepare_data()
-        subject.data.setup(stage)
-    except (OSError, ModuleNotFoundError) as error:
-        if full_disk(error) is not None:
-            raise
-        name = type(subject.data).__name__
-        if isinstance(error, ModuleNotFoundError):
-            raise PolicyError(f"data: {name} {to_install(error)}") from error
-        reason = f"{type(error).__name__}: {brief(str(error), most=LINE)}"
-        raise PolicyError(
-            f"data: {name} cannot get its data: {reason}; without a network, put the files where it looks"
-        ) from error
-
-
 def make_run_plan(subject: Subject, seed: int) -> Plan:
     """Return the plan, by one step on a copy of the model with the first batch."""
-    prepare_data(subject)
+    subject.data.prepare_data()
+    subject.data.setup("fit")
     batch = next(iter(subject.data.train_dataloader()))
     return plan(subject.model, subject.policies, lambda model: training_loss(model, batch), seed=seed)
 
@@ -273,10 +201,8 @@ def train_and_test(
     """Train, test the best weights, and return the last value of each metric."""
     metrics: dict[str, float] = {}
     best: dict[str, float] = {}
-    if is_first_rank():
-        prepare_data(subject, "fit" if settings.train else "test")
     if settings.train:
-        with monitor_errors_named(settings, trainer), checked_restore(checkpoint):
+        with checked_restore(checkpoint):
             trainer.fit(subject.model, subject.data, ckpt_path=checkpoint, weights_only=True)
         best = best_scores(trainer)
         metrics = _numbers(trainer.callback_metrics) | best
@@ -358,24 +284,3 @@ def optimized_value(settings: Settings, metrics: Mapping[str, float]) -> float |
 def _in_sweep() -> bool:
     # Hydra numbers the jobs of a sweep. Their mode is that of a single run, unless a config sets it.
     return HydraConfig.initialized() and not OmegaConf.is_missing(HydraConfig.get().job, "num")
-
-
-@contextmanager
-def monitor_errors_named(settings: Settings, trainer: Trainer) -> Iterator[None]:
-    """Turn a callback's error about a metric that is not logged into one with its key and the logged metrics.
-
-    Raises:
-        PolicyError: In place of the callback's error.
-    """
-    try:
-        yield
-    except (RuntimeError, ValueError, MisconfigurationException) as error:
-        if "`val_check_interval`" in str(error):
-            raise PolicyError(f"trainer.val_check_interval: {' '.join(str(error).split())}") from error
-        logged = trainer.callback_metrics
-        for name, node in (settings.callbacks or {}).items():
-            monitor = (node or {}).get("monitor")
-            if monitor and str(monitor) in str(error) and monitor not in logged:
-                message = f"callbacks.{name}.monitor: {monitor!r} is not logged; {nearest(monitor, logged)}"
-                raise PolicyError(message) from error
-        raise

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import socket
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,7 +46,6 @@ def claimed_directory(node: DictConfig, key: str) -> Iterator[Path]:
             time and holds another run, or a link in it leads out of it.
     """
     wanted = Path(node.dir).absolute()
-    key = f"{key} (below paths.log_dir)" if "paths.log_dir" in _template(node) else key
     may_hold_run = under_srun() or under_torchrun() or is_fixed(node)
     with locked(wanted, key):
         if not (may_hold_run or is_unused(wanted)):
@@ -60,11 +58,8 @@ def claimed_directory(node: DictConfig, key: str) -> Iterator[Path]:
 
 def is_fixed(node: DictConfig) -> bool:
     """Return True if a directory is not named after the time, so that it may already contain a run."""
-    return not any(word in _template(node) for word in TIME_IN_NAME)
-
-
-def _template(node: DictConfig) -> str:
-    return str(node._get_node("dir")._value())  # type: ignore[union-attr]
+    template = str(node._get_node("dir")._value())  # type: ignore[union-attr]
+    return not any(word in template for word in TIME_IN_NAME)
 
 
 @contextmanager
@@ -78,7 +73,7 @@ def locked(directory: Path, key: str) -> Iterator[None]:
         key: The config key that names it, for messages.
 
     Raises:
-        PolicyError: If another process has locked it; names the process and machine.
+        PolicyError: If another process has locked it, with its name and machine, or it cannot be created.
     """
     directory = directory.absolute()
     is_first = is_first_rank() and os.environ.get("NODE_RANK", "0") == "0"
@@ -86,8 +81,10 @@ def locked(directory: Path, key: str) -> Iterator[None]:
         if not is_first or directory in _locked:
             yield
             return
-        check_writable(directory, key)
-        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PolicyError(f"{key}: {brief(str(error), most=160)}") from error
         file = _lock(directory, key)
         _locked.add(directory)
         try:
@@ -192,32 +189,6 @@ def run_directory(path: Path) -> Iterator[RunDirectory]:
         except wrong_input_errors():
             directory.clear_unless_begun()
             raise
-
-
-def check_writable(path: Path, key: str) -> None:
-    """Check before training that a run can write to a directory.
-
-    Only the first rank does this. Otherwise one rank would remove the directory to which another writes.
-
-    Args:
-        path: The directory, which need not exist yet.
-        key: The config key that names it.
-
-    Raises:
-        PolicyError: If it cannot be created or written to.
-    """
-    if not is_first_rank():
-        return
-    path = path.absolute()
-    with empty_directories_removed(path):
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=path):
-                pass
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            shown_path = brief(str(path), most=120)
-            raise PolicyError(f"{key}: nothing can be written to {shown_path}: {reason}") from error
 
 
 @contextmanager

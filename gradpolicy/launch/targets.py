@@ -5,96 +5,51 @@ runs, for any `_target_`. :func:`hydra.utils.instantiate` builds.
 """
 
 import inspect
-import math
 import re
 from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
-from gradpolicy.errors import NAMED, PolicyError, brief, constructors, nearest, shown, under
+from gradpolicy.errors import NAMED, PolicyError, brief, constructors, nearest, under
 from gradpolicy.imports import import_by_name, to_install
 from gradpolicy.launch.messages import LINE, root_cause, type_error
 from gradpolicy.masks import MaskSource
 from gradpolicy.policies import Policy
 
 TARGET = "_target_"
-# Keys whose nodes are built; a star matches one name.
-BUILT = ("callbacks.*", "data", "logger.*", "model", "optimizer", "policy.*", "trainer")
-# Hydra's own keys of a node, and their types.
-KEY_TYPES: dict[str, Any] = {
-    TARGET: str,
-    "_partial_": bool,
-    "_recursive_": bool,
-    "_convert_": Literal["none", "partial", "object", "all"],
-    "_args_": list[Any],
-}
+# Hydra's own keys of a node.
+OWN_KEYS = (TARGET, "_partial_", "_recursive_", "_convert_", "_args_")
 PLAIN = (str, int, float, bool, type(None))
 
 
 # ---- checking
 
 
-def check_arguments(config: Any, key: str, *, complete: bool = True) -> None:
-    """Check every number, `_target_` and argument in a part of the resolved config.
+def check_arguments(config: Any, key: str) -> None:
+    """Check every `_target_` and its arguments in a part of the resolved config.
 
     Args:
         config: The part.
         key: Its key in the config.
-        complete: True if it is built without further arguments, so that all required ones must be given.
 
     Raises:
-        PolicyError: For a target that is missing or does not exist, a missing required argument, an unknown
-            argument, a value of the wrong type, NaN, or an integer of more than 64 bits.
+        PolicyError: For a target that does not exist, an unknown argument, or a value of the wrong type.
     """
     if isinstance(config, list):
         for index, value in enumerate(config):
-            check_arguments(value, f"{key}[{index}]", complete=complete)
-    if not isinstance(config, Mapping):
-        _check_number(config, key)
-        return
-    if TARGET not in config and any(
-        fnmatchcase(key, pattern) and key.count(".") == pattern.count(".") for pattern in BUILT
-    ):
-        raise PolicyError(f"{key}: needs a {TARGET}, the path of a class")
-    target = locate(config[TARGET], f"{key}.{TARGET}") if TARGET in config else None
-    # The target of a node that is not recursive builds the nodes below, and adds its own arguments.
-    complete_below = complete and config.get("_recursive_") is not False
-    for name, value in config.items():
-        check_arguments(value, f"{key}.{name}", complete=complete_below)
-    if target is not None:
-        _check_call(target, config, key)
-        if complete and not config.get("_partial_") and "_args_" not in config:
-            _check_complete(target, config, key)
-
-
-def locate(path: object, key: str) -> Callable[..., Any]:
-    """Return the class or function at a dotted path.
-
-    Raises:
-        PolicyError: If there is none, with the nearest names.
-    """
-    if not isinstance(path, str):
-        raise PolicyError(f"{key}: must be a dotted path to a class or function, got {shown(path)}")
-    with under(key):
-        found = import_by_name(path)
-    if not callable(found):
-        raise PolicyError(f"{key}: {shown(path)} is a {type(found).__name__}, not a class or function")
-    return found
-
-
-def _check_number(value: Any, key: str) -> None:
-    """Refuse NaN, which most checks accept, and integers above 64 bits, which overflow in torch."""
-    if isinstance(value, int) and abs(value) >= 2**63:
-        raise PolicyError(f"{brief(key)}: takes more than 64 bits, got {shown(value)}")
-    if isinstance(value, float) and math.isnan(value):
-        raise PolicyError(f"{brief(key)}: must be a number, got nan")
+            check_arguments(value, f"{key}[{index}]")
+    elif isinstance(config, Mapping):
+        for name, value in config.items():
+            check_arguments(value, f"{key}.{name}")
+        if TARGET in config:
+            with under(f"{key}.{TARGET}"):
+                target = import_by_name(str(config[TARGET]))
+            _check_call(target, config, key)
 
 
 def _signature(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
@@ -133,28 +88,15 @@ def _check_call(target: Callable[..., Any], config: Mapping[str, Any], key: str)
     parameters, takes_any = argument_names(target)
     for name, value in config.items():
         full_key = brief(f"{key}.{name}")
-        if name in KEY_TYPES:
-            check_value(full_key, KEY_TYPES[name], value)
-        elif name in parameters:
+        if name in parameters:
             annotation, default = parameters[name].annotation, parameters[name].default
             known = annotation is not inspect.Parameter.empty and not isinstance(annotation, str)
             if known and value != default and not _has_target(value):
                 check_value(full_key, annotation, value)
-        elif not takes_any:
+        elif not takes_any and name not in OWN_KEYS:
             raise PolicyError(
                 f"{full_key}: {config[TARGET]} takes no such argument; {nearest(str(name), parameters)}"
             )
-
-
-def _check_complete(target: Callable[..., Any], config: Mapping[str, Any], key: str) -> None:
-    path = config[TARGET]
-    for parameter in _signature(target) or ():
-        name = parameter.name
-        if parameter.kind not in NAMED or parameter.default is not parameter.empty or name in config:
-            continue
-        if isinstance(target, type) and issubclass(target, torch.optim.Optimizer):
-            raise PolicyError(f"{key}._partial_: must be true: the model gives {path} its {name}")
-        raise PolicyError(f"{key}.{name}: {path} needs a value for it")
 
 
 def check_value(key: str, annotation: Any, value: Any) -> None:
@@ -210,6 +152,8 @@ def build(node: Mapping[str, Any], key: str, kind: type = object, **arguments: A
         PolicyError: If building fails, or the result has the wrong type; has the key of the innermost node
             that failed, and the cause.
     """
+    if TARGET not in node:
+        raise PolicyError(f"{key}: needs a {TARGET}, the path of a class")
     try:
         built = instantiate(OmegaConf.create({**node, "_partial_": True, "_convert_": "all"}))
         if not node.get("_partial_"):

@@ -51,14 +51,6 @@ def test_the_plan_alone_of_the_policies_on_the_command_line_leaves_nothing(train
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("choice", ["debug=fdr", "callbacks=none", "~callbacks", "logger=none"])
-def test_no_other_group_loses_the_policies(train, choice: str) -> None:
-    ended = train(choice, "policy.random_freeze.params=model.nothing.*")
-    assert ended.code == 2
-    assert "policy.random_freeze.params" in ended.message
-
-
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:train=false without ckpt_path")
 def test_flags_may_stand_between_overrides(train) -> None:
     ended = train("-m", "seed=1,2", "train=false", "test=true").completed

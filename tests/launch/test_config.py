@@ -19,7 +19,6 @@ WRONG_NAMES = (
     "~nosuch",
     "debug=wrong",
     "experiment=wrong",
-    "=3",
     "policy=null",
     "seed=one",
     "seed=4294967296",
@@ -78,19 +77,3 @@ def test_a_further_config_directory_is_used_and_its_names_are_named(train, mine:
 def test_a_further_directory_that_does_not_exist_is_refused(train, tmp_path: Path) -> None:
     message = train("--config-dir", str(tmp_path / "nowhere"), "policy=none").refusal
     assert f"{tmp_path}/nowhere does not exist" in message
-
-
-@pytest.mark.slow
-def test_a_sweep_takes_a_further_directory_too(train, mine: Path) -> None:
-    ended = train(
-        "--config-dir", str(mine), "-m", "policy=mine,none", "train=false", "plan_only=true"
-    ).completed
-    assert ended.out.count("│ cut") == 1
-
-
-def test_a_text_that_looks_like_a_date_is_text(train, tmp_path: Path) -> None:
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "theirs.yaml").write_text("# @package _global_\nuser: {day: 2024-13-45}\n")
-    (tmp_path / "theirs.yaml").write_text("defaults: [train]\nuser: {day: 2024-13-45}\n")
-    for chosen in ("experiment=theirs", "--config-name=theirs"):
-        assert train(chosen, f"--config-dir={tmp_path}", "plan_only=true").code == 0

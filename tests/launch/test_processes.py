@@ -7,13 +7,12 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from gradpolicy.launch.processes import job_arguments, termination_exits
+from gradpolicy.launch.processes import termination_exits
 from gradpolicy.launch.trainer import RunBegins
 from tests.launch.own_callbacks import chosen
 
@@ -46,33 +45,6 @@ def test_torchrun_writes_one_run_directory(train_process) -> None:
     ended = train_process("trainer=ddp_sim", *PROBE, launcher=torchrun).completed
     assert [lines[0]["rank"] for lines in said(ended.run)] == [0, 1]
     assert (ended.run / "checkpoints/last.ckpt").is_file()
-
-
-def hydra_of(task: list[str], own: list[str]) -> SimpleNamespace:
-    return SimpleNamespace(
-        runtime=SimpleNamespace(config_sources=[SimpleNamespace(provider="main", path="/conf")]),
-        job=SimpleNamespace(config_name="train", name="train"),
-        overrides=SimpleNamespace(task=task, hydra=own),
-    )
-
-
-def test_a_rank_is_told_its_job_and_nothing_of_the_sweep() -> None:
-    own = [
-        "hydra.mode=MULTIRUN",
-        "hydra.sweep.dir=/sweep",
-        "hydra/launcher=joblib",
-        "hydra.launcher.n_jobs=2",
-        "+hydra.sweeper.params.seed=1,2",
-        "hydra.run.dir=/run",
-        "hydra.searchpath=[file:///more]",
-    ]
-    assert job_arguments(hydra_of(["seed=1", "trainer=ddp_sim"], own)) == [
-        "--config-name",
-        "train",
-        "seed=1",
-        "trainer=ddp_sim",
-        "hydra.searchpath=[file:///more]",
-    ]
 
 
 # ---- signals
@@ -129,13 +101,6 @@ def test_a_run_that_is_stopped_says_so_in_one_line_and_in_its_report(
     assert ended.err == f"{said}; ckpt_path=last goes on from the last checkpoint\n"
     assert (ended.result.status, ended.result.error) == ("stopped", "stopped before its end")
     assert '<span class="chip bad">stopped</span>' in (ended.run / "report.html").read_text()
-
-
-@pytest.mark.slow
-def test_two_ranks_log_to_every_dashboard(train_process) -> None:
-    loggers = ("logger=[csv,wandb,tensorboard,mlflow]", "trainer.log_every_n_steps=1")
-    ended = train_process("trainer=ddp_sim", *loggers, "callbacks=default").completed
-    assert {"csv", "wandb", "tensorboard", "mlflow.db"} <= {path.name for path in ended.run.iterdir()}
 
 
 @pytest.mark.slow

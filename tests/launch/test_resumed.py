@@ -75,13 +75,6 @@ def test_weights_alone_can_be_tested_and_trained_on(train, trained, tmp_path: Pa
     assert "holds no optimizer_states" in train(f"ckpt_path={path}").refusal
 
 
-def test_infinite_weights_are_refused(train, trained, tmp_path: Path) -> None:
-    name = next(iter(trained["state_dict"]))
-    trained["state_dict"][name].view(-1)[0] = torch.inf
-    path = saved(trained, tmp_path / "a.ckpt")
-    assert f"holds infinite values in {name}" in train(f"ckpt_path={path}").refusal
-
-
 PLAN, RESUME, TEST, START = "plan_only=true", "train=true", "train=false", "callbacks=[initial_weights]"
 
 
@@ -123,42 +116,13 @@ def test_nothing_that_a_strangers_checkpoint_names_is_deleted(train, trained, tm
             assert ended.message.startswith(f"ckpt_path: {tmp_path}/theirs/a.ckpt names ")
 
 
-CHANGED = {
-    "optimizer.lr=0.5": "optimizer.lr: 0.5 given, and the run that ckpt_path goes on with has 0.002; ",
-    "optimizer=adam": "optimizer._target_: 'torch.optim.Adam' given",
-    "+optimizer.maximize=true": "optimizer.maximize: True given, and the run that",
-    "+model.scheduler={_target_: torch.optim.lr_scheduler.StepLR, _partial_: true, step_size: 2}": (
-        "model.scheduler._partial_: True given"
-    ),
-    "seed=4": "seed: 4 given, and the run that ckpt_path goes on with has 0",
-}
-
-
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("override", CHANGED)
-def test_a_setting_that_the_checkpoint_decides_is_refused_by_its_key(
-    train, last: Path, override: str
-) -> None:
+@pytest.mark.parametrize("override", ["seed=4", "data._target_=gradpolicy.tasks.FashionMNISTDataModule"])
+def test_another_seed_or_class_is_refused_by_its_key(train, last: Path, override: str) -> None:
     ended = train(f"ckpt_path={last}", "trainer.max_epochs=2", "plan_only=true", override)
-    assert ended.refusal.startswith(CHANGED[override])
+    key, _, value = override.partition("=")
+    assert ended.refusal.startswith(f"{key}: ")
+    assert f"{value}" in ended.message
     assert "callbacks.initial_weights.path=" in ended.message
-
-
-@pytest.mark.slow
-def test_first_weights_that_the_checkpoint_would_replace_are_refused(train, last: Path) -> None:
-    weights = ("callbacks=[default,initial_weights]", f"callbacks.initial_weights.path={last}")
-    message = train(f"ckpt_path={last}", "trainer.max_epochs=2", *weights).refusal
-    assert message.startswith("callbacks.initial_weights.path: ")
-
-
-def test_a_patience_that_the_checkpoint_would_replace_is_refused(train, last: Path) -> None:
-    stopping = "callbacks=[model_checkpoint,early_stopping]"
-    resumed = ("trainer.max_epochs=2", "plan_only=true", stopping)
-    # That run had none: early stopping begins anew, with the patience of the config.
-    assert train(f"ckpt_path={last}", *resumed).code == 0
-    stopped = next(train("test=false", "extras.plan=false", stopping).run.rglob("last.ckpt"))
-    ended = train(f"ckpt_path={stopped}", *resumed, "callbacks.early_stopping.patience=50")
-    assert ended.refusal.startswith("callbacks.early_stopping.patience: 50 given, and the run that ckpt_path")
 
 
 QUIET = ("test=false", "extras.plan=false")
@@ -209,7 +173,7 @@ def test_a_run_around_other_runs_leaves_their_checkpoints_alone(train, last: Pat
     ended = train(*QUIET, run_dir, f"ckpt_path={around}/checkpoints/last.ckpt", "trainer.max_epochs=2")
     assert f"going on from {around}" in ended.completed.out
     ended = train(*QUIET, run_dir, f"ckpt_path={other}/checkpoints/last.ckpt", "trainer.max_epochs=3")
-    assert "is another directory" in ended.completed.out
+    assert "a new run from " in ended.completed.out
     assert content(other) == before
 
 
@@ -221,26 +185,11 @@ def test_wrong_input_leaves_the_run_that_would_go_on_as_it_is(train) -> None:
     assert content(first.run) == before
 
 
-NEW = {
-    "policy.random_freeze.mask.density=0.2": "policy.random_freeze.mask.density is 0.2 and was 0.5",
-    "policy.random_freeze.frozen_state=keep": "policy.random_freeze.frozen_state is 'keep' and was",
-    "~policy.stop": "policy.stop._target_ is nothing and was 'gradpolicy.Stop'",
-    "model.model.dropout=0.1": "model.model.dropout is 0.1 and was 0.25",
-    "data.batch_size=32": "data.batch_size is 32 and was 64",
-    "hydra.run.dir=NEW": "is another directory",
-}
-
-
-@pytest.mark.mostly_slow
-@pytest.mark.parametrize("override", NEW)
-def test_another_model_data_or_policy_makes_a_new_run_from_the_checkpoint(
-    train, last: Path, tmp_path: Path, override: str
-) -> None:
+def test_another_directory_makes_a_new_run_from_the_checkpoint(train, last: Path, tmp_path: Path) -> None:
     before = content(last.parents[1])
-    given = override.replace("NEW", str(tmp_path / "outputs0/train/runs/new"))
-    ended = train(f"ckpt_path={last}", "trainer.max_epochs=2", *QUIET, given).completed
-    assert f"a new run from {last}, since " in ended.out
-    assert NEW[override] in ended.out
+    run_dir = f"hydra.run.dir={tmp_path}/outputs0/train/runs/new"
+    ended = train(f"ckpt_path={last}", "trainer.max_epochs=2", *QUIET, run_dir).completed
+    assert f"a new run from {last}" in ended.out
     assert content(last.parents[1]) == before
     state = torch.load(ended.run / "checkpoints/best.ckpt", weights_only=True)
     assert state["global_step"] == 4

@@ -12,14 +12,6 @@ import yaml
 from gradpolicy.launch.run import finished_loggers
 from tests.launch.own_callbacks import chosen
 
-from .conftest import SHORT
-
-
-@pytest.mark.slow
-def test_a_profilers_report_is_said(train, caplog) -> None:
-    assert train(*SHORT, "debug=profiler", quick=False).completed
-    assert "Profiler Report" in caplog.text
-
 
 def test_what_a_run_prints_and_leaves(train) -> None:
     whole = train(
@@ -67,11 +59,6 @@ def test_what_a_run_prints_and_leaves(train) -> None:
         f"<td>torch</td><td>{torch.__version__}</td>",
     ):
         assert said in report, said
-
-
-def test_a_run_prints_no_config_unless_it_is_asked_for(train) -> None:
-    lines = [line.rstrip() for line in train().out.splitlines()]
-    assert [line for line in lines if line in ("Config", "Plan", "Results")] == ["Plan", "Results"]
 
 
 def test_the_log_of_a_run_that_failed_says_why(train, tmp_path) -> None:

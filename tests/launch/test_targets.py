@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import gradpolicy as gp
-from gradpolicy.launch.targets import build, check_arguments, check_value, locate
+from gradpolicy.launch.targets import build, check_arguments, check_value
 
 from .conftest import CONF, ROOT, SHORT
 
@@ -25,20 +25,14 @@ LINEAR = {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 3}
         ("torch.optim.adamw.AdamX", "AdamW"),
         ("torch.nn.nosuch.Thing", "has no 'nosuch'"),
         ("nosuch.Thing", "needs nosuch, which is not installed"),
-        ("torch.nn.modules", "is a module"),
         ("not a path", "dotted path"),
-        (3, "dotted path"),
+        ("a" * 5000, "cannot be imported"),
     ],
 )
-def test_a_name_that_does_not_exist_is_refused_with_the_nearest(path: object, words: str) -> None:
-    with pytest.raises(gp.PolicyError, match=f"^user.part._target_: .*{words}"):
-        locate(path, "user.part._target_")
-
-
-def test_a_long_name_is_shortened_wherever_the_message_says_it() -> None:
-    with pytest.raises(gp.PolicyError, match="cannot be imported") as caught:
-        locate("a" * 5000, "user.part")
-    assert len(str(caught.value)) < 400
+def test_a_name_that_does_not_exist_is_refused_with_the_nearest(path: str, words: str) -> None:
+    with pytest.raises(gp.PolicyError, match=f"^user.part._target_: .*{words}") as refused:
+        check_arguments({"_target_": path}, "user.part")
+    assert len(str(refused.value)) < 400
 
 
 @pytest.mark.parametrize(
@@ -47,8 +41,6 @@ def test_a_long_name_is_shortened_wherever_the_message_says_it() -> None:
         ({"_target_": "torch.optim.AdamW", "lrr": 0.1}, r"^top\.lrr: .*did you mean 'lr'"),
         ({"_target_": "torch.optim.AdamW", "lr": "abc"}, r"^top\.lr: must be a valid number.*got 'abc'"),
         ({"_target_": "gradpolicy.Stop", "modles": "x"}, r"^top\.modles: .*modules"),
-        ({"_target_": "gradpolicy.Scale", "modules": "x"}, r"^top\.factor: gradpolicy\.Scale needs a value"),
-        ({"_target_": "torch.optim.AdamW"}, r"^top\._partial_: must be true: the model gives"),
         (
             {"below": [{"_target_": "gradpolicy.When", "stride": "x"}]},
             r"^top\.below\[0\]\.stride: must be a valid integer",
@@ -91,14 +83,11 @@ NUMBER = "key: must be a valid number"
         (True, int, "key: must be a valid integer, got True"),
         ("abc", float, f"{NUMBER}, got 'abc'"),
         ("0.1", float, f"{NUMBER}, got '0.1'"),
-        (0.1, float | Tensor, None),
         ("abc", float | Tensor, f"{NUMBER} or an instance of Tensor, got 'abc'"),
         ([0.9, 0.99], tuple[float, float], None),
         ([0.9, "x"], tuple[float, float], "key[1]: must be a valid number, unable to parse string"),
         ([0.9], tuple[float, float], "key[1]: Field required, got [0.9]"),
         (["a", "b"], str | Iterable[str], None),
-        ("16-mixed", Literal["16-mixed", 32], None),
-        (None, int | None, None),
         ("x", int | None, "key: must be a valid integer, got 'x'"),
         ("x", float | Callable[[int], float], f"{NUMBER} or callable, got 'x'"),
         (3, Either, "key: must be 'a' or 'b' or a valid boolean, got 3"),

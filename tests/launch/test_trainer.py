@@ -1,6 +1,6 @@
 """The plugins of every trainer, whatever its config says."""
 
-from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from gradpolicy.launch.trainer import build_plugins
@@ -18,9 +18,3 @@ def test_whole_checkpoints_come_beside_the_plugins_of_the_config() -> None:
 def test_a_config_may_have_its_own_way_to_write_them() -> None:
     (own,) = build_plugins({"_target_": f"{PLUGINS}.TorchCheckpointIO"})
     assert type(own) is TorchCheckpointIO
-
-
-def test_what_only_wraps_the_writing_wraps_whole_checkpoints() -> None:
-    (wrapping,) = build_plugins([{"_target_": f"{PLUGINS}.AsyncCheckpointIO"}])
-    assert isinstance(wrapping, AsyncCheckpointIO)
-    assert isinstance(wrapping.checkpoint_io, WholeCheckpointIO)
