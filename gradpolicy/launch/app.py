@@ -42,13 +42,7 @@ from gradpolicy.launch.messages import (
     report_error,
     wrong_input_errors,
 )
-from gradpolicy.launch.processes import (
-    is_first_rank,
-    quoted,
-    reports_errors,
-    termination_exits,
-    under_srun,
-)
+from gradpolicy.launch.processes import is_first_rank, quoted, reports_errors, termination_exits, under_srun
 from gradpolicy.launch.run_directory import KEY, claimed_directory, is_fixed, is_unused
 
 CONFIG_NAME = "train"

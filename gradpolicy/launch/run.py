@@ -19,12 +19,7 @@ from gradpolicy.insight.loggers import LogRun, name_loggers, write_plan
 from gradpolicy.insight.report import write_report
 from gradpolicy.insight.run_files import REPORT, RESULT, STOPPED, Result
 from gradpolicy.insight.run_log import logged_run, print_config, print_results, quieter
-from gradpolicy.launch.config import (
-    Settings,
-    check_config,
-    default_config,
-    resolved,
-)
+from gradpolicy.launch.config import Settings, check_config, default_config, resolved
 from gradpolicy.launch.messages import explain
 from gradpolicy.launch.processes import (
     is_first_rank,

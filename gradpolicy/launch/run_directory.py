@@ -83,9 +83,9 @@ def locked(directory: Path, key: str) -> Iterator[None]:
             return
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            file = _lock(directory, key)
         except OSError as error:
             raise PolicyError(f"{key}: {brief(str(error), most=160)}") from error
-        file = _lock(directory, key)
         _locked.add(directory)
         try:
             yield

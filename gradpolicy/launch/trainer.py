@@ -14,13 +14,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.launch.config import Settings
-from gradpolicy.launch.resumed import (
-    Resumed,
-    RunState,
-    append_to_stored_runs,
-    name_stored_runs,
-    stored_runs,
-)
+from gradpolicy.launch.resumed import Resumed, RunState, append_to_stored_runs, name_stored_runs, stored_runs
 from gradpolicy.launch.run_directory import RunDirectory
 from gradpolicy.launch.targets import build, build_all
 from gradpolicy.lightning.callback import GradientPolicies
