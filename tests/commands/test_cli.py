@@ -114,7 +114,7 @@ def test_a_project_chooses_from_its_own_configs_and_from_the_packages(project, c
     assert "gradpolicy.masks.Random" in printed
     assert "gradpolicy.masks.Layerwise" in printed
     for wrong, nearest in (("half_trnk", "half_trunk"), ("layrwise", "layerwise")):
-        said = refusal(f"policy=[{wrong}]", *ASK, config_dir=project / "conf")
+        said = refusal(f"policy=[{wrong}]", config_dir=project / "conf")
         assert f"did you mean '{nearest}'" in said
 
 
