@@ -32,13 +32,10 @@ def merge(paths: Sequence[str | Path], weights: Sequence[float], out: str | Path
 
     Source: task arithmetic; Ilharco et al. 2023, arXiv:2212.04089.
     """
-    if isinstance(paths, str | Path) or not paths:
-        raise PolicyError(f"delta.merge: paths must be a list of files, got {shown(paths)}")
-    if len(weights) != len(paths):
-        raise PolicyError(f"delta.merge: {len(paths)} files need as many weights, got {shown(list(weights))}")
-    for weight in weights:
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-            raise PolicyError(f"delta.merge: a weight must be a finite number, got {shown(weight)}")
+    finite = [weight for weight in weights if isinstance(weight, int | float) and math.isfinite(weight)]
+    if not paths or not len(weights) == len(finite) == len(paths):
+        given = shown(list(weights))
+        raise PolicyError(f"delta.merge: {len(paths)} files need as many weights, finite ones, got {given}")
     check_replaceable(out)
     deltas = [read(path) for path in paths]
     base = deltas[0].base
