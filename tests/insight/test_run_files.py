@@ -1,7 +1,7 @@
 """Whatever became of a run's files: what is wrong is named, and nothing else is lost."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -9,8 +9,7 @@ import pytest
 from run_directories import write_run
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.insight.report import page
-from gradpolicy.insight.report.recorded_run import Run, read_run
+from gradpolicy.insight.report.recorded_run import read_run
 from gradpolicy.insight.run_files import Result
 from gradpolicy.insight.sweep_summary import SweepSummary, collect
 
@@ -22,12 +21,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("runs") / "whole", steps=20)
 
 
-@pytest.fixture(autouse=True)
-def no_plotly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its script makes up most of a page and of the time."""
-    monkeypatch.setattr(page, "get_plotlyjs", lambda: "")
-
-
 @contextmanager
 def replaced(path: Path, content: bytes) -> Iterator[None]:
     former = path.read_bytes()
@@ -36,31 +29,6 @@ def replaced(path: Path, content: bytes) -> Iterator[None]:
         yield
     finally:
         path.write_bytes(former)
-
-
-def report_of(run: Path, name: str, content: bytes, others: Sequence[Run] = ()) -> Run:
-    """Makes a report with another content of a file, which must be named if it is not that of a run."""
-    with replaced(run / name, content):
-        found = read_run(run)
-    written = page.render([found, *others])
-    assert (name in found.missing) == (f"<code>{name}</code> cannot be read" in written)
-    assert not found.missing.keys() - {name}
-    return found
-
-
-@pytest.mark.parametrize("lines", [1, 3])
-def test_a_record_of_few_lines_is_shown(run: Path, lines: int) -> None:
-    whole = (run / "record.jsonl").read_bytes().splitlines(keepends=True)
-    assert not report_of(run, "record.jsonl", b"".join(whole[:lines])).missing
-    bare = b"\n".join(
-        json.dumps({"step": 1, "epoch": 0, **line}).encode()
-        for line in (
-            {"kind": "freeze", "policy": "a", "parameter": ["w"], "entries": [1], "active": [0]},
-            {"kind": "flow", "policy": "b"},
-            {"kind": "memory"},
-        )[:lines]
-    )
-    assert not report_of(run, "record.jsonl", bare + b"\n").missing
 
 
 @pytest.mark.parametrize(
