@@ -202,25 +202,6 @@ class TrainingPolicies:
             self._hooks.append(optimizer.register_step_post_hook(self._finish_step))
         self._hooks.append(register_optimizer_step_pre_hook(self._refuse_other_step))
 
-    def _follow_optimizers(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
-    ) -> Sequence[torch.optim.Optimizer]:
-        """Return the optimizers to train with; optimizers that were replaced during training are wrapped."""
-        masked = [each for each in optimizers if isinstance(each, MaskedOptimizer)]
-        if self.freezer is None or self._partitioned is not None or masked == self.masked_optimizers:
-            return optimizers
-        steps = max(optimizer.effective_steps for optimizer in self.masked_optimizers)
-        wrapped = self._wrap(model, optimizers)
-        for optimizer in self.masked_optimizers:
-            optimizer.effective_steps = optimizer.effective_steps or steps
-        self.freezer.take_optimizers(self.masked_optimizers)
-        if self.ranks is not None:
-            self.ranks.optimizers = list(self.masked_optimizers)
-        self._remove_hooks()
-        self._hook_steps()
-        self._updates_seen = -1
-        return wrapped
-
     def _refuse_other_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Check, before a step of any optimizer, that it does not update masked parameters without masks.
 

@@ -179,25 +179,6 @@ class Freezer:
             self._optimized_of({key: self._named[key] for key in matched})
         return matched
 
-    def take_optimizers(self, optimizers: Sequence[MaskedOptimizer]) -> None:
-        """Replace the optimizers. All masks are set again at the next step.
-
-        Raises:
-            PolicyError: If a parameter was replaced too.
-        """
-        self.optimizers = list(optimizers)
-        named = named_parameters(self._model)
-        lost = [name for name, parameter in self.parameters.items() if named.get(name) is not parameter]
-        if lost:
-            raise PolicyError(
-                f"{shortened(lost)}: replaced during the training, together with the optimizers; policies "
-                "know only the parameters that the model had when it began"
-            )
-        self._find_parameters()
-        # All parameters count as new.
-        self._optimized = -1
-        self.set_anew()
-
     def _bind_joined(self) -> None:
         """Bind policies to parameters that were added to an optimizer, as by a finetuning schedule.
 

@@ -156,9 +156,6 @@ class GradientPolicies(TrainingPolicies, Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Update the policies before the first batch of each effective step."""
-        optimizers = self._follow_optimizers(pl_module, trainer.strategy.optimizers)
-        if optimizers is not trainer.strategy.optimizers:
-            trainer.strategy.optimizers = list(optimizers)
         updates = self.updates(trainer)
         if self._begin_update(updates, trainer.current_epoch):
             self._measures = self._is_measured(trainer, "fit") and _logs_after_this(trainer)

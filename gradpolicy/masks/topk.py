@@ -185,17 +185,6 @@ class TopK(GradientSource):
         self._next = self._choose(self.density.value)
         self.sums, self.steps = {}, 1
 
-    @torch.no_grad()
-    def preview(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Mask] | None:
-        """Return the choice by the gradients of one step; None for changes of weights."""
-        if "initial" in self.score.asks:
-            return None
-        self.sums = {}
-        if self.needs_gradients:
-            self.observe_more(gradients)
-        marks = self._choose(density_at(self.density, self.timetable.start))
-        return {name: self._as_mask(name, marks[name]) for name in self.parameters}
-
     def describe(self) -> dict[str, Any]:
         """Return the arguments, without the default of ``largest``."""
         described = super().describe()

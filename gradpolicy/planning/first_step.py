@@ -19,11 +19,10 @@ from gradpolicy.freezing.diagnostics import copy_buffers, moving_parts, moving_w
 from gradpolicy.freezing.freezer import check_same_options
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.masks.base import MaskSource
-from gradpolicy.masks.topk import TopK
 from gradpolicy.optim.optimizers import plain_optimizers
 from gradpolicy.optim.other_optimizers import put_back_remarks
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Train
-from gradpolicy.tensors.mask import active_entries, active_share
+from gradpolicy.tensors.mask import active_share
 from gradpolicy.when import When
 from gradpolicy.where import named_parameters, plain_name
 
@@ -45,7 +44,6 @@ class FirstStep:
         acting: The flow policies that matched an operation or module.
         sources: The mask sources of freeze policies, set up on the copy.
         masks: Their first masks, of all parameters that each policy restricts.
-        budgets: For sources that choose by scores: the shares of parameters in what this step would choose.
         warnings: Remarks on operations that did not run, on optimizers, and on frozen parts that move.
     """
 
@@ -55,7 +53,6 @@ class FirstStep:
     acting: set[str]
     sources: Mapping[str, MaskSource]
     masks: Mapping[str, Mapping[str, Any]]
-    budgets: Mapping[str, Mapping[str, float]]
     warnings: tuple[str, ...]
 
 
@@ -94,7 +91,6 @@ def first_step(
         moving = moving_parts(buffers, duplicate)
         parameters = _trainable(duplicate)
         sources, masks = _first_masks(policies, matched, duplicate, gradients, seed)
-        budgets = {name: _budget(sources[name], gradients, lambda: step(duplicate)) for name in freeze}
     still = moving_warnings(
         _frozen_tensors(freeze, masks, sources),
         moving,
@@ -103,7 +99,7 @@ def first_step(
     )
     put_back = put_back_remarks(_partly_frozen(freeze, masks), optimized, trained_by)
     remarks = (*unmet, *flow_remarks(flow), *divided, *put_back, *still)
-    return FirstStep(parameters, gradients, report, acting, sources, masks, budgets, remarks)
+    return FirstStep(parameters, gradients, report, acting, sources, masks, remarks)
 
 
 def of_kind(policies: Mapping[str, Policy], kind: type[Kind]) -> dict[str, Kind]:
@@ -233,25 +229,6 @@ def _masks_of(source: MaskSource, when: When, gradients: Mapping[str, Tensor | N
         source.observe({name: gradient for name, gradient in known.items() if gradient is not None})
     step, epoch = (when.start, 0) if when.unit == "step" else (0, when.start)
     return dict(source.masks(step, epoch))
-
-
-def _budget(
-    source: MaskSource, gradients: Mapping[str, Tensor | None], step: Callable[[], object]
-) -> dict[str, float]:
-    """Return the parameters' shares of what a source would choose by one step, the largest first."""
-    if not isinstance(source, TopK) or any(p.is_meta for p in source.parameters.values()):
-        return {}
-    if "activation_norm" in source.score.asks and source.needs_gradients:
-        step()
-    known = {name: gradient for name, gradient in gradients.items() if gradient is not None}
-    chosen = source.preview({name: known[name] for name in source.parameters if name in known})
-    source.release()
-    counts = {
-        name: active_entries(mask, source.parameters[name].shape) for name, mask in (chosen or {}).items()
-    }
-    total = max(sum(counts.values()), 1)
-    shares = {name: count / total for name, count in counts.items()}
-    return dict(sorted(shares.items(), key=lambda each: -each[1]))
 
 
 def _partly_frozen(

@@ -89,7 +89,6 @@ def _of_masks(
         "training_share": sum(count for key, count in active.items() if key not in vain) / max(entries, 1),
         "groups": tuple(group.name for group in source.layer_groups),
         "course": f"{course}; {FATES[policy.frozen_state]}",
-        "budget": step.budgets[name],
         "vain": vain,
     }
 

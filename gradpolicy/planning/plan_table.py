@@ -36,8 +36,6 @@ class PlanRow:
         when: The times at which it is active, as text; empty if it is active throughout training.
         course: For a freeze policy: its mask source, when masks may change, what happens to frozen state; for
             rates: the initial settings of parameters.
-        budget: For a source that chooses by scores: the parameters in which it would choose entries by the
-            gradients of the first step, with their shares, the largest first.
         vain: The parameters that get no gradient, or only zeros.
     """
 
@@ -55,7 +53,6 @@ class PlanRow:
     phases: tuple[str, ...] = ("fit",)
     when: str = ""
     course: str = ""
-    budget: Mapping[str, float] = field(default_factory=dict)
     vain: tuple[str, ...] = ()
 
     @property
@@ -74,13 +71,6 @@ class PlanRow:
         lines = [f"{self.name}: {self.course}."] if self.course else []
         if self.groups:
             lines.append(f"{self.name} goes by {len(self.groups)} groups: {', '.join(self.groups)}.")
-        if self.budget:
-            most = [
-                f"{share:.1%} to {name}{' (no gradient)' if name in self.vain else ''}"
-                for name, share in list(self.budget.items())[:5]
-                if share > 0
-            ]
-            lines.append(f"{self.name}: by this step its choice would go {', '.join(most)}.")
         return lines
 
     def to_dict(self) -> dict[str, Any]:

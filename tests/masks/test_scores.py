@@ -103,25 +103,3 @@ def test_scores_of_another_shape_are_an_error(prepared) -> None:
 def test_wanda_of_a_bias_is_an_error(model, batches) -> None:
     with pytest.raises(PolicyError, match=r"'0\.bias' is no weight of a Linear or Conv"):
         gp.plan(model, [gp.Freeze(gp.masks.TopK(by="wanda"))], lambda copy: cross_entropy(copy, batches[0]))
-
-
-def test_the_plan_says_where_the_choice_would_go(batches) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(8, 4, bias=False), nn.Linear(8, 4, bias=False)
-            nn.init.constant_(self.unused.weight, 9.0)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.used(x)
-
-    model = Model().double()
-    for by in ("magnitude", "snip", lambda activation_norm, weight: activation_norm + 0 * weight):
-        params = "*" if isinstance(by, str) else "used.*"
-        policy = gp.Freeze(gp.masks.TopK(0.25, by=by, window=50), params=params)
-        (row,) = gp.plan(model, {"top": policy}, lambda copy: cross_entropy(copy, batches[0])).rows
-        assert sum(row.budget.values()) == pytest.approx(1.0)
-        if by == "magnitude":
-            assert row.budget["unused.weight"] == 1.0
-            assert "100.0% to unused.weight (no gradient)" in row.remarks[-1]
-    assert not model.used._forward_pre_hooks
