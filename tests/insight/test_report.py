@@ -14,7 +14,7 @@ from run_directories import LAYERS, config_of, write_json, write_run
 
 from gradpolicy.insight.report import write
 from gradpolicy.insight.report.comparison import config_differences, groups_of
-from gradpolicy.insight.report.figures import group_curves, mask_curves, timeline
+from gradpolicy.insight.report.figures import constants, flow, group_curves, mask_curves, timeline
 from gradpolicy.insight.report.recorded_run import Run, read_run
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -127,6 +127,15 @@ def test_masks_are_shown_over_the_steps(run: Path) -> None:
 
 def test_entries_without_a_gradient_do_not_count_as_training(run: Path, tmp_path: Path) -> None:
     assert '<td class="figure-cell">772 of 3,088</td>' in page_of([run], tmp_path / "report.html")
+
+
+def test_constants_are_in_a_table_and_not_in_charts(run: Path) -> None:
+    read = read_run(run)
+    values = {(each["policy"], each["quantity"]): each["value"] for each in constants(read)}
+    assert values["cut", "operations"] == 3
+    assert values["through", "gradient norm after"] == 0.03
+    assert not [quantity for policy, quantity in values if policy == "freeze"]
+    assert flow(read) is None
 
 
 def test_the_command_that_repeats_a_trial_has_no_keys_of_the_search(run: Path) -> None:

@@ -149,10 +149,22 @@ def _flow_quantities(run: Run) -> pd.DataFrame:
     return table.replace({"quantity": FLOW})
 
 
+def _varies(table: pd.DataFrame) -> "pd.Series[bool]":
+    """Return for each row if its policy's quantity changes over the steps."""
+    return table.groupby(["policy", "quantity"])["value"].transform("nunique") > 1
+
+
+def constants(run: Run) -> list[dict[str, Any]]:
+    """Return what each policy kept the same at every recorded step: ``policy``, ``quantity``, ``value``."""
+    tables = [table for table in (_mask_quantities(run), _flow_quantities(run)) if len(table)]
+    same = [table[~_varies(table)].drop_duplicates(["policy", "quantity"]) for table in tables]
+    return pd.concat(same)[["policy", "quantity", "value"]].to_dict("records") if same else []
+
+
 def mask_curves(run: Run) -> Figure | None:
-    """Draw the share of entries that train and flips over the steps."""
+    """Draw the share of entries that train and flips over the steps, where they vary."""
     table = _mask_quantities(run)
-    if table.empty:
+    if table.empty or (table := table[_varies(table)]).empty:
         return None
     note = "A change flips entries that it freezes or thaws; each change since the point before counts."
     shared = {"y": "value", "color": "policy", "facet_row": "quantity"}
@@ -191,9 +203,9 @@ def memory(run: Run) -> Figure | None:
 
 
 def flow(run: Run) -> Figure | None:
-    """Draw the gradient norms, operations and zeros of flow policies over the steps."""
+    """Draw the gradient norms, operations and zeros of flow policies over the steps, where they vary."""
     table = _flow_quantities(run)
-    if table.empty:
+    if table.empty or (table := table[_varies(table)]).empty:
         return None
     shared = {"y": "value", "color": "policy", "line_dash": "phase", "facet_row": "quantity"}
     return line_figure("Flow policies", table, wide=True, **shared)

@@ -51,6 +51,7 @@ def detail(run: Run) -> dict[str, Any]:
         "mask_curves": figures.mask_curves(run),
         "timeline": figures.timeline(run),
         "flow": figures.flow(run),
+        "constants": figures.constants(run),
         "memory": figures.memory(run),
         "checked": checked,
         "verdict": "bad" if run.audit.get("changed") else "good" if checked else "",
