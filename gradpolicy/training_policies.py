@@ -317,15 +317,12 @@ class TrainingPolicies:
         """
         if self._untold is None:
             return
-        (model, trainable), self._untold = self._untold, None
-        if self.freezer is not None:
-            layers = self.freezer.what_trains(trainable)
-        else:
-            layers = what_trains(named_parameters(model), dict.fromkeys(trainable, 1.0))
-        if self.freezer is None or not self.freezer.may_change:
+        (model, trainable), self._untold, freezer = self._untold, None, self.freezer
+        layers = what_trains(named_parameters(model), dict.fromkeys(trainable, 1.0))
+        layers = layers if freezer is None else freezer.what_trains(trainable)
+        if freezer is None or not freezer.may_change:
             layers.check()
-        shown = sys.stdout.isatty() if self.layers is None else self.layers
-        if shown and is_first_rank():
+        if is_first_rank() and (sys.stdout.isatty() if self.layers is None else self.layers):
             wide_console().print(layers)
 
     def _wanted_gradients(self) -> set[str]:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -184,34 +185,25 @@ def _unmatched(shares: Mapping[str, float], matched: Collection[str], trains_onl
     if not matched:
         return "No policy freezes anything."
     fate = "they are frozen, since Train policies name what trains" if trains_only_matched else "they train"
-    count = f"{len(others)} of {len(shares)} parameters"
-    return f"No policy matches {count} ({shortened(others, most=4)}): {fate}."
+    named = shortened(others, most=4)
+    return f"No policy matches {len(others)} of {len(shares)} parameters ({named}): {fate}."
 
 
 def _joined(rows: Sequence[LayerRow]) -> Iterator[LayerRow]:
     """Yield the rows, with neighbouring alike layers of one stack joined."""
-    first: LayerRow | None = None
-    run: list[LayerRow] = []
-    for row in rows:
-        stack, number = _numbered(row)
-        if first is not None and stack and replace(row, name="") == replace(first, name=""):
-            before, last = _numbered(run[-1])
-            if before == stack and number == last + 1:
-                run.append(row)
-                continue
-        yield from _as_one(run)
-        first, run = row, [row]
-    yield from _as_one(run)
 
+    def alike(place: int) -> tuple[LayerRow, str, int]:
+        stack, number = _numbered(rows[place])
+        return replace(rows[place], name=""), stack, number - place
 
-def _as_one(run: Sequence[LayerRow]) -> Iterator[LayerRow]:
-    if run:
-        first, last = run[0], run[-1]
-        name = first.name if len(run) == 1 else f"{first.name}–{_numbered(last)[1]}"
-        yield replace(first, name=name, entries=first.entries * len(run), training=first.training * len(run))
+    for _, places in groupby(range(len(rows)), alike):
+        first, *others = [rows[place] for place in places]
+        name = f"{first.name}–{_numbered(others[-1])[1]}" if others else first.name
+        count = 1 + len(others)
+        yield replace(first, name=name, entries=first.entries * count, training=first.training * count)
 
 
 def _numbered(row: LayerRow) -> tuple[str, int]:
-    """Return the name of a layer without its number, and the number; an empty name for other layers."""
-    found = re.fullmatch(r"(.*\D)(\d+)", row.name) or re.fullmatch(r"()(\d+)", row.name)
-    return (found[1] or ".", int(found[2])) if found else ("", -1)
+    """Return the name of a layer without its number, and the number; 0 for layers without one."""
+    found = re.fullmatch(r"(.*?)(\d+)", row.name)
+    return (found[1], int(found[2])) if found else (row.name, 0)

@@ -182,6 +182,15 @@ def combine(masks: Iterable[tuple[Freeze, Mask]], parameter: Tensor) -> Mask:
     return combined if trained is None else intersect(combined, trained, shape, device)
 
 
+def frozen_together(frozen: Mapping[str, set[str]], policies: Mapping[str, Freeze]) -> dict[str, set[str]]:
+    """Return what each policy freezes by name: ``Train`` policies freeze only what none of them trains."""
+    trains = [frozen[name] for name, policy in policies.items() if isinstance(policy, Train)]
+    return {
+        name: own.intersection(*trains) if isinstance(policies[name], Train) else own
+        for name, own in frozen.items()
+    }
+
+
 def _as_flag(mask: Mask) -> Mask:
     """Convert a mask with a single flag to a bool, with which the backward pass can be skipped."""
     if isinstance(mask, RandomMask) and mask.level == "tensor":

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, shortened, under, warn_user
-from gradpolicy.freezing.bound_policy import BoundPolicy, combine
+from gradpolicy.freezing.bound_policy import BoundPolicy, combine, frozen_together
 from gradpolicy.freezing.diagnostics import MissingGradients
 from gradpolicy.freezing.requires_grad import RequiresGrad, is_turned_off
 from gradpolicy.freezing.row_gradients import follow_shards, release_rows, set_rows, set_whole
@@ -345,22 +345,8 @@ class Freezer:
     def frozen_tensors(self) -> dict[str, set[str]]:
         """Return the names of parameters that each policy freezes as a whole, now or later."""
         with self._whole():
-            return {
-                name: each.frozen_tensors() - self._trained_by_others(each)
-                for name, each in self._policies.items()
-            }
-
-    def _trained_by_others(self, policy: BoundPolicy) -> set[str]:
-        """Return the parameters that a ``Train`` policy does not match, but another one does."""
-        if not isinstance(policy.policy, Train):
-            return set()
-        return set().union(
-            *(
-                each.source.parameters
-                for each in self._policies.values()
-                if each is not policy and isinstance(each.policy, Train)
-            )
-        )
+            frozen = {name: each.frozen_tensors() for name, each in self._policies.items()}
+        return frozen_together(frozen, {name: each.policy for name, each in self._policies.items()})
 
     def active_share(self, policy: str) -> float:
         """Return the share of the entries of a policy's parameters that train."""

@@ -18,22 +18,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from pydantic import create_model
 from pydantic_core import to_json
 
 from gradpolicy.checks import check_whole
-from gradpolicy.distributed.agreement import of_every_rank
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight.run_files import Count
 from gradpolicy.json_file import parse_json
 from gradpolicy.lightning.callback import GradientPolicies
 from gradpolicy.lightning.trainer_parts import callbacks_of
 from gradpolicy.measurements import NORMS, SUMS, Measured
-from gradpolicy.optim import MaskedOptimizer
-from gradpolicy.optim.masked_optimizer import bytes_of
-from gradpolicy.tensors.sharding import is_sharded
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -42,7 +37,7 @@ __all__ = ["Record", "load"]
 
 RECORD = "record.jsonl"
 WORDS = ("policy", "phase", "parameter", "layer", "frozen_state")
-MEASURED = (*SUMS, *NORMS, "adam_bytes", "operations", "zeros_passed")
+MEASURED = (*SUMS, *NORMS, "operations", "zeros_passed")
 # Columns that `load` computes.
 COMPUTED = ("active_share", "update_size")
 
@@ -84,17 +79,8 @@ class Record(Callback):
         self._restored = None
 
     def _write(self, phase: str, step: int, measured: Measured) -> None:
-        """Append a line for each policy, and in training one for the memory of the optimizers."""
+        """Append a line for each policy."""
         rows = [{"kind": each["kind"], "policy": name, **each} for name, each in measured.items()]
-        if phase == "fit":
-            optimizers = self._trainer.optimizers
-            held = sum(_state_bytes(each) for each in optimizers)
-            parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
-            if any(map(is_sharded, parameters)):
-                held = sum(of_every_rank(held))
-            # Of plain Adam: two moments per entry, and a count per parameter.
-            adam = sum(2 * p.numel() * p.element_size() + 4 for p in parameters)
-            rows.append({"kind": "memory", "state_bytes": held, "adam_bytes": adam})
         if self.file is not None:
             epoch = self._trainer.current_epoch
             self.file.append({"kind": row["kind"], "step": step, "epoch": epoch, **row} for row in rows)
@@ -106,10 +92,6 @@ class Record(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Store the length until training starts."""
         self._restored = check_whole("the record in a checkpoint", state_dict["size"], least=0)
-
-
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    return optimizer.state_bytes() if isinstance(optimizer, MaskedOptimizer) else bytes_of(optimizer.state)
 
 
 # ---- the file
@@ -181,7 +163,7 @@ def load(run: str | Path) -> DataFrame:
         run: The run's directory.
 
     Returns:
-        A row for each parameter, layer, flow policy and measurement of memory (``kind``), by ``step``.
+        A row for each parameter, layer and flow policy (``kind``), by ``step``.
         ``step`` and ``epoch`` are integers; other numbers are floats, NaN if a row has no value; ``changed``
         is a nullable bool.
 

@@ -81,8 +81,6 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
     settings = check_config(config)
     name_loggers(dict(settings), overrides, sweep_name(settings))
     container = settings.model_dump(exclude_unset=True)
-    if not settings.plan_only:
-        prepare_wandb(container)
     with (
         termination_exits(),
         quieter(),
@@ -251,15 +249,6 @@ def sweep_name(settings: Settings) -> str | None:
     """Return the name of the run's sweep or study."""
     study = ((settings.callbacks or {}).get("study") or {}).get("study")
     return Path(HydraConfig.get().sweep.dir).name if _in_sweep() else study
-
-
-def prepare_wandb(container: Mapping[str, Any]) -> None:
-    """Set up W&B, if the run logs to it, before its first warning."""
-    loggers = (container.get("logger") or {}).values()
-    if any(str((node or {}).get("_target_")).endswith(".WandbLogger") for node in loggers):
-        import wandb
-
-        wandb.setup()
 
 
 def optimized_value(settings: Settings, metrics: Mapping[str, float]) -> float | None:

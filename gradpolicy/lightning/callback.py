@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from gradpolicy.lightning.trainer_parts import STEP_METHODS, callbacks_of, log_interval
+from gradpolicy.lightning.trainer_parts import STEP_METHODS, callbacks_of
 from gradpolicy.lightning.weight_averaging import check_weight_averaging
 from gradpolicy.measurements import summary
 from gradpolicy.policies import Policy
@@ -342,7 +342,7 @@ def _one_gradient_left(trainer: Trainer, optimizer: torch.optim.Optimizer) -> It
 
 def _logs_after_this(trainer: Trainer) -> bool:
     """Return True if Lightning logs after the update that is being prepared."""
-    return (_batches_that_stepped(trainer) + 1) % log_interval(trainer) == 0
+    return (_batches_that_stepped(trainer) + 1) % max(trainer.log_every_n_steps, 1) == 0  # type: ignore[attr-defined]
 
 
 def _batches_that_stepped(trainer: Trainer) -> int:

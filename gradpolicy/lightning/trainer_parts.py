@@ -14,8 +14,3 @@ def callbacks_of(trainer: Trainer, kind: type[Kind]) -> list[Kind]:
     """Return the callbacks of a class, in the order in which they run."""
     # Lightning sets the attribute outside the class, which a type checker does not see.
     return [each for each in trainer.callbacks if isinstance(each, kind)]  # type: ignore[attr-defined]
-
-
-def log_interval(trainer: Trainer) -> int:
-    """Return the number of updates between two logged ones."""
-    return max(int(trainer.log_every_n_steps), 1)  # type: ignore[attr-defined]

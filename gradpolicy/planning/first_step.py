@@ -15,6 +15,7 @@ from gradpolicy.flow import install
 from gradpolicy.flow.install import deactivate
 from gradpolicy.flow.policy_checks import remarks as flow_remarks
 from gradpolicy.flow.policy_report import ReportRow, check_operations
+from gradpolicy.freezing.bound_policy import frozen_together
 from gradpolicy.freezing.diagnostics import copy_buffers, moving_parts, moving_warnings
 from gradpolicy.freezing.freezer import check_same_options
 from gradpolicy.freezing.requires_grad import is_turned_off
@@ -254,12 +255,7 @@ def _frozen_tensors(
         | sources[name].may_freeze()
         for name in policies
     }
-    trained = {
-        name: set(sources[name].parameters) for name, each in policies.items() if isinstance(each, Train)
-    }
-    for name in trained:
-        frozen[name] -= set().union(*(own for other, own in trained.items() if other != name))
-    return frozen
+    return frozen_together(frozen, policies)
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:

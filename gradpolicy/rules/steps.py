@@ -1,7 +1,5 @@
 """The positions of the steps of rounding operations."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -11,8 +9,6 @@ from gradpolicy.rules.routing import first_input
 
 # Casts to integers, which round towards 0.
 _CASTS = ("byte", "char", "int", "long", "short")
-# The operations with a step at every integer. The others have one step, at 0.
-ROUNDING = ("round", "floor", "ceil", "trunc", "floor_divide", *_CASTS)
 
 
 def from_nearest_step(inputs: Inputs, call: Call | None) -> Tensor:
@@ -29,7 +25,8 @@ def from_nearest_step(inputs: Inputs, call: Call | None) -> Tensor:
     operation = "" if call is None else call.operation
     arguments = {} if call is None else call.arguments
     if operation == "round":
-        scale = steps_per_unit(call)
+        # round(x, decimals=2) has a hundred times as many steps.
+        scale = 10.0 ** (arguments.get("decimals") or 0)
         return x - (torch.floor(x * scale) + 0.5) / scale
     if operation in ("floor", "ceil"):
         return x - torch.round(x)
@@ -43,14 +40,3 @@ def from_nearest_step(inputs: Inputs, call: Call | None) -> Tensor:
         nearest = torch.round(x)
         return x - torch.where(nearest == 0, torch.where(x < 0, -1.0, 1.0).to(x.dtype), nearest)
     return x
-
-
-def steps_per_unit(call: Call | None) -> Any:
-    """Return the number of steps of a rounding operation per unit of its input; negative for ``x // -n``."""
-    if call is None:
-        return 1
-    if call.operation == "floor_divide":
-        return 1 / call.arguments["other"]
-    # round(x, decimals=2) has a hundred times as many steps.
-    decimals = call.arguments.get("decimals") if call.operation == "round" else None
-    return 10.0**decimals if decimals else 1

@@ -138,5 +138,4 @@ def record(seed: int, steps: int) -> list[dict[str, Any]]:
             norms = {"gradient_norm_before": 0.04, "gradient_norm_after": after}
             flow = {"phase": "fit", "operations": 3, "zeros_passed": 0.2, "active": True}
             lines.append({**time, "kind": "flow", "policy": policy, **flow, **norms})
-        lines.append({**time, "kind": "memory", "state_bytes": 12_000 + step, "adam_bytes": 24_704})
     return lines

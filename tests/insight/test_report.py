@@ -63,7 +63,6 @@ def test_a_report_says_what_was_asked_and_what_came_of_it(run: Path, tmp_path: P
         "<td><code>model.trunk.0–2</code></td><td>conv</td>",
         "Share and flips",
         "Flow policies",
-        "Optimizer memory",
     ):
         assert text in page, text
     assert "checkpoint" not in page  # where a run is kept is no difference

@@ -190,18 +190,6 @@ def timeline(run: Run) -> Figure | None:
     return Figure("Timeline of layers", figure, "The colour is the share of entries that train.", wide=True)
 
 
-def memory(run: Run) -> Figure | None:
-    """Draw the bytes of optimizer state over the steps, and those of plain Adam."""
-    rows = run.rows("memory")
-    if rows.empty:
-        return None
-    columns = {"state_bytes": "held", "adam_bytes": "plain Adam"}
-    table = rows.rename(columns=columns).melt("step", columns.values(), "of", "bytes").dropna()
-    figure = line_figure("Optimizer memory", table, y="bytes", color="of", wide=True)
-    figure.figure.update_yaxes(tickformat=".3s", rangemode="tozero")
-    return figure
-
-
 def flow(run: Run) -> Figure | None:
     """Draw the gradient norms, operations and zeros of flow policies over the steps, where they vary."""
     table = _flow_quantities(run)

@@ -52,7 +52,6 @@ def detail(run: Run) -> dict[str, Any]:
         "timeline": figures.timeline(run),
         "flow": figures.flow(run),
         "constants": figures.constants(run),
-        "memory": figures.memory(run),
         "checked": checked,
         "verdict": "bad" if run.audit.get("changed") else "good" if checked else "",
         "missing": run.missing,
