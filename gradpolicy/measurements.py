@@ -46,9 +46,8 @@ class Measurements:
         # By phase: how many operations of each flow policy were counted when it began.
         self._operations: dict[str, Counter[str]] = {}
         self._restored: Counter[str] = Counter()
-        # The numbers as first logged, and the names of those that have changed since.
-        self._logged: dict[str, float] = {}
-        self._varied: set[str] = set()
+        # The numbers as first logged; None for those that have changed since.
+        self._logged: dict[str, float | None] = {}
         if freezer is not None:
             freezer.observers.append(self)
 
@@ -85,12 +84,13 @@ class Measurements:
             "flips": {name: int(n) for name, n in self._flips.items()},
             "first": sorted(self._first),
             "operations": dict(self._met("fit")) if "fit" in self._operations else {},
+            "logged": dict(self._logged),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state`."""
         self._flips = {str(name): int(n) for name, n in state.get("flips", {}).items()}
-        self._first = set(map(str, state.get("first", ())))
+        self._first, self._logged = set(map(str, state.get("first", ()))), dict(state.get("logged", {}))
         self._restored = Counter({str(name): int(n) for name, n in state.get("operations", {}).items()})
 
     # ---- the update that is measured
@@ -145,11 +145,9 @@ class Measurements:
 
     def varying(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """Return the numbers for loggers: each at its first measurement, and again once it has changed."""
-        new = numbers.keys() - self._logged.keys()
-        self._logged |= {name: numbers[name] for name in new}
-        self._varied |= {name for name, number in numbers.items() if number != self._logged[name]}
-        shown = new | self._varied
-        return {name: number for name, number in numbers.items() if name in shown}
+        shown = {name: number for name, number in numbers.items() if number != self._logged.get(name)}
+        self._logged |= {name: None if name in self._logged else number for name, number in shown.items()}
+        return shown
 
     def _measure_flow(self, phase: str) -> dict[str, dict[str, float]]:
         """Return this process's counts, squared norms and zeros of each flow policy."""

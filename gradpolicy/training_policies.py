@@ -322,7 +322,9 @@ class TrainingPolicies:
         layers = layers if freezer is None else freezer.what_trains(trainable)
         if freezer is None or not freezer.may_change:
             layers.check()
-        if is_first_rank() and (sys.stdout.isatty() if self.layers is None else self.layers):
+        shown = sys.stdout.isatty() if self.layers is None else self.layers
+        # Of stage 3 of DeepSpeed without freeze policies nothing is known here.
+        if shown and layers.entries and is_first_rank():
             wide_console().print(layers)
 
     def _wanted_gradients(self) -> set[str]:

@@ -81,7 +81,7 @@ class Layers(Displayed):
         Raises:
             PolicyError: If nothing does.
         """
-        if self.rows and not self.training:
+        if self.entries and not self.training:
             raise PolicyError(
                 f"0 of {self.entries:,} entries train: the policies freeze every parameter that requires a "
                 "gradient and that an optimizer holds"

@@ -78,6 +78,10 @@ class Record(Callback):
             self.file.begin(self._restored or 0)
         self._restored = None
 
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Truncate the file also if the resumed run has no steps left."""
+        self.on_train_start(trainer, pl_module)
+
     def _write(self, phase: str, step: int, measured: Measured) -> None:
         """Append a line for each policy."""
         rows = [{"kind": each["kind"], "policy": name, **each} for name, each in measured.items()]

@@ -56,11 +56,6 @@ class PlanRow:
     vain: tuple[str, ...] = ()
 
     @property
-    def active_entries(self) -> int:
-        """The number of entries that are active at the policy's first step."""
-        return round(self.entries * self.active_share)
-
-    @property
     def training_entries(self) -> int:
         """The number of entries that are active then and get a gradient that is not zero."""
         return round(self.entries * self.training_share)
@@ -75,8 +70,8 @@ class PlanRow:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as plain values, with what programs need not derive themselves."""
-        derived = {"matched": self.modules, "active_entries": self.active_entries, "remarks": self.remarks}
-        return {**asdict(self), **derived}
+        active = round(self.entries * self.active_share)
+        return {**asdict(self), "matched": self.modules, "active_entries": active, "remarks": self.remarks}
 
 
 @dataclass(frozen=True)

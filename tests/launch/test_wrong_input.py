@@ -11,7 +11,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     "policy=guded": ("policy=guded", "guided"),
     "polcy=guided": ("polcy", "policy"),
     "trainer=null": ("trainer=null", "ddp_sim"),
-    "callbacks=[record,foo]": ("callbacks=foo: there is no such config; valid names: 'attribution'",),
+    "callbacks=[record,foo]": ("callbacks=foo: there is no such config; valid names: 'default'",),
     "policy.straight_through.surrogate=identiy": ("policy.straight_through", "identity"),
     "policy.straight_through.ops=[roud]": ("policy.straight_through.ops", "round"),
     "policy.guided.when.phases=[tst]": ("policy.guided.when.phases", "test"),
@@ -30,7 +30,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     "trainer.max_epoch=3": ("trainer.max_epoch", "max_epochs"),
     "~trainer._target_": ("trainer", "needs a _target_"),
     "+trainer.logger=true": ("trainer.logger", "group `logger`"),
-    "+callbacks.mine._target_=transformers.TrainerCallback": ("callbacks.mine", "transformers"),
+    "+callbacks.mine._target_=transformers.TrainerCallback": ("callbacks.mine", "TrainerCallback"),
     # values
     "optimized_mode=mx": ("optimized_mode", "max"),
     "seed=4294967296": ("seed:",),

@@ -187,5 +187,5 @@ def test_a_run_killed_while_it_saves_leaves_the_former_checkpoint(tmp_path: Path
     assert done.returncode == -signal.SIGKILL
     assert torch.load(path) == {"step": 1}
     assert list(tmp_path.glob(".last.ckpt.*.part"))
-    write_checkpoint({"step": 2}, tmp_path / "other.ckpt")
+    write_checkpoint({"step": 2}, path)
     assert not list(tmp_path.glob(".*.part")), "the next save clears it away"
