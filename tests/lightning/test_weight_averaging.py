@@ -59,4 +59,5 @@ def test_averages_of_entries_that_are_always_frozen_keep_their_bits(two_layers, 
 
 
 def test_without_freeze_policies_averages_are_taken(train):
-    train(EMAWeightAveraging(decay=0.9), {"cut": gp.Stop(modules="head")}, max_steps=2)
+    trainer = train(EMAWeightAveraging(decay=0.9), {"cut": gp.Stop(modules="head")}, max_steps=2)
+    assert trainer.global_step == 2
