@@ -8,7 +8,7 @@ from pathlib import Path
 from gradpolicy.errors import PolicyError
 from gradpolicy.launch.app import main as train
 from gradpolicy.launch.processes import quoted
-from gradpolicy.lightning.runs import LAST, RunRecord, find_checkpoint, run_of
+from gradpolicy.train.lightning.runs import LAST, RunRecord, find_checkpoint, run_of
 
 
 def main(arguments: Sequence[str], config_dir: Path) -> int:

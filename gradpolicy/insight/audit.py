@@ -10,18 +10,18 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from gradpolicy.checks import check_whole
-from gradpolicy.distributed.agreement import of_every_rank
 from gradpolicy.errors import PolicyError, PromiseError
 from gradpolicy.freezing import Freezer
 from gradpolicy.insight.run_files import AUDIT, AuditFile
 from gradpolicy.insight.run_log import say
 from gradpolicy.json_file import write_json
-from gradpolicy.lightning.callback import GradientPolicies
-from gradpolicy.lightning.trainer_parts import callbacks_of
 from gradpolicy.optim.layout import local_mask
 from gradpolicy.tensors.mask import as_tensor
 from gradpolicy.tensors.seeded import derive
 from gradpolicy.tensors.sharding import local_shard
+from gradpolicy.train.agreement import of_every_rank
+from gradpolicy.train.lightning.callback import GradientPolicies
+from gradpolicy.train.lightning.trainer_parts import callbacks_of
 
 # The smallest number of updates between copies, since finding out which entries are frozen takes time.
 EVERY = 20

@@ -26,9 +26,9 @@ from gradpolicy.checks import check_whole
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight.run_files import Count
 from gradpolicy.json_file import parse_json
-from gradpolicy.lightning.callback import GradientPolicies
-from gradpolicy.lightning.trainer_parts import callbacks_of
-from gradpolicy.measurements import NORMS, SUMS, Measured
+from gradpolicy.train.lightning.callback import GradientPolicies
+from gradpolicy.train.lightning.trainer_parts import callbacks_of
+from gradpolicy.train.measurements import NORMS, SUMS, Measured
 
 if TYPE_CHECKING:
     from pandas import DataFrame

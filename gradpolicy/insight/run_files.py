@@ -1,7 +1,7 @@
 """The JSON files of a run directory: names, and models of their content.
 
 ``plan.json`` holds a :class:`gradpolicy.planning.plan_table.Plan`, ``run.json`` a
-:class:`gradpolicy.lightning.runs.RunRecord`.
+:class:`gradpolicy.train.lightning.runs.RunRecord`.
 """
 
 from collections.abc import Mapping

@@ -13,9 +13,9 @@ from transformers.trainer_utils import IntervalStrategy
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.policy_checks import is_cut
-from gradpolicy.measurements import Measured
 from gradpolicy.optim.prepared import innermost, put_inside
-from gradpolicy.training_policies import TrainingPolicies, calling, flat_parameters_refused
+from gradpolicy.train.measurements import Measured
+from gradpolicy.train.training_policies import TrainingPolicies, calling, flat_parameters_refused
 
 
 class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):

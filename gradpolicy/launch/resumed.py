@@ -16,9 +16,9 @@ from gradpolicy.insight.audit import Audit
 from gradpolicy.insight.record import Record
 from gradpolicy.launch.config import Settings
 from gradpolicy.launch.processes import agreed, is_first_rank, under_torchrun
-from gradpolicy.lightning.checkpoints import BY_INITIAL_WEIGHTS, read_checkpoint
-from gradpolicy.lightning.resume import append_rows, starts_new_run
-from gradpolicy.lightning.runs import LAST, RunRecord, find_checkpoint, last_checkpoint, run_of, step_of
+from gradpolicy.train.lightning.checkpoints import BY_INITIAL_WEIGHTS, read_checkpoint
+from gradpolicy.train.lightning.resume import append_rows, starts_new_run
+from gradpolicy.train.lightning.runs import LAST, RunRecord, find_checkpoint, last_checkpoint, run_of, step_of
 
 # The key of the settings in a checkpoint.
 SETTINGS = "gradpolicy_settings"

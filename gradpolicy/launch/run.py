@@ -32,14 +32,14 @@ from gradpolicy.launch.resumed import Resumed, chosen_checkpoint, resumed_run
 from gradpolicy.launch.run_directory import RunDirectory, run_directory
 from gradpolicy.launch.targets import build, build_all
 from gradpolicy.launch.trainer import build_trainer, finished_loggers
-from gradpolicy.lightning.callback import GradientPolicies
-from gradpolicy.lightning.checkpoints import check_fits, check_resumable
-from gradpolicy.lightning.resume import checked_restore
-from gradpolicy.lightning.runs import Kind, RunRecord, best_checkpoint, best_scores
 from gradpolicy.planning.plan import plan, training_loss
 from gradpolicy.planning.plan_table import Plan
 from gradpolicy.policies import Policy
 from gradpolicy.tasks.task import Task
+from gradpolicy.train.lightning.callback import GradientPolicies
+from gradpolicy.train.lightning.checkpoints import check_fits, check_resumable
+from gradpolicy.train.lightning.resume import checked_restore
+from gradpolicy.train.lightning.runs import Kind, RunRecord, best_checkpoint, best_scores
 from gradpolicy.whole_file import write_text
 
 CONFIG, DEFAULTS = "config.yaml", "defaults.yaml"

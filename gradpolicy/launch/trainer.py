@@ -17,11 +17,11 @@ from gradpolicy.launch.config import Settings
 from gradpolicy.launch.resumed import Resumed, RunState, append_to_stored_runs, name_stored_runs, stored_runs
 from gradpolicy.launch.run_directory import RunDirectory
 from gradpolicy.launch.targets import build, build_all
-from gradpolicy.lightning.callback import GradientPolicies
-from gradpolicy.lightning.checkpoints import WholeCheckpointIO
-from gradpolicy.lightning.resume import ExactResume
-from gradpolicy.lightning.runs import RunRecord
-from gradpolicy.lightning.weight_averaging import check_weight_averaging
+from gradpolicy.train.lightning.callback import GradientPolicies
+from gradpolicy.train.lightning.checkpoints import WholeCheckpointIO
+from gradpolicy.train.lightning.resume import ExactResume
+from gradpolicy.train.lightning.runs import RunRecord
+from gradpolicy.train.lightning.weight_averaging import check_weight_averaging
 
 
 class RunBegins(Callback):

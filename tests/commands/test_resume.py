@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradpolicy.commands.cli import main
-from gradpolicy.lightning.runs import RunRecord
+from gradpolicy.train.lightning.runs import RunRecord
 from tests.launch.conftest import CONF
 
 

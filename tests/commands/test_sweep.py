@@ -14,7 +14,7 @@ from gradpolicy.commands.sweep import Search, check_space, draw, show
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight.run_files import RESULT, Result
 from gradpolicy.insight.sweep_summary import SUMMARY, collect
-from gradpolicy.lightning.runs import RunRecord
+from gradpolicy.train.lightning.runs import RunRecord
 from tests.launch.conftest import QUICK, ROOT, Ended, end, start, stop_when
 from tests.launch.own_callbacks import chosen
 

@@ -31,7 +31,7 @@ _IMPORTED = [
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
     "lightning.pytorch",
-    "gradpolicy.lightning.callback",
+    "gradpolicy.train.lightning.callback",
 ]
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import gradpolicy as gp
 from gradpolicy.freezing.row_gradients import RowParameter
 from gradpolicy.insight.audit import Audit
-from gradpolicy.lightning.delta_callback import SaveDelta
+from gradpolicy.train.lightning.delta_callback import SaveDelta
 
 STRATEGIES = ["ddp", "fsdp2"]
 KINDS = ["gradient sources", "rates", "phases"]

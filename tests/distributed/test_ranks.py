@@ -15,8 +15,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 import gradpolicy as gp
-from gradpolicy.distributed.ranks import Ranks
 from gradpolicy.freezing import Freezer
+from gradpolicy.train.ranks import Ranks
 
 FAULT_AT, EVERY = 2, 4
 

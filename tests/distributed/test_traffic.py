@@ -9,9 +9,9 @@ from process_pool import ProcessPool, here
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradpolicy.lightning.fully_shard_strategy import shard_modules
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.tensors.sharding import local_shard
+from gradpolicy.train.lightning.fully_shard_strategy import shard_modules
 from tests.distributed.collective_traffic import STRATEGIES, CountedTraffic, expected
 
 WIDTH, DEPTH = 32, 8

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from gradpolicy.insight import record
-from gradpolicy.lightning.checkpoints import read_checkpoint
 from gradpolicy.tasks import fashion_mnist, tiny_shakespeare
+from gradpolicy.train.lightning.checkpoints import read_checkpoint
 from tests.tasks.test_fashion_mnist import write_idx
 
 FASHION = ("dense", "rigl", "set")

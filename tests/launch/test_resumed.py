@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from gradpolicy.insight import record
 from gradpolicy.launch.app import main
-from gradpolicy.lightning.checkpoints import write_checkpoint
-from gradpolicy.lightning.runs import RunRecord
+from gradpolicy.train.lightning.checkpoints import write_checkpoint
+from gradpolicy.train.lightning.runs import RunRecord
 from tests.hostile import MakesFolder
 
 from .conftest import CONF, QUICK

@@ -4,7 +4,7 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from gradpolicy.launch.trainer import build_plugins
-from gradpolicy.lightning.checkpoints import WholeCheckpointIO
+from gradpolicy.train.lightning.checkpoints import WholeCheckpointIO
 
 PLUGINS = "lightning.pytorch.plugins"
 

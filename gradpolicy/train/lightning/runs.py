@@ -20,8 +20,8 @@ from pydantic import Field
 from gradpolicy.checkpoint_file import check_kind
 from gradpolicy.errors import PolicyError, brief, nearest
 from gradpolicy.json_file import read_json, write_json
-from gradpolicy.lightning.checkpoints import IS_DIRECTORY, KEY, WEIGHTS, check_fits, read_checkpoint
-from gradpolicy.lightning.trainer_parts import callbacks_of
+from gradpolicy.train.lightning.checkpoints import IS_DIRECTORY, KEY, WEIGHTS, check_fits, read_checkpoint
+from gradpolicy.train.lightning.trainer_parts import callbacks_of
 from gradpolicy.whole_file import is_inside
 
 RECORD = "run.json"

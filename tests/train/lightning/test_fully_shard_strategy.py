@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from gradpolicy.lightning.fully_shard_strategy import shard_modules
+from gradpolicy.train.lightning.fully_shard_strategy import shard_modules
 
 
 class Network(nn.Module):

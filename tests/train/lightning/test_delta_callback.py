@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
-from gradpolicy.lightning.delta_callback import SaveDelta
+from gradpolicy.train.lightning.delta_callback import SaveDelta
 
 
 def weights(model) -> dict[str, torch.Tensor]:

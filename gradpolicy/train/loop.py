@@ -23,7 +23,7 @@ from gradpolicy.optim.prepared import innermost, is_prepared, put_inside
 from gradpolicy.policies import Freeze, Policy
 from gradpolicy.rules.registry import keyword_names
 from gradpolicy.tensors.sharding import is_sharded
-from gradpolicy.training_policies import STATE, TrainingPolicies, calling
+from gradpolicy.train.training_policies import STATE, TrainingPolicies, calling
 from gradpolicy.where import named_parameters
 
 Policies = Mapping[str, Policy | None] | Iterable[Policy]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.lightning.checkpoints import check_fits, check_resumable
+from gradpolicy.train.lightning.checkpoints import check_fits, check_resumable
 
 
 def save(path: Path, model: nn.Module) -> Path:

@@ -11,8 +11,8 @@ from torch import nn
 
 from gradpolicy.checkpoint_file import check_file
 from gradpolicy.errors import PolicyError
-from gradpolicy.lightning import checkpoints
-from gradpolicy.lightning.checkpoints import (
+from gradpolicy.train.lightning import checkpoints
+from gradpolicy.train.lightning.checkpoints import (
     WholeCheckpointIO,
     check_checkpoint,
     read_checkpoint,

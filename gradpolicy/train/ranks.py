@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from gradpolicy.distributed.agreement import check_agreement
-from gradpolicy.distributed.reducer import ReducerUpdater
 from gradpolicy.freezing import Freezer
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_parameter import MaskedParameter
 from gradpolicy.tensors.sharding import is_sharded, local_shard
+from gradpolicy.train.agreement import check_agreement
+from gradpolicy.train.reducer import ReducerUpdater
 
 
 class Ranks:

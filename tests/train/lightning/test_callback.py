@@ -16,8 +16,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 import gradpolicy as gp
-from gradpolicy.measurements import Measurements, summary
 from gradpolicy.planning.plan import training_loss
+from gradpolicy.train.measurements import Measurements, summary
 from tests.fixtures import TwoLayers
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, distributed, nn
 
 import gradpolicy as gp
 from gradpolicy.insight.audit import Audit
-from gradpolicy.lightning.resume import ExactResume
+from gradpolicy.train.lightning.resume import ExactResume
 
 pytestmark = [NEEDS_DEEPSPEED, pytest.mark.xdist_group("deepspeed")]
 EPOCHS, SAVED_AT, UPDATES = 4, 2, 8

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradpolicy.distributed.agreement import of_every_rank
 from gradpolicy.flow.install import Installed
 from gradpolicy.freezing import Freezer
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_parameter import MaskedParameter
 from gradpolicy.tensors.sharding import is_sharded, local_shard
+from gradpolicy.train.agreement import of_every_rank
 
 Measured = dict[str, dict[str, Any]]
 """The quantities of each policy. Those of a freeze policy are lists with one value per parameter."""

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from gradpolicy.lightning.checkpoints import WholeCheckpointIO, write_checkpoint
+from gradpolicy.train.lightning.checkpoints import WholeCheckpointIO, write_checkpoint
 
 MEGABYTE = 2**20
 
@@ -166,7 +166,7 @@ def test_training_on_a_full_disk_ends_with_the_former_checkpoint(
 KILLED_WHILE_SAVING = """
     import os, signal, sys, threading, torch
     from pathlib import Path
-    from gradpolicy.lightning.checkpoints import write_checkpoint
+    from gradpolicy.train.lightning.checkpoints import write_checkpoint
 
     path = Path(sys.argv[1])
     write_checkpoint({"step": 1}, path)
@@ -183,7 +183,7 @@ KILLED_WHILE_SAVING = """
 def test_a_run_killed_while_it_saves_leaves_the_former_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     program = textwrap.dedent(KILLED_WHILE_SAVING)
-    done = subprocess.run([sys.executable, "-c", program, str(path)], cwd=Path(__file__).parents[2])
+    done = subprocess.run([sys.executable, "-c", program, str(path)], cwd=Path(__file__).parents[3])
     assert done.returncode == -signal.SIGKILL
     assert torch.load(path) == {"step": 1}
     assert list(tmp_path.glob(".last.ckpt.*.part"))

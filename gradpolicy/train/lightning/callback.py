@@ -12,11 +12,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from gradpolicy.lightning.trainer_parts import STEP_METHODS, callbacks_of
-from gradpolicy.lightning.weight_averaging import check_weight_averaging
-from gradpolicy.measurements import summary
 from gradpolicy.policies import Policy
-from gradpolicy.training_policies import TrainingPolicies
+from gradpolicy.train.lightning.trainer_parts import STEP_METHODS, callbacks_of
+from gradpolicy.train.lightning.weight_averaging import check_weight_averaging
+from gradpolicy.train.measurements import summary
+from gradpolicy.train.training_policies import TrainingPolicies
 
 # Entry points of the LightningModule itself, whose forward Lightning replaces temporarily.
 STEP_POINTS = {"": STEP_METHODS}

@@ -21,12 +21,12 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.lightning.resume import (
+from gradpolicy.tasks.loading import DataModule, TensorRows
+from gradpolicy.train.lightning.resume import (
     ExactResume,
     append_rows,
     checked_restore,
 )
-from gradpolicy.tasks.loading import DataModule, TensorRows
 from tests.fixtures import TwoLayers
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")

@@ -14,10 +14,10 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.lightning.checkpoints import read_checkpoint
-from gradpolicy.lightning.trainer_parts import STEP_METHODS
 from gradpolicy.optim.checkpoint import dense
 from gradpolicy.tensors.sharding import shard_like
+from gradpolicy.train.lightning.checkpoints import read_checkpoint
+from gradpolicy.train.lightning.trainer_parts import STEP_METHODS
 from gradpolicy.where import as_patterns, match_modules
 
 

@@ -29,13 +29,13 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
-from gradpolicy.distributed.agreement import of_every_rank
 from gradpolicy.errors import PolicyError, brief, shortened
-from gradpolicy.lightning.callback import GradientPolicies
-from gradpolicy.lightning.checkpoints import CANNOT_RESUME, KEY, PATHS, check_checkpoint
-from gradpolicy.lightning.runs import OwnCheckpoints, cut_checkpoints, own_checkpoints, run_of, step_of
-from gradpolicy.lightning.trainer_parts import callbacks_of
 from gradpolicy.tensors.sharding import local_shard
+from gradpolicy.train.agreement import of_every_rank
+from gradpolicy.train.lightning.callback import GradientPolicies
+from gradpolicy.train.lightning.checkpoints import CANNOT_RESUME, KEY, PATHS, check_checkpoint
+from gradpolicy.train.lightning.runs import OwnCheckpoints, cut_checkpoints, own_checkpoints, run_of, step_of
+from gradpolicy.train.lightning.trainer_parts import callbacks_of
 from gradpolicy.where import plain_name
 from gradpolicy.whole_file import is_inside, written_whole
 

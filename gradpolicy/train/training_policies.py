@@ -21,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 from gradpolicy.checkpoint_file import load_file
 from gradpolicy.checks import check_whole
 from gradpolicy.display import wide_console
-from gradpolicy.distributed.ranks import Ranks
 from gradpolicy.errors import PolicyError, check_named, shortened
 from gradpolicy.factors import divided_factors
 from gradpolicy.flow import install
@@ -31,13 +30,14 @@ from gradpolicy.flow.policy_report import check_operations
 from gradpolicy.freezing import Freezer
 from gradpolicy.freezing.diagnostics import copy_buffers, moving_parts, moving_warnings
 from gradpolicy.freezing.requires_grad import is_turned_off
-from gradpolicy.measurements import Measured, Measurements, summary
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import as_masked, wrapper_of
 from gradpolicy.optim.optimizers import plain_optimizers
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.rates import Rates
 from gradpolicy.tensors.packed_mask import pack_masks, unpack_masks
+from gradpolicy.train.measurements import Measured, Measurements, summary
+from gradpolicy.train.ranks import Ranks
 from gradpolicy.what_trains import what_trains
 from gradpolicy.where import named_parameters, once_each, pick_each
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch._C._distributed_c10d import _register_comm_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradpolicy.distributed.row_reducer import RowReducer
 from gradpolicy.freezing.row_gradients import has_row_gradient, rows_of, set_whole
+from gradpolicy.train.row_reducer import RowReducer
 
 # The attribute of a model for the updater that was released and has not rebuilt the reducer yet.
 _RELEASED = "_released_reducer_updater"

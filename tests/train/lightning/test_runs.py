@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.lightning.checkpoints import read_checkpoint
-from gradpolicy.lightning.runs import (
+from gradpolicy.train.lightning.checkpoints import read_checkpoint
+from gradpolicy.train.lightning.runs import (
     RECORD,
     InitialWeights,
     RunRecord,
