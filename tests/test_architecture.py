@@ -118,8 +118,8 @@ def test_lightning_and_hydra_are_known_to_few_rooms() -> None:
             if found:
                 known[found[1]].add(room_of(module))
     assert known == {
-        "lightning": {"train", "tasks", "insight", "launch"},
-        "hydra": {"launch"},
+        "lightning": {"train", "tasks", "insight", "app"},
+        "hydra": {"app"},
         "accelerate": {"train"},
     }
 

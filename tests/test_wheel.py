@@ -79,7 +79,7 @@ def test_the_wheel_holds_every_config_and_the_kernels(wheel: Path) -> None:
     assert {f"gradpolicy/{config}" for config in tracked} <= names
     kernel = re.compile(r"gradpolicy/optim/kernels/native/built/update-adam-.*\.so")
     assert any(map(kernel.fullmatch, names))
-    assert "gradpolicy/commands/starter/conf/train.yaml" in names
+    assert "gradpolicy/app/starter/conf/train.yaml" in names
     assert not any("/local/" in name for name in names)
 
 

@@ -8,8 +8,8 @@ from PIL import Image
 
 import compare
 from compare import COMPARISONS, CONF, Comparison, Run, band, markdown, runs_of, table_of
+from gradpolicy.app.config import VERSION_BASE
 from gradpolicy.insight.run_files import RESULT, Result
-from gradpolicy.launch.config import VERSION_BASE
 
 TWO_WAYS = Comparison(
     title="Two ways",
