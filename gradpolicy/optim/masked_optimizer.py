@@ -521,9 +521,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
             age = 0 if is_constant else masked.updates if by_tensor else None
             updates.append(masked.entry_update(group, names, gradient, age))
         sign, *settings = rule.settings(group)
-        # Half-precision weights may have state of full precision, which only the kernels in torch support.
-        dtypes = {value.dtype for each in updates for value in (each.gradient, *each.state.values())}
-        kernels = select(device, dtype, *dtypes, rule_kernel=rule.kernel)
+        kernels = select(device, dtype)
         kernels.update(rule, (sign / self._scale, *settings), rows, updates)
         for (masked, _), update in zip(members, updates, strict=True):
             for flat, tensor in update.unwritten:

@@ -135,7 +135,6 @@ MASKS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rule", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
 def test_every_update_rule_takes_rows(rule, dtype, mask):
-    """In C, and in torch's kernels, which take float16."""
     weights = [nn.Parameter(torch.arange(12.0).view(4, 3).to(dtype)) for _ in range(2)]
     for number, weight in enumerate(weights):
         optimizer = gp.MaskedOptimizer(rule([weight], lr=0.1), frozen_state="drop")

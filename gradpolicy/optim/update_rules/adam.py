@@ -19,7 +19,6 @@ class Adam(UpdateRule):
     """`torch.optim.Adam` and `AdamW`."""
 
     names: tuple[str, ...] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    kernel = "adam"
 
     def state(self, group: Group) -> dict[str, float]:
         """Return first and second moment, and with AMSGrad the second moment's largest value."""

@@ -17,7 +17,6 @@ class Adamax(Adam):
     """`torch.optim.Adamax`."""
 
     names = ("exp_avg", "exp_inf")
-    kernel = "adamax"
 
     def numbers(self, ages: Tensor, *age_settings: float) -> Numbers:
         """Return 1 / (1 - b1^t)."""

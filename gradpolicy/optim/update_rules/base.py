@@ -31,14 +31,11 @@ class UpdateRule(ABC):
 
     Attributes:
         names: Every name that `state` may have.
-        kernel: Name of the C body of `update`, a file of this folder; empty if there is none. In it the state
-            of these names is a, b and c, in that order.
         counts_in_group: True if the optimizer counts its steps once for a param group. A parameter that has
             had a mask then always moves by the rule, which counts for each entry.
     """
 
     names: tuple[str, ...] = ()
-    kernel = ""
     counts_in_group = False
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

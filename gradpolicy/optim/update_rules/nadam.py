@@ -20,7 +20,6 @@ class NAdam(Adam):
     """`torch.optim.NAdam`."""
 
     names = ("exp_avg", "exp_avg_sq")
-    kernel = "nadam"
 
     def tensor_state(self, group: Group, updates: int) -> dict[str, float]:
         """Return the count, and mu_1 ... mu_t."""

@@ -18,7 +18,6 @@ class RAdam(Adam):
     """`torch.optim.RAdam`."""
 
     names = ("exp_avg", "exp_avg_sq")
-    kernel = "radam"
 
     def numbers(self, ages: Tensor, *age_settings: float) -> Numbers:
         """Return 1 / (1 - b1^t), l_t (0 before updates adapt), and 1 before updates adapt, else 0."""
