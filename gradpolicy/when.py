@@ -84,13 +84,6 @@ class Timetable(Window):
         if self.every is not None:
             check_whole(f"{key}.every", self.every, least=1)
 
-    def due(self, step: int, epoch: int) -> bool:
-        """Return True if the current step or epoch is one of the counts."""
-        if not self.contains(step, epoch):
-            return False
-        passed = self.count(step, epoch) - self.start
-        return passed == 0 if self.every is None else passed % self.every == 0
-
     def period(self, step: int, epoch: int) -> int:
         """Return the number of counts since the first one; −1 before it."""
         count = self.count(step, epoch)

@@ -57,8 +57,8 @@ class MaskSource:
         ...     def masks(self, step, epoch):
         ...         return {name: self.period(step, epoch) % 2 == 0 for name in self.parameters}
         >>> source = EvenSteps(every=5)
-        >>> [step for step in range(12) if source.due(step, epoch=0)]
-        [0, 5, 10]
+        >>> [source.period(step, epoch=0) for step in (0, 4, 5, 9, 10)]
+        [0, 0, 1, 1, 2]
     """
 
     # True if masks() returns the same masks at all steps of a period, from arguments and state_dict alone. If
@@ -98,6 +98,8 @@ class MaskSource:
         self.seed = 0
         # True if `observe` is called with the gradients of `gradient_names`.
         self.needs_gradients = type(self).observe is not MaskSource.observe
+        # True if the source may modify the weights.
+        self.writes_weights = type(self).apply is not MaskSource.apply
         self.parameters: dict[str, Tensor] = {}
 
     def setup(self, parameters: Mapping[str, Tensor], *, seed: int) -> None:
@@ -135,10 +137,6 @@ class MaskSource:
         """
         raise TypeError(f"{type(self).__name__} must define masks(step, epoch)")
 
-    def due(self, step: int, epoch: int) -> bool:
-        """Return True if the masks may change at this effective step (or in this epoch)."""
-        return self.timetable.due(step, epoch)
-
     def overdue(self, step: int, epoch: int) -> bool:
         """Return True if a change was delayed and can be made now."""
         return False
@@ -171,11 +169,6 @@ class MaskSource:
         Called again for the same masks in a resumed run, and after another policy modified the weights.
         """
 
-    @property
-    def writes_weights(self) -> bool:
-        """True if the source may modify the weights."""
-        return type(self).apply is not MaskSource.apply
-
     def release(self) -> None:
         """Remove hooks from the model. Called at the end of training."""
 
@@ -195,13 +188,6 @@ class MaskSource:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`."""
-
-    def on_devices(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return values by parameter name, with tensors moved to the device of their parameter."""
-        return {
-            name: value.to(self.parameters[name].device) if isinstance(value, Tensor) else value
-            for name, value in values.items()
-        }
 
     def __repr__(self) -> str:
         settings = {**dataclasses.asdict(self.timetable), "seed": self.own_seed}
@@ -223,6 +209,14 @@ class MaskSource:
     def may_freeze(self) -> set[str]:
         """Return the names of parameters that will certainly be frozen as a whole."""
         return set()
+
+
+def on_devices(values: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return values by parameter name, with tensors moved to the device of their parameter."""
+    return {
+        name: value.to(parameters[name].device) if isinstance(value, Tensor) else value
+        for name, value in values.items()
+    }
 
 
 class StaticSource(MaskSource):

@@ -159,6 +159,7 @@ class Phases(LayerSource):
                         "epochs or a metric"
                     )
         self._settings: list[dict[str, Mapping[str, Any]]] = []
+        self.writes_weights = any(each.best for each in self._read)
         self.setting_names = {name for each in self._read for own in each.settings.values() for name in own}
         counts_epochs = any(each.limits.keys() - {"steps"} for each in self._read)
         self.timetable = Timetable(unit="epoch" if counts_epochs else "step", every=1)
@@ -253,11 +254,6 @@ class Phases(LayerSource):
         improved = phase.is_better(value, self._reference, phase.min_delta)
         self._reference = value if improved else self._reference
         self._waited = 0 if improved else self._waited + 1
-
-    @property
-    def writes_weights(self) -> bool:
-        """True if the best weights of a phase are restored."""
-        return any(each.best for each in self._read)
 
     def finish(self) -> None:
         """Restore the best weights of the last phase, and warn of phases that never started."""

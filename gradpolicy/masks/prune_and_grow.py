@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradpolicy.checks import check_choice, check_share
 from gradpolicy.errors import PolicyError, shown
+from gradpolicy.masks.base import on_devices
 from gradpolicy.masks.gradient_source import GradientSource, wide
 from gradpolicy.masks.selection import (
     DISTRIBUTIONS,
@@ -200,7 +201,7 @@ class PruneAndGrow(GradientSource):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`."""
         super().load_state_dict(state)
-        self._active = self.on_devices(state["active"])
+        self._active = on_devices(state["active"], self.parameters)
         self._deviations |= state["deviations"]
 
     def _exchange(self, period: int) -> None:

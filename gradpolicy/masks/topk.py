@@ -11,6 +11,7 @@ from torch import Tensor
 from gradpolicy.checks import check_choice, check_flag
 from gradpolicy.errors import PolicyError, shown, under
 from gradpolicy.masks.activation_norms import ActivationNorms
+from gradpolicy.masks.base import on_devices
 from gradpolicy.masks.gradient_source import STATISTICS, GradientSource, wide
 from gradpolicy.masks.layers import Groups, layers_of, read_groups
 from gradpolicy.masks.scores import SCORES
@@ -201,9 +202,12 @@ class TopK(GradientSource):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`."""
         super().load_state_dict(state)
-        self._masks, self._next = self.on_devices(state["masks"]), self.on_devices(state["next"])
+        self._masks, self._next = (
+            on_devices(state["masks"], self.parameters),
+            on_devices(state["next"], self.parameters),
+        )
         if self._norms is not None:
-            self._norms.squares = self.on_devices(state["squares"])
+            self._norms.squares = on_devices(state["squares"], self.parameters)
         self._initial = {
             name: shard_like(weight, self.parameters[name]) for name, weight in state["initial"].items()
         }

@@ -14,7 +14,7 @@ from gradpolicy.checks import check_whole
 from gradpolicy.errors import PolicyError, shown
 from gradpolicy.flow.install import name_policies
 from gradpolicy.flow.policy_checks import is_cut
-from gradpolicy.freezing.diagnostics import copy_buffers
+from gradpolicy.freezing.moving_parts import copy_buffers
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.freezing.row_gradients import has_row_gradient, takes_rows
 from gradpolicy.optim import MaskedOptimizer

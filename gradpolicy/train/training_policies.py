@@ -28,7 +28,7 @@ from gradpolicy.flow.install import Installed
 from gradpolicy.flow.policy_checks import check_cuts, remarks
 from gradpolicy.flow.policy_report import check_operations
 from gradpolicy.freezing import Freezer
-from gradpolicy.freezing.diagnostics import copy_buffers, moving_parts, moving_warnings
+from gradpolicy.freezing.moving_parts import copy_buffers, moving_parts, moving_warnings
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import as_masked, wrapper_of

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import gradpolicy as gp
-from gradpolicy.freezing.diagnostics import copy_buffers, moving_parts, moving_warnings
+from gradpolicy.freezing.moving_parts import copy_buffers, moving_parts, moving_warnings
 from tests.freezing.conftest import freezer_of
 
 

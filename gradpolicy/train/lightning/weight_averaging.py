@@ -6,7 +6,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.freezing.freezer import masks_never_change
+from gradpolicy.freezing.bound_policy import masks_never_change
 from gradpolicy.policies import Freeze, Policy
 
 

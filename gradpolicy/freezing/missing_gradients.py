@@ -1,14 +1,13 @@
-"""Warnings of active tensors without a gradient, and of buffers and dropout in frozen modules."""
+"""Warnings of active tensors without a gradient."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gradpolicy.errors import shortened
-from gradpolicy.freezing.still import drops
+from gradpolicy.errors import shortened, warn_user
+from gradpolicy.freezing.bound_policy import BoundPolicy
 from gradpolicy.tensors.sharding import is_sharded
-from gradpolicy.where import plain_name
 
 MOST_UPDATES = 100
 """The number of updates without a gradient after which a tensor is reported."""
@@ -91,20 +90,20 @@ class MissingGradients:
         self._without, self._training = {}, set()
         return found
 
-    def lines(self, names: Collection[str], policy_of: Mapping[str, str]) -> Iterator[str]:
-        """Yield a warning for each policy and reason.
+    def warn(self, names: Collection[str], policies_of: Mapping[str, Sequence[BoundPolicy]]) -> None:
+        """Give a warning for each policy and reason.
 
         Args:
             names: The names of tensors without a gradient.
-            policy_of: The first policy of each tensor, in the order of the model.
+            policies_of: The policies of each tensor, in the order of the model.
         """
         alike: dict[tuple[str, str], list[str]] = {}
-        for name, policy in policy_of.items():
+        for name, policies in policies_of.items() if names else ():
             if name in names:
                 why = _ONLY_ZEROS if name in self._zeros else _NO_GRADIENT
-                alike.setdefault((policy, why), []).append(name)
+                alike.setdefault((policies[0].name, why), []).append(name)
         for (policy, why), own in alike.items():
-            yield f"policy.{policy}: lets {shortened(own, most=8)} train, but {why}"
+            warn_user(f"policy.{policy}: lets {shortened(own, most=8)} train, but {why}")
 
     def _expect(self, names: Collection[str]) -> None:
         for name in names:
@@ -125,89 +124,3 @@ def _trains_by(gradient: Tensor) -> bool:
     if is_sharded(gradient) or gradient.layout != torch.strided or gradient.is_meta:
         return True
     return bool(gradient.any())
-
-
-# ---- buffers and dropout in frozen modules
-
-DROPOUT = "dropout"
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-
-
-def copy_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of a model's buffers by name."""
-    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-
-
-def changed_buffers(before: Mapping[str, Tensor], model: nn.Module) -> dict[str, list[str]]:
-    """Return the names of buffers that have changed since they were copied, by module."""
-    changed: dict[str, list[str]] = {}
-    for raw_name, buffer in model.named_buffers():
-        earlier = before.get(raw_name)
-        if earlier is None or not _same(earlier, buffer):
-            module, _, own = plain_name(raw_name).rpartition(".")
-            changed.setdefault(module, []).append(own)
-    return changed
-
-
-def moving_parts(before: Mapping[str, Tensor], model: nn.Module) -> dict[str, list[str]]:
-    """Return the names of changed buffers, and ``"dropout"``, by module."""
-    moving = changed_buffers(before, model)
-    for raw_name, module in model.named_modules():
-        if drops(module):
-            moving.setdefault(plain_name(raw_name), []).append(DROPOUT)
-    return moving
-
-
-def moving_warnings(
-    frozen: Mapping[str, Collection[str]],
-    moving: Mapping[str, list[str]],
-    parameters: Iterable[str],
-    buffers: Mapping[str, str],
-) -> Iterator[str]:
-    """Yield a line for each freeze policy that freezes modules whose buffers change or which have dropout.
-
-    Args:
-        frozen: For each policy, the parameters that it freezes as a whole, now or later.
-        moving: The result of :func:`moving_parts` for a training step without modules in evaluation mode.
-        parameters: The names of all parameters that train or that a policy freezes.
-        buffers: The argument ``buffers`` of each policy: "move" or "eval".
-    """
-    names = list(parameters)
-    own = {module: set(_own_parameters(module, names)) for module in moving}
-    for policy, keys in frozen.items():
-        if buffers[policy] == "eval":
-            continue
-        found: dict[str, dict[str, None]] = {"buffers": {}, DROPOUT: {}}
-        parts: dict[str, None] = {}
-        for module, moved in moving.items():
-            if not own[module] or not own[module] <= set(keys):
-                continue
-            for part in moved:
-                if part == DROPOUT:
-                    found[DROPOUT][module] = None
-                else:
-                    found["buffers"][module] = parts[part] = None
-        for kind, modules in found.items():
-            if modules:
-                does = f"changing {', '.join(parts)}" if kind == "buffers" else "drawing dropout"
-                yield (
-                    f"{policy}: freezing stops parameters, not {kind}: {', '.join(modules)} "
-                    f"{'goes' if len(modules) == 1 else 'go'} on {does} while frozen; "
-                    "with buffers: eval of the policy they stand still"
-                )
-
-
-def _own_parameters(module: str, names: list[str]) -> list[str]:
-    """Return the parameters of a module, or of the nearest ancestor that has any."""
-    while True:
-        own = [name for name in names if not module or name.startswith(f"{module}.")]
-        if own or not module:
-            return own
-        module = module.rpartition(".")[0]
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    if one.is_meta or other.is_meta or one.shape != other.shape:
-        return one.shape == other.shape
-    equal = (one == other) | (one.isnan() & other.isnan())
-    return bool(equal.all())
