@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -18,6 +18,7 @@ from gradpolicy.optim import checkpoint, state_probe
 from gradpolicy.optim.kernels import select
 from gradpolicy.optim.layout import fitting_mask
 from gradpolicy.optim.masked_parameter import MaskedParameter, Mode, Options
+from gradpolicy.optim.optimizers import Optimizers
 from gradpolicy.optim.other_optimizers import is_torchs_own
 from gradpolicy.optim.own_settings import applied, as_settings, check_settings, places_of, with_settings
 from gradpolicy.optim.submatrix import in_parts
@@ -92,17 +93,17 @@ class MaskedOptimizer(torch.optim.Optimizer):
     # True if an engine reduces the gradients, and frozen parameters need not have any.
     allows_unused_parameters = False
 
-    def __new__(cls, inner: Any = None, *options: Any, **named: Any) -> MaskedOptimizer:
-        """Create an instance of the subclass that `Optimizers` needs, or of this class."""
-        return super().__new__(getattr(inner, "masked_by", cls) if cls is MaskedOptimizer else cls)
-
     def __init__(
         self, inner: torch.optim.Optimizer, frozen_state: str = "keep", bias_correction: str = "entry"
     ) -> None:
-        _check_inner(inner)
+        # The optimizers that step: the wrapped one, or those that it consists of.
+        joined = inner.optimizers if isinstance(inner, Optimizers) else []
+        for each in (inner, *joined):
+            _check_inner(each)
         self.inner = inner
         self._options = Options().changed(frozen_state=frozen_state, bias_correction=bias_correction)
         self._wrapped = Wrapped(inner)
+        self._parts = [Wrapped(each) for each in joined] or [self._wrapped]
         self._masked: dict[Tensor, MaskedParameter] = {}
         self.effective_steps = 0
         self._only_probed = False
@@ -112,24 +113,33 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     def _set_up(self) -> None:
         """Set up what `Optimizer.__init__` would, except for what the wrapped optimizer has."""
-        _WRAPPERS[self.inner] = weakref.ref(self)
+        for each in {self.inner, *(part.optimizer for part in self._parts)}:
+            _WRAPPERS[each] = weakref.ref(self)
+            guard = each.register_step_pre_hook(partial(_refuse_to_pass_masks, weakref.ref(self)))
+            weakref.finalize(self, guard.remove)
         for hooks in ("step_pre", "step_post", "state_dict_pre", "state_dict_post"):
             setattr(self, f"_optimizer_{hooks}_hooks", OrderedDict())
         for hooks in ("pre", "post"):
             setattr(self, f"_optimizer_load_state_dict_{hooks}_hooks", OrderedDict())
         self._patch_step_function()
         self.steps_inner = self.saves_dense = False
-        guard = self.inner.register_step_pre_hook(partial(_refuse_to_pass_masks, weakref.ref(self)))
-        weakref.finalize(self, guard.remove)
+        # Of several optimizers, the one that steps a parameter.
+        self._part_of = {
+            parameter: part
+            for part in self._parts
+            for parameter in (part.parameters() if part is not self._wrapped else ())
+        }
         # The numbers of the rule by age, for the settings that they follow from.
         self._tables: dict[tuple[object, ...], tuple[Tensor, bool]] = {}
         self._closure_needed = self._wrapped.needs_closure
         # Some third-party optimizers, such as SAM, call the closure themselves, more than once.
-        described = self._wrapped.rule is not None or self._wrapped.submatrix is not None
-        self._calls_closure_itself = not described and not is_torchs_own(self.inner)
+        known = (self._wrapped.rule, self._wrapped.submatrix)
+        self._calls_closure_itself = not (
+            any(known) or isinstance(self.inner, Optimizers) or is_torchs_own(self.inner)
+        )
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("inner", "_options", "_wrapped", "_masked", "effective_steps", "_only_probed")
+        names = ("inner", "_options", "_wrapped", "_parts", "_masked", "effective_steps", "_only_probed")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -206,14 +216,16 @@ class MaskedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _switch(self, name: str) -> None:
         """Let a schedule-free optimizer switch between the weights of training and those of evaluation."""
-        switch, state, masked = getattr(self.inner, name, None), self.inner.state, self._masked
-        if switch is None:
+        state, masked = self.inner.state, self._masked
+        switched = [each.optimizer for each in self._parts if hasattr(each.optimizer, name)]
+        if not switched:
             return
         before = {p: p.detach().clone() for p, own in masked.items() if not own.is_full}
         dense = {p: masked[p].dense_state() if p in masked else own for p, own in state.items()}
-        self.inner.state = defaultdict(dict, dense)
-        switch()
-        self.inner.state = state
+        for each in switched:
+            each.state = defaultdict(dict, dense)
+            getattr(each, name)()
+            each.state = state
         for parameter, value in before.items():
             parameter.copy_(torch.where(self.get_mask(parameter), parameter, value))
 
@@ -234,11 +246,15 @@ class MaskedOptimizer(torch.optim.Optimizer):
         groups = [(p, group) for group in self.param_groups for p in group["params"] if p in settings]
         for parameter, group in groups:
             check_settings(settings[parameter], group)
+        for part in self._parts if groups else ():
+            if isinstance(part.optimizer, torch.optim.LBFGS | torch.optim.Rprop):
+                kind = type(part.optimizer).__name__
+                raise PolicyError(
+                    f"{kind} cannot give parameters rates of their own; use another, such as AdamW"
+                )
         own = {p: as_settings(settings[p], group) for p, group in groups}
-        if own and isinstance(self.inner, torch.optim.LBFGS | torch.optim.Rprop):
-            kind = type(self.inner).__name__
-            raise PolicyError(f"{kind} cannot give parameters rates of their own; use another, such as AdamW")
-        self._wrapped.settings = own
+        for part in {self._wrapped, *self._parts}:
+            part.settings = own
 
     def set_mask(
         self,
@@ -357,7 +373,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
         if masked is None:
             self._wrapped.name_of(parameter)
             updates = 0 if self._was_only_probed(parameter) else None
-            masked = MaskedParameter(parameter, self._wrapped, self._options, updates)
+            part = self._part_of.get(parameter, self._wrapped)
+            masked = MaskedParameter(parameter, part, self._options, updates)
         return masked
 
     def _was_only_probed(self, parameter: Tensor) -> bool:
@@ -439,18 +456,28 @@ class MaskedOptimizer(torch.optim.Optimizer):
         """Update once: by the wrapped optimizer where that is exact, then by the rule for the rest."""
         work = self._sorted(closure is not None)
         if closure is None and self.is_probed:
-            state_probe.probe(self._wrapped, self._masked.values())
+            for part in self._parts:
+                state_probe.probe(
+                    part, [each for each in self._masked.values() if each.state.wrapped is part]
+                )
             self._only_probed = True
             return None
         stepped = self._masked.values() if self._closure_needed else work.by_optimizer
-        with _hidden_gradients(work.hidden), self._scaling(), in_parts(self._wrapped, work.by_part):
+        with ExitStack() as stack:
+            stack.enter_context(_hidden_gradients(work.hidden))
+            stack.enter_context(self._scaling())
+            for part in self._parts:
+                stack.enter_context(in_parts(part, [m for m in work.by_part if m[0].state.wrapped is part]))
             result = self._step_inner([masked for masked in stepped if not masked.is_full], closure)
         for masked in (*work.by_optimizer, *(masked for masked, _ in work.by_part)):
             masked.count_update()
         for masked in work.on_others:
             masked.count_update_on_others()
-        if self._wrapped.rule is not None and work.by_rule:
-            self._update_by_rule(self._wrapped.rule, work.by_rule)
+        for part in self._parts:
+            # A param group is of one optimizer.
+            groups = [(g, m) for g, m in work.by_rule if m[0][0].state.wrapped is part]
+            if part.rule is not None and groups:
+                self._update_by_rule(part.rule, groups)
         self.effective_steps += 1
         return result
 
@@ -558,12 +585,15 @@ class MaskedOptimizer(torch.optim.Optimizer):
     def _step_inner(self, frozen: Iterable[MaskedParameter], closure: Callable[[], Any] | None) -> Any:
         """Step the wrapped optimizer; frozen entries of these parameters do not change."""
         if self._only_probed:
-            state_probe.forget(self._wrapped, self._masked, closure is not None)
+            for part in self._parts:
+                state_probe.forget(part, self._masked, closure is not None)
             self._only_probed = False
         saved = [(masked, masked.save_frozen()) for masked in frozen]
-        if isinstance(self.inner, torch.optim.SGD):
-            begin_momenta(self.inner, self._wrapped.group_of, self._scale)
-        with applied(self.inner, self._wrapped.settings):
+        with ExitStack() as stack:
+            for part in self._parts:
+                if isinstance(part.optimizer, torch.optim.SGD):
+                    begin_momenta(part.optimizer, part.group_of, self._scale)
+                stack.enter_context(applied(part.optimizer, part.settings))
             result = self.inner.step(closure) if closure is not None else self.inner.step()
         for masked, names in saved:
             masked.restore_frozen(names)
