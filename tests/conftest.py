@@ -21,8 +21,14 @@ def pytest_configure(config: pytest.Config) -> None:
     """Import torch, Lightning and the fixtures, but not into the process that starts the workers."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         import torch
+        from hypothesis import HealthCheck, settings
 
         torch.set_num_threads(1)
+        # The same examples in each run, however busy the machine is. scripts/fuzz.py searches for others.
+        settings.register_profile(
+            "steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        )
+        settings.load_profile("steady")
         config.pluginmanager.import_plugin("tests.fixtures")
 
 

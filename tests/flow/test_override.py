@@ -90,7 +90,7 @@ def test_a_wrong_override_is_refused(overrides, message):
         gp.gradient_override(overrides)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     shape=SHAPES,
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
@@ -110,7 +110,7 @@ def test_shapes_dtypes_and_layouts_change_nothing(shape, dtype, spelling, transp
     torch.testing.assert_close(x.grad, expected)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(names=st.lists(st.sampled_from(["round", "floor", "relu", None]), min_size=1, max_size=5))
 def test_innermost_block_wins(names):
     expected = {"round": 0.0, "floor": 0.0, "relu": 1.0}

@@ -1,20 +1,24 @@
 """The audit on two processes: each checks what it holds, and one file tells of both."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import LambdaCallback
-from process_pool import ProcessPool, here
+from process_pool import ProcessPool, RemoteError, here
+from runs import STRATEGIES
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
 
 import gradpolicy as gp
 from gradpolicy.freezing import Freezer
 from gradpolicy.insight.audit import Audit
 from gradpolicy.tensors.sharding import local_shard
+from tests.fixtures import TwoLayers, quiet_trainer
 
 
 def watched(entries: int, masks: str, planted: bool) -> tuple[int, list]:
@@ -70,21 +74,26 @@ def write_on_rank_one(trainer, pl_module) -> None:
         pl_module.trunk[0].weight.data[0, 0] += 1
 
 
-@pytest.mark.supports("audit", loop="lightning", processes="ddp")
-@pytest.mark.parametrize("planted", [False, True])
-def test_one_file_tells_of_both_ranks(two_layers, loader, make_trainer, tmp_path, planted) -> None:
-    policies = {"trunk": gp.Freeze(gp.masks.Fixed(False), params="trunk.*")}
+def train_under_an_audit(folder: Path, planted: bool) -> None:
     callbacks = [
-        Audit(tmp_path),
-        gp.GradientPolicies(policies),
+        Audit(folder),
+        gp.GradientPolicies({"trunk": gp.Freeze(gp.masks.Fixed(False), params="trunk.*")}),
         *([LambdaCallback(on_train_end=write_on_rank_one)] if planted else []),
     ]
-    trainer = make_trainer(callbacks=callbacks, strategy="ddp_fork", devices=2, max_steps=2)
+    accelerator = "gpu" if here().type == "cuda" else "cpu"
+    settings = {"accelerator": accelerator, "strategy": STRATEGIES["ddp"](), "devices": 2, "max_steps": 2}
+    data = DataLoader(TensorDataset(torch.randn(32, 4), torch.arange(32) % 2), batch_size=8)
+    quiet_trainer(callbacks=callbacks, default_root_dir=folder, **settings).fit(TwoLayers(), data)
+
+
+@pytest.mark.supports("audit", loop="lightning", processes="ddp")
+@pytest.mark.parametrize("planted", [False, True])
+def test_one_file_tells_of_both_ranks(pair: ProcessPool, tmp_path: Path, planted: bool) -> None:
     if planted:
-        with pytest.raises(Exception, match=r"audit: trunk\.0\.weight"):
-            trainer.fit(two_layers, loader)
+        with pytest.raises(RemoteError, match=r"audit: trunk\.0\.weight"):
+            pair(train_under_an_audit, tmp_path, planted)
     else:
-        trainer.fit(two_layers, loader)
+        pair(train_under_an_audit, tmp_path, planted)
     report = json.loads((tmp_path / "audit.json").read_text())
     # Four tensors on two ranks.
     assert report["intervals"] == 4 * 2

@@ -31,7 +31,7 @@ def highest_together(scores: dict[str, torch.Tensor], kept: int) -> dict[str, to
     scores=st.lists(st.one_of(st.integers(-3, 3).map(float), st.floats(width=32)), min_size=1, max_size=40),
     kept=st.integers(-1, 45),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_exactly_so_many_are_marked_and_none_left_out_is_higher(scores: list[float], kept: int) -> None:
     order = sorted(range(len(scores)), key=lambda i: math.inf if math.isnan(scores[i]) else -scores[i])
     expected = sorted(order[: max(kept, 0)])
@@ -44,7 +44,7 @@ def test_exactly_so_many_are_marked_and_none_left_out_is_higher(scores: list[flo
     count=st.integers(1, 60),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_density_keeps_what_lies_at_or_above_the_percentile(density: float, count: int, seed: int) -> None:
     scores = np.random.default_rng(seed).permutation(count).astype(np.float64)
     kept = int((scores >= np.percentile(scores, (1 - density) * 100) - 1e-14 * count).sum())
@@ -55,7 +55,7 @@ def test_a_density_keeps_what_lies_at_or_above_the_percentile(density: float, co
     parts=st.lists(st.lists(st.integers(-2, 2).map(float), max_size=8), min_size=1, max_size=4),
     kept=st.integers(0, 20),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_of_equal_scores_the_first_tensors_come_first(parts: list[list[float]], kept: int) -> None:
     scores = {str(place): torch.tensor(part) for place, part in enumerate(parts)}
     together = torch.cat([marks.flatten() for marks in highest_together(scores, kept).values()])
@@ -107,7 +107,7 @@ def test_erk_is_proportional_to_the_sum_over_the_product_of_the_shape() -> None:
     shapes=st.lists(st.lists(st.integers(1, 30), min_size=2, max_size=4), min_size=1, max_size=6),
     density=st.floats(0.01, 1.0),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_erk_meets_the_density_of_the_whole_and_none_exceeds_one(shapes, density):
     named = {str(place): shape for place, shape in enumerate(shapes)}
     shares = densities(named, density, "erk")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gradpolicy import get_rule
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     name=st.sampled_from(["clip_norm", "normalize"]),
     shape=st.lists(st.integers(1, 4), min_size=1, max_size=3),

@@ -96,7 +96,7 @@ def test_lower_precision_agrees_with_double_precision(name, dtype):
     torch.testing.assert_close(got, reference, check_dtype=False, rtol=tolerance, atol=tolerance)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     shape=st.lists(st.integers(0, 3), min_size=1, max_size=3),
     dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),

@@ -14,7 +14,7 @@ def test_stop_gives_exact_zeros_whatever_comes_in(apply_rule):
     assert apply_rule("stop", torch.ones(6), AWKWARD).tolist() == [0.0] * 6
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(factor=st.floats(-1e3, 1e3), as_tensor=st.booleans())
 def test_scale_and_reverse_multiply(factor, as_tensor):
     grad = torch.tensor([1.0, -0.5, 3.0], dtype=torch.float64)

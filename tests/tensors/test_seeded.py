@@ -31,7 +31,7 @@ def reference_hash(key: int, index: int) -> int:
     count=st.integers(0, 80),
     density=st.floats(0, 1),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_vector_hash_is_the_hash_of_each_index(key: int, start: int, count: int, density: float) -> None:
     drawn = seeded.bernoulli(key, density, start, start + count)
     threshold = round(density * 2**32)
@@ -53,7 +53,7 @@ def test_large_tensors_are_drawn_like_their_parts(start: int) -> None:
     key=st.integers(0, (1 << 64) - 1),
     places=st.lists(st.integers(0, (1 << 33) + 40) | st.integers((1 << 32) - 9, (1 << 32) + 9), max_size=20),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_words_of_chosen_indices_are_their_hashes(key: int, places: list[int]) -> None:
     ascending = sorted(places)
     words = seeded.words_at(key, torch.tensor(ascending, dtype=torch.int64))

@@ -15,6 +15,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from process_pool import ProcessPool, here
+from runs import STRATEGIES
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
@@ -329,14 +331,19 @@ def test_a_run_from_a_checkpoint_elsewhere_is_a_new_one(tmp_path: Path) -> None:
     assert stopper.best_score != saved["callbacks"][stopper.state_key]["best_score"]
 
 
-def test_resuming_on_two_processes_gives_the_same_bits(tmp_path: Path) -> None:
-    settings = {"strategy": "ddp_fork", "devices": 2, "accumulate_grad_batches": 2}
+def fit_on_ranks(folder: Path, resume_from: Path | None) -> None:
+    """Trains under DDP on the ranks of a pool."""
+    accelerator = "gpu" if here().type == "cuda" else "cpu"
+    settings = {"strategy": STRATEGIES["ddp"](), "devices": 2, "accumulate_grad_batches": 2}
+    fit(folder, resume_from, Numbers(batch_size=2, seed=5), accelerator=accelerator, **settings)
 
+
+def test_resuming_on_two_processes_gives_the_same_bits(pair: ProcessPool, tmp_path: Path) -> None:
     def run(folder: str, resume_from: str | None = None) -> list[Any]:
         if resume_from is not None:
             shutil.copytree(tmp_path / "whole", tmp_path / folder)
         checkpoint = None if resume_from is None else tmp_path / folder / resume_from
-        fit(tmp_path / folder, checkpoint, data=Numbers(batch_size=2, seed=5), **settings)
+        pair(fit_on_ranks, tmp_path / folder, checkpoint)
         rows = [plain(row, averages=row["epoch"] != "1") for row in log(tmp_path / folder)]
         return [content(tmp_path / folder / "2_4_2_epoch.ckpt"), rows]
 
