@@ -9,6 +9,7 @@ from gradpolicy.errors import PolicyError, shortened, under
 from gradpolicy.freezing.bound_policy import BoundPolicy
 from gradpolicy.freezing.combination import check_same_options
 from gradpolicy.freezing.requires_grad import is_turned_off
+from gradpolicy.freezing.still import check_not_renormalised
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.own_settings import check_settings
 from gradpolicy.policies import Freeze
@@ -120,6 +121,7 @@ class Bindings:
         with under(f"policy.{name}"):
             own = self._optimized_of(matched)
             parameters = self._optimized_of(pick(self.named, policy.restricts))
+            check_not_renormalised(self.model, parameters)
             policy.mask.model = self.model
             policy.mask.setup(own, seed=self._seed)
             holders = {each for p in parameters.values() for each in self.holders(p)}

@@ -5,10 +5,8 @@ from torch import Tensor
 from gradpolicy.freezing.bindings import Bindings
 from gradpolicy.freezing.bound_policy import masks_never_change
 from gradpolicy.freezing.combined_masks import CombinedMasks
-from gradpolicy.freezing.requires_grad import RequiresGrad
-from gradpolicy.freezing.row_gradients import follow_shards, release_rows, set_rows, set_whole
-from gradpolicy.tensors.mask import Mask, as_tensor
-from gradpolicy.tensors.row_gradient import ActiveRows
+from gradpolicy.freezing.requires_grad import RequiresGrad, is_turned_off
+from gradpolicy.freezing.row_gradients import RowGradients
 from gradpolicy.tensors.sharding import is_sharded
 
 
@@ -31,7 +29,7 @@ class ComputedGradients:
         self.dropped: set[Tensor] = set()
         # FSDP2's first pass takes the dtypes of a block from its parameters that require a gradient.
         self._computes_all = any(map(is_sharded, bindings.model.parameters()))
-        self._shard_hooks = follow_shards(bindings.model)
+        self._rows = RowGradients(bindings.model)
         self._wanted: set[str] = set()
         self._requires_grad = self._new_requires_grad()
 
@@ -45,13 +43,17 @@ class ComputedGradients:
         if not (changed or wanted != self._wanted or self.dropped):
             return
         self._wanted = wanted
-        self._compute_rows(wanted)
+        parameters = self._bindings.parameters
+        current = {
+            p: self._masks.current.get(name, True) for name, p in parameters.items() if name not in wanted
+        }
+        self._rows.set(current)
         if not self._toggle:
             return
         idle = self._masks.frozen() - wanted
         self.dropped.clear()
         if self._computes_all:
-            self.dropped.update(self._bindings.parameters[name] for name in idle)
+            self.dropped.update(parameters[name] for name in idle)
         else:
             self._requires_grad.turn_off(idle)
 
@@ -66,39 +68,24 @@ class ComputedGradients:
         self._requires_grad.restore()
         self._requires_grad, self._wanted = self._new_requires_grad(), set()
 
+    @property
+    def skips(self) -> bool:
+        """True if some gradients are not computed in this update."""
+        return self._rows.active or any(map(is_turned_off, self._bindings.parameters.values()))
+
     def compute_all(self) -> None:
         """Compute all gradients from now on."""
         self._toggle = False
         self.dropped.clear()
         self._requires_grad.restore()
-        for parameter in self._bindings.parameters.values():
-            set_whole(parameter)
+        self._rows.release()
 
     def restore(self) -> None:
         """Restore ``requires_grad`` of all parameters."""
         self._requires_grad.restore()
-        for parameter in self._bindings.parameters.values():
-            release_rows(parameter)
-        while self._shard_hooks:
-            self._shard_hooks.pop().remove()
+        self._rows.release()
 
     def _new_requires_grad(self) -> RequiresGrad:
         of = self._bindings.policies_of.items()
         changing = {n for n, own in of if not all(masks_never_change(each.policy) for each in own)}
         return RequiresGrad(self._bindings.model, self._bindings.optimized.values(), changing=changing)
-
-    def _compute_rows(self, wanted: set[str]) -> None:
-        """Compute only the gradients of active rows for masks of rows, unless a source needs the rest."""
-        for name, parameter in self._bindings.parameters.items():
-            mask = self._masks.current.get(name, True)
-            rows = None if name in wanted or isinstance(mask, bool) else self._rows(parameter, mask)
-            if rows is None:
-                set_whole(parameter)
-            else:
-                set_rows(parameter, rows)
-
-    def _rows(self, parameter: Tensor, mask: Mask) -> ActiveRows | None:
-        if is_sharded(parameter):
-            return ActiveRows.of_mask(as_tensor(mask, parameter.shape, parameter.device))
-        holders = self._bindings.holders(parameter)
-        return holders[0].active_rows(parameter) if self._toggle and len(holders) == 1 else None

@@ -200,6 +200,11 @@ class Freezer:
         self._masks.current.clear()
         self._step = None
 
+    @property
+    def skips_gradients(self) -> bool:
+        """True if some gradients are not computed in the current update."""
+        return self._gradients.skips
+
     def keep_requires_grad(self) -> None:
         """Keep ``requires_grad`` enabled, and compute full gradients of all parameters."""
         self._gradients.compute_all()

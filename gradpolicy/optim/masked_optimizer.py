@@ -26,7 +26,6 @@ from gradpolicy.optim.update_rules import Group, UpdateRule
 from gradpolicy.optim.update_rules.schedule_free import ScheduleFreeSGD
 from gradpolicy.optim.update_rules.sgd import begin_momenta
 from gradpolicy.optim.wrapped import Wrapped
-from gradpolicy.tensors.row_gradient import ActiveRows
 from gradpolicy.tensors.sharding import is_sharded, plain_parts
 
 Member = tuple[MaskedParameter, Tensor]
@@ -358,13 +357,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
         """Return each parameter that has, or once had, a mask, with its mask, ages and state."""
         return self._masked
 
-    def active_rows(self, parameter: Tensor) -> ActiveRows | None:
-        """Return the rows, columns or entries to which a gradient can be restricted; None if it cannot."""
-        masked = self._masked.get(parameter)
-        return None if masked is None else masked.active_rows()
-
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        """Return the gradient that the next step uses; it may hold some rows only."""
+        """Return the gradient that the next step uses."""
         return parameter.grad
 
     def _known(self, parameter: Tensor) -> MaskedParameter:

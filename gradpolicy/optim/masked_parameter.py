@@ -25,7 +25,7 @@ from gradpolicy.optim.other_optimizers import (
 from gradpolicy.optim.submatrix import SubmatrixState
 from gradpolicy.optim.update_rules import Group, UpdateRule
 from gradpolicy.optim.wrapped import ParameterState, Wrapped
-from gradpolicy.tensors.row_gradient import ActiveRows, RowGradient, whole_gradient
+from gradpolicy.tensors.active_rows import ActiveRows
 from gradpolicy.tensors.sharding import full_tensor, is_sharded, local_shard
 
 
@@ -82,7 +82,6 @@ class MaskedParameter:
         empty_mask: This process's part of the mask where it holds no entry; else None.
         frozen_everywhere: True if no entry of the whole tensor is active, on any process.
         copies: Frozen values from before a step that may change them; the next step reuses the memory.
-        rows: The result of `active_rows` for the mask; None: not found yet, or none.
     """
 
     def __init__(
@@ -96,7 +95,6 @@ class MaskedParameter:
         self.mask_shape: tuple[int, ...] | None = None
         self.empty_mask: Tensor | None = None
         self.copies: dict[str, Tensor] = {}
-        self.rows: ActiveRows | None = None
         self._begin(updates)
 
     def _begin(self, updates: int | None) -> None:
@@ -187,7 +185,7 @@ class MaskedParameter:
                 "its masks and ages are no longer known: make a new optimizer for the model and wrap that"
             )
         if self.ages.signed.device != self.parameter.device:
-            self.ages, self.copies, self.rows = self.ages.to(self.parameter.device), {}, None
+            self.ages, self.copies = self.ages.to(self.parameter.device), {}
             self.state.to(self.parameter.device)
         values, rule = self.state.values, self.rule
         if values or (rule is None and self.submatrix is None) or not self.layout.size:
@@ -294,7 +292,6 @@ class MaskedParameter:
 
     def _finish_change(self) -> None:
         """Complete state and count if the wrapped optimizer makes the next updates."""
-        self.rows = None
         if self.is_full and self._rows_differ():
             rows = torch.arange(self.parameter.shape[0], device=self.parameter.device)
             self.state.part = ActiveRows(rows, 0)
@@ -412,10 +409,9 @@ class MaskedParameter:
                 state[name] = flat = memory(value)
                 if flat is not value:
                     unwritten.append((flat, value))
-        packed = isinstance(gradient, RowGradient) and self._takes_packed(gradient)
         return EntryUpdate(
             parameter,
-            gradient.held.contiguous() if packed else memory(whole_gradient(gradient)),  # type: ignore[attr-defined]
+            memory(gradient),
             state,
             ages.signed,
             ages.block,
@@ -423,36 +419,7 @@ class MaskedParameter:
             ages.uncounted,
             age,
             unwritten,
-            packed,
         )
-
-    def active_rows(self) -> ActiveRows | None:
-        """Return the rows, columns or entries to which the gradient can be restricted; None if it cannot.
-
-        It can if the update rule moves the active entries and the parameter is not sharded. Single entries
-        also need packed state, and their gradient and index must take at most half the memory of a dense one.
-        """
-        self.follow()
-        if self.rows is None and self.mode is Mode.BY_RULE and not self.is_full:
-            self.rows = self._find_rows()
-        of_matrix = self.parameter.dim() > 1 and not self.is_full
-        return self.state.part if self.state.part is not None and of_matrix else self.rows
-
-    def _find_rows(self) -> ActiveRows | None:
-        parameter = self.parameter
-        if is_sharded(parameter) or parameter.dim() < 2:
-            return None
-        mask, ages = self.mask(), self.ages
-        rows = ActiveRows.of_mask(mask)
-        if rows is None and ages.index is not None and self.layout.plain and 4 * ages.active <= ages.entries:
-            positions = mask.expand(parameter.shape).flatten().nonzero().flatten()
-            rows = ActiveRows(positions.int() if parameter.numel() < 1 << 31 else positions, None)
-        return rows
-
-    def _takes_packed(self, gradient: RowGradient) -> bool:
-        """Return True if a gradient holds the active rows, in the order of the active blocks in memory."""
-        counts_blocks = self.ages.index is not None or self.ages.block > 1
-        return self.layout.plain and counts_blocks and gradient.holds(self.active_rows())
 
     def part_state(self, rows: ActiveRows, gradient: Tensor) -> dict[str, Any]:
         """Return the state of the rows or columns that are to be stepped alone by this gradient."""
@@ -480,10 +447,6 @@ class MaskedParameter:
     def mask_gradient(self, gradient: Tensor) -> None:
         """Zero the gradient of frozen entries in place, including NaN and infinity."""
         self.follow()
-        if isinstance(gradient, RowGradient):
-            if gradient.holds(self.active_rows()):
-                return
-            self.parameter.grad = gradient = gradient.dense()
         gradient = own_gradient(self.parameter, gradient)
         flat, ages = self.layout.flat(gradient), self.ages
         signed = ages.signed if ages.index is None else None

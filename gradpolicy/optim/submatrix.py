@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gradpolicy.optim.ages import Ages
 from gradpolicy.optim.update_rules import SubmatrixRule
 from gradpolicy.optim.wrapped import ParameterState, Wrapped
-from gradpolicy.tensors.row_gradient import ActiveRows, RowGradient, whole_gradient
+from gradpolicy.tensors.active_rows import ActiveRows
 
 _LISTS = {"params", "param_names"}
 """What a param group has for each of its parameters."""
@@ -121,10 +121,7 @@ def _stand_in(masked: Any, gradient: Tensor) -> nn.Parameter:
     """Return the active slices of a parameter as a parameter with a gradient."""
     rows = masked.state.part
     made = nn.Parameter(rows.select(masked.parameter.detach()))
-    if isinstance(gradient, RowGradient) and gradient.holds(rows):
-        made.grad = gradient.held.clone()
-    else:
-        made.grad = rows.select(whole_gradient(gradient))
+    made.grad = rows.select(gradient)
     return made
 
 

@@ -16,7 +16,7 @@ from gradpolicy.optim.other_optimizers import reset_state
 from gradpolicy.optim.own_settings import Settings, with_settings
 from gradpolicy.optim.update_rules import Group, rule_for, submatrix_rule_for
 from gradpolicy.optim.update_rules.base import step_count
-from gradpolicy.tensors.row_gradient import ActiveRows
+from gradpolicy.tensors.active_rows import ActiveRows
 from gradpolicy.tensors.sharding import local_shard
 
 

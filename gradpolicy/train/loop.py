@@ -15,8 +15,6 @@ from gradpolicy.errors import PolicyError, shown
 from gradpolicy.flow.install import name_policies
 from gradpolicy.flow.policy_checks import is_cut
 from gradpolicy.freezing.moving_parts import copy_buffers
-from gradpolicy.freezing.requires_grad import is_turned_off
-from gradpolicy.freezing.row_gradients import has_row_gradient, takes_rows
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import as_masked, deepspeed_refused, wrapper_of
 from gradpolicy.optim.prepared import innermost, is_prepared, put_inside
@@ -265,9 +263,8 @@ class _Loop(TrainingPolicies):
                 self._owner[parameter] = next(
                     each for each in self.masked_optimizers if _holds(each, parameter)
                 )
-                take, mask = takes_rows(partial(self._take_gradient, name)), takes_rows(self._mask_gradient)
-                self._hooks.append(parameter.register_hook(take))
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(mask))
+                self._hooks.append(parameter.register_hook(partial(self._take_gradient, name)))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._mask_gradient))
 
     # ---- an update
 
@@ -301,8 +298,7 @@ class _Loop(TrainingPolicies):
             )
         if late and self.freezer is not None:
             # It is too late to set masks for this forward pass: a tensor that thaws may get no gradient.
-            held = self.freezer.parameters.values()
-            if any(is_turned_off(p) or has_row_gradient(p) for p in held):
+            if self.freezer.skips_gradients:
                 self._warn(
                     "gradpolicy.training: the model was not called before a backward pass, so that tensors "
                     "that thaw get no gradient in this update; call the model itself, not its parts or other "

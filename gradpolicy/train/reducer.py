@@ -14,16 +14,13 @@ from torch import nn
 from torch._C._distributed_c10d import _register_comm_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradpolicy.freezing.row_gradients import has_row_gradient, rows_of, set_whole
-from gradpolicy.train.row_reducer import RowReducer
-
 # The attribute of a model for the updater that was released and has not rebuilt the reducer yet.
 _RELEASED = "_released_reducer_updater"
 
 
 def trained_parameters(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
-    """Return the ids of the parameters that get a whole gradient."""
-    return frozenset(id(p) for p in parameters if p.requires_grad and not has_row_gradient(p))
+    """Return the ids of the parameters that get a gradient."""
+    return frozenset(id(p) for p in parameters if p.requires_grad)
 
 
 class ReducerUpdater:
@@ -47,15 +44,14 @@ class ReducerUpdater:
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self.model = model
-        self.rows = RowReducer(model)
         self.rebuilds = 0
         before: ReducerUpdater | None = vars(model).pop(_RELEASED, None)
         if before is None:
-            self._ignored, self._searches = model.parameters_to_ignore, model.find_unused_parameters
+            self._searches = model.find_unused_parameters
             self._known = trained_parameters(model.module.parameters())
         else:
             before._pending.remove()
-            self._ignored, self._searches, self._known = before._ignored, before._searches, before._known
+            self._searches, self._known = before._searches, before._known
 
     def refresh(self, *, find_unused_parameters: bool = False) -> bool:
         """Rebuild the reducer if that is needed. Call it between accumulation windows.
@@ -69,22 +65,11 @@ class ReducerUpdater:
         Returns:
             True if the reducer was rebuilt.
         """
-        parameters = list(self.model.module.parameters())
-        rows = [parameter for parameter in parameters if has_row_gradient(parameter)]
-        if rows and not trained_parameters(parameters):
-            set_whole(rows.pop())  # the reducer needs one
-        wanted = trained_parameters(parameters)
-        self.rows.follow({parameter: rows_of(parameter) for parameter in rows})
+        wanted = trained_parameters(self.model.module.parameters())
         search = find_unused_parameters or self._searches
         if wanted == self._known and search == self.model.find_unused_parameters:
             return False
         self.model.find_unused_parameters = search
-        self.model.parameters_to_ignore = self._ignored | {
-            f"{module_name}.{name}"
-            for module_name, module in self.model.module.named_modules()
-            for name, parameter in module.named_parameters(recurse=False)
-            if has_row_gradient(parameter)
-        }
         rebuild_reducer(self.model)
         self._known = wanted
         self.rebuilds += 1
@@ -95,7 +80,6 @@ class ReducerUpdater:
 
         Not at once, since the ranks communicate for it, and one of them may have failed.
         """
-        self.rows.remove()
         covers_all = trained_parameters(self.model.module.parameters()) == self._known
         if not covers_all or self.model.find_unused_parameters != self._searches:
             vars(self.model)[_RELEASED] = self

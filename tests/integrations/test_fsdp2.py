@@ -33,7 +33,7 @@ from small_bert import VOCABULARY
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import gradpolicy as gp
-from gradpolicy.freezing.row_gradients import RowParameter
+from gradpolicy.freezing.row_gradients import _RowForward
 
 FSDP2 = {"loop": "huggingface", "processes": "fsdp2"}
 
@@ -92,17 +92,17 @@ def test_the_gradients_of_active_rows_alone_are_computed(pair: ProcessPool) -> N
 
 @forgets_accelerate()
 def gradients_of_rows() -> tuple[list[bool], set[int]]:
-    """Whether the embedding had a gradient of rows in each forward pass, and its rows that moved."""
+    """Whether the tied head had a gradient of rows in each forward pass, and its rows that moved."""
     accelerator = shard_with_accelerate()
     model, optimizer = prepared("llama", accelerator)
-    embedding, found = model.get_input_embeddings(), []
-    before = whole(embedding.weight)
+    head, found = model.get_output_embeddings(), []
+    before = whole(head.weight)
     with gp.training(model, optimizer, make_policies("llama", "rows", "drop")) as optimizer:
-        embedding.register_forward_pre_hook(
-            lambda module, _: found.append(type(module.weight) is RowParameter)
+        head.register_forward_pre_hook(
+            lambda module, _: found.append(isinstance(vars(module).get("forward"), _RowForward))
         )
         train(model, optimizer, "llama", range(STEPS), accelerator)
-    return found, set((whole(embedding.weight) != before).any(dim=1).nonzero().flatten().tolist())
+    return found, set((whole(head.weight) != before).any(dim=1).nonzero().flatten().tolist())
 
 
 @pytest.mark.supports("accumulation", **FSDP2)

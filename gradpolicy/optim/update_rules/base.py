@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.tensors.row_gradient import ActiveRows
+from gradpolicy.tensors.active_rows import ActiveRows
 
 Group = dict[str, Any]
 """One of the param groups of an optimizer."""
