@@ -28,6 +28,8 @@ ModulePatterns = ModulePattern | Iterable[ModulePattern] | None
 Operations = str | Iterable[str | Callable] | Callable | None
 NamePatterns = str | Iterable[str] | None
 RuleLike = str | Rule | RuleFunction
+# Arguments of an operation or a forward: positions or names.
+Arguments = int | str | Iterable[int | str] | None
 # Outputs of a module: indices, keys or attributes.
 Outputs = int | str | Iterable[int | str] | None
 WhenLike = When | Mapping[str, Any] | None
@@ -86,8 +88,8 @@ class FlowPolicy(Policy, RulePlacement):
         at: ``"input"``: the gradient that the module passes back; the module's own parameters get their
             ordinary gradient. ``"output"``: the gradient that the module receives, which also affects its
             parameters. ``"through"``: the rule replaces the gradient from the module's output to its input.
-        argument: The one argument on which it acts, by name or position (0 is the first): of the operations
-            with ``ops``, otherwise of the modules' forward. Default: all.
+        argument: The arguments on which it acts, by name or position (0 is the first): of the operations with
+            ``ops``, otherwise of the modules' forward. Default: all.
         output: With ``at="through"``: the outputs whose gradient the rule computes, by index, key or
             attribute. Default: every floating-point one. Other outputs keep their own gradients.
         calls: The calls on which it acts, counted from 0. Default: all. With ``ops``: calls of each operation
@@ -113,7 +115,7 @@ class FlowPolicy(Policy, RulePlacement):
         ops: Operations = None,
         params: NamePatterns = None,
         at: str = "input",
-        argument: int | str | None = None,
+        argument: Arguments = None,
         output: Outputs = None,
         inside: str = "none",
         calls: int | Iterable[int] | None = None,
@@ -124,7 +126,7 @@ class FlowPolicy(Policy, RulePlacement):
         self.ops = as_patterns(ops)
         self.params = as_patterns(params)
         self.at = at
-        self.argument = argument
+        self.argument = as_patterns(argument)
         self.output = as_patterns(output)
         self.inside = inside
         self.calls = as_patterns(calls)
@@ -145,7 +147,7 @@ class FlowPolicy(Policy, RulePlacement):
                 raise PolicyError(
                     f"{kind}.ops: an operation is a name or a torch function, got {shown(operation)}"
                 )
-        if self.ops and argument is not None and rule.gradient_filter is not None:
+        if self.ops and self.argument and rule.gradient_filter is not None:
             raise PolicyError(
                 f"{kind}.argument: rule {shown(rule.name)} filters the incoming gradient, before there "
                 "is one for each argument; use a rule that modifies the operation's own gradients (own=True)"
@@ -168,12 +170,14 @@ class FlowPolicy(Policy, RulePlacement):
 
     def _check_module_settings(self, kind: str) -> None:
         """Check the settings for module boundaries and for the path through a module."""
-        for key, value in (("argument", self.argument), *(("output", item) for item in self.output)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | str)):
-                raise PolicyError(f"{kind}.{key}: must be a name or a number, got {shown(value)}")
-        if isinstance(self.argument, int) and self.argument < 0:
-            raise PolicyError(f"{kind}.argument: positions count from 0, got {self.argument}")
-        if self.at == "output" and self.argument is not None:
+        for key, values in (("argument", self.argument), ("output", self.output)):
+            for value in values:
+                if isinstance(value, bool) or not isinstance(value, int | str):
+                    raise PolicyError(f"{kind}.{key}: must be a name or a number, got {shown(value)}")
+        for value in self.argument:
+            if isinstance(value, int) and value < 0:
+                raise PolicyError(f"{kind}.argument: positions count from 0, got {value}")
+        if self.at == "output" and self.argument:
             raise PolicyError(f"{kind}.argument: is of the input, and at='output' means the other side")
         if self.at != "through" and self.output:
             raise PolicyError(f"{kind}.output: goes with at='through'")
@@ -181,7 +185,7 @@ class FlowPolicy(Policy, RulePlacement):
             raise PolicyError(f"{kind}.inside: goes with at='through'")
         if (self.ops or self.params) and self.at == "through":
             raise PolicyError(f"{kind}: at='through' goes with modules= alone, not with ops= or params=")
-        if self.params and self.argument is not None:
+        if self.params and self.argument:
             raise PolicyError(f"{kind}: argument= goes with modules= or ops=, not with params=")
 
     def describe(self) -> list[str]:
@@ -193,7 +197,7 @@ class FlowPolicy(Policy, RulePlacement):
         ]
         settings: tuple[tuple[str, Any, Any], ...] = (
             ("at", self.at, PLACES[0]),
-            ("argument", self.argument, None),
+            ("argument", self.argument[0] if len(self.argument) == 1 else list(self.argument), []),
             ("output", list(self.output), []),
             ("inside", self.inside, self.INSIDE[0]),
             ("calls", list(self.calls), []),

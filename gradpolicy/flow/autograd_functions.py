@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import Function, forward_ad
 
 from gradpolicy.errors import PolicyError
@@ -199,7 +198,7 @@ def run_function(function: type[Function], *args: Any) -> Any:
         args = tuple(given)
     if in_transform():
         return function.apply(*args)
-    return super(Function, function).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]
+    return super(Function, function).apply(*args)  # type: ignore[misc]
 
 
 def replace_gradient(bound_rule: BoundRule, values: Any, inputs: Sequence[Tensor]) -> Any:

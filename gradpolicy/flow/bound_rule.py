@@ -8,12 +8,9 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.rule_state import RuleState
-from gradpolicy.flow.tracing import is_traced
+from gradpolicy.flow.tracing import is_traced, without_modes
 from gradpolicy.rules.registry import Call
 from gradpolicy.rules.routing import broadcasts, first_index, is_differentiable
-
-# A local name saves the attribute lookup at every call.
-_without_modes = torch._C.DisableTorchFunction
 
 
 class BoundRule:
@@ -110,7 +107,7 @@ class BoundRule:
         Raises:
             PolicyError: If the function raises an exception; the message has the location and the shapes.
         """
-        with _without_modes():
+        with without_modes():
             if is_traced():
                 return function(*arguments, **self.parameters)
             try:

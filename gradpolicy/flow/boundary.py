@@ -29,7 +29,7 @@ from gradpolicy.rules.routing import is_differentiable
 
 # The arguments of a module's forward by parameter name; None if no rule has a keyword `call`.
 Arguments = Mapping[str, Any] | None
-DueRules = list[tuple[BoundRule, Argument | None]]
+DueRules = list[tuple[BoundRule, Sequence[Argument]]]
 
 
 class Boundary:
@@ -38,14 +38,14 @@ class Boundary:
     Args:
         side: ``"input"`` or ``"output"``.
         module: The module's name.
-        rules: The rules in the order in which the backward pass applies them, each with the argument of the
-            forward on which it acts; None means all arguments.
+        rules: The rules in the order in which the backward pass applies them, each with the arguments of the
+            forward on which it acts; empty means all arguments.
     """
 
-    def __init__(self, side: str, module: str, rules: Sequence[tuple[RuleState, Argument | None]]) -> None:
+    def __init__(self, side: str, module: str, rules: Sequence[tuple[RuleState, Sequence[Argument]]]) -> None:
         self.location = location = place_at(side, module)
         # The rule inserted last is the first in the backward pass.
-        self.rules = tuple((BoundRule(state, location), argument) for state, argument in reversed(rules))
+        self.rules = tuple((BoundRule(state, location), arguments) for state, arguments in reversed(rules))
         self._has_searched = False
 
     def enter(
@@ -79,12 +79,12 @@ class Boundary:
         return result
 
     def _due(self, arguments: Arguments) -> DueRules:
-        """Return the rules that act on this call, each with its argument."""
-        due = [(rule, argument) for rule, argument in self.rules if rule.state.acts_at(self.location)]
+        """Return the rules that act on this call, each with its arguments."""
+        due = [(rule, chosen) for rule, chosen in self.rules if rule.state.acts_at(self.location)]
         if arguments is None:
             return due
         call = Call(self.location, arguments)
-        return [(rule.for_call(call), argument) for rule, argument in due]
+        return [(rule.for_call(call), chosen) for rule, chosen in due]
 
     def _note_untouched(self, due: DueRules, passed: Collection[str]) -> None:
         for rule, _ in due:
@@ -126,7 +126,7 @@ class Boundary:
 
 def _rules_at(slot: int | str, due: DueRules) -> list[BoundRule]:
     """Return the rules for one argument of a call."""
-    return [rule for rule, argument in due if argument is None or argument.is_at(slot)]
+    return [rule for rule, chosen in due if not chosen or any(argument.is_at(slot) for argument in chosen)]
 
 
 def adopt_writes(crossed: list[tuple[Tensor, Tensor]], versions: list[int]) -> None:
@@ -152,7 +152,7 @@ class ThroughRule:
     Args:
         state: The rule.
         module: The module's name.
-        argument: The argument that gets the gradient; None means all arguments.
+        arguments: The arguments that get the gradient; empty means all arguments.
         forward: The module's forward.
     """
 
@@ -160,7 +160,7 @@ class ThroughRule:
         self,
         state: RuleState,
         module: str,
-        argument: Argument | None,
+        arguments: Sequence[Argument],
         forward: Callable[..., Any],
     ) -> None:
         self.state = state
@@ -169,7 +169,7 @@ class ThroughRule:
         policy = cast(RulePlacement, state.policy)
         self.output = policy.output
         self.keeps_own = policy.inside == "own"
-        self.argument = argument
+        self.arguments = arguments
         self.location = place_at("through", module)
         self.bound_rule = BoundRule(state, self.location)
 
@@ -190,7 +190,7 @@ class ThroughRule:
         if len(kwargs) > 1:
             # Rules get the inputs in the order of the forward's parameters, not of the call.
             kwargs = self.signature.in_order(kwargs)
-        given = (args, kwargs) if self.argument is None else self.argument.value(args, kwargs)
+        given = [one.value(args, kwargs) for one in self.arguments] or (args, kwargs)
         inputs = tensors_in(given)
         self._note(inputs)
         bound_rule = self.bound_rule

@@ -23,7 +23,7 @@ from gradpolicy.flow.containers import tensors_in
 from gradpolicy.flow.operation_tables import Function
 from gradpolicy.flow.operations import name_of, resolve_operation, spelling_of
 from gradpolicy.flow.rule_state import RuleState
-from gradpolicy.flow.tracing import in_transform, is_traced
+from gradpolicy.flow.tracing import in_transform, is_traced, without_modes
 from gradpolicy.rules.routing import is_differentiable
 
 _NAME = "_gradpolicy_path"
@@ -153,7 +153,7 @@ def path_of(value: Any) -> GradientPath | None:
         return getattr(value, _NAME, None) or None if is_discrete(value) else None
     path: GradientPath | None = getattr(value, _NAME, None) or None
     if path is not None:
-        with torch._C.DisableTorchFunction():
+        with without_modes():
             if path.version != value._version:
                 return path.lost("a change in place")
     return path
@@ -219,7 +219,7 @@ def carry(
             return result
     result = call(function, args, kwargs)
     if function not in _WITHOUT_VALUES:
-        with torch._C.DisableTorchFunction():
+        with without_modes():
             changed = args[:1] if function is Tensor.__setitem__ else ()
             _lose(paths, function, result, changed)
     return result
@@ -258,7 +258,7 @@ def _move(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]
     path = path_of(moved)
     if path is None or paths_in(others, kwargs):
         return NotImplemented
-    with torch._C.DisableTorchFunction():
+    with without_modes():
         result = function(*args, **kwargs)
         if path.is_index:
             # The path of an index has one more dimension, so the view does not apply to it directly.
@@ -273,7 +273,7 @@ def _move(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]
 
 def _cast(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     path = path_of(args[0]) if args else None
-    with torch._C.DisableTorchFunction():
+    with without_modes():
         if path is not None and torch.compiler.is_compiling():
             # Detached, since a backend that runs the graph in eager mode would propagate the path again.
             result = function(args[0].detach(), *args[1:], **kwargs)
@@ -301,7 +301,7 @@ def _shift(signs: tuple[int, int]) -> Carrier:
         path = path_of(args[place])
         if path is None or path.is_index or args[place].dtype == torch.bool:
             return NotImplemented
-        with torch._C.DisableTorchFunction():
+        with without_modes():
             return _follow(function(*args), path.tensor * signs[place], [path])
 
     return shift
@@ -311,7 +311,7 @@ def _negate(call: Call, function: Function, args: tuple, kwargs: Mapping[str, An
     path = path_of(args[0]) if args else None
     if path is None or args[0].dtype != torch.bool or function in _WRITES:
         return NotImplemented
-    with torch._C.DisableTorchFunction():
+    with without_modes():
         return _follow(function(*args, **kwargs), -path.tensor, [path])
 
 
@@ -324,7 +324,7 @@ def _multiply(call: Call, function: Function, args: tuple, kwargs: Mapping[str, 
     writes = function in _WRITES
     if writes and is_discrete(first):
         return NotImplemented
-    with torch._C.DisableTorchFunction():
+    with without_modes():
         dtype = first.dtype if writes else _dtype_of(function, first, second)
         if dtype.is_complex:
             return NotImplemented
@@ -371,7 +371,7 @@ def _choose(call: Call, function: Function, args: tuple, kwargs: Mapping[str, An
     # Detached, so that an outer block does not propagate the path again.
     without_path = tuple(value.detach() if place == order[0] else value for place, value in enumerate(args))
     result = call(function, without_path, {})
-    with torch._C.DisableTorchFunction():
+    with without_modes():
         if result.is_complex():
             return NotImplemented
         like = result if result.is_floating_point() else path.tensor
@@ -389,7 +389,7 @@ def _one_hot(call: Call, function: Function, args: tuple, kwargs: Mapping[str, A
     path = path_of(args[0]) if args else None
     if path is None:
         return NotImplemented
-    with torch._C.DisableTorchFunction():
+    with without_modes():
         result = function(*args, **kwargs)
         classes = result.shape[-1]
         if path.is_index:

@@ -19,10 +19,16 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.flow.carrying import any_path, carry, paths_in
 from gradpolicy.flow.operation_rule import OpaqueCall, TableRule
 from gradpolicy.flow.operation_tables import Function
-from gradpolicy.flow.tracing import active_modes, as_in_tables, is_traced, show_to_compiler, skip_alone
+from gradpolicy.flow.tracing import (
+    active_modes,
+    as_in_tables,
+    eager_if_unknown,
+    hooks_on_saved_tensors,
+    is_traced,
+    show_to_compiler,
+    skip_alone,
+)
 
-# A local name saves the attribute lookup at every call.
-_hooks_on_saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks
 _CHECKPOINT: CodeType = inspect.unwrap(checkpoint).__code__
 
 
@@ -30,7 +36,8 @@ class DispatchTable:
     """A table of rules by torch function.
 
     Args:
-        rules: The rules. The first that covers a call makes the call; opaque calls come last.
+        rules: The rules. Of those that cover a call the first acts last in the backward pass; opaque calls
+            come last.
     """
 
     def __init__(self, rules: Sequence[TableRule]) -> None:
@@ -66,6 +73,7 @@ class DispatchMode(TorchFunctionMode):
     def check_recomputation(self, rule: TableRule) -> None:
         """Raise an error if a checkpoint would recompute an operation outside of this mode."""
 
+    @eager_if_unknown
     def __torch_function__(
         self, func: Function, types: Iterable[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
@@ -84,10 +92,10 @@ class DispatchMode(TorchFunctionMode):
         # All rules are checked, since those with `calls=` count.
         covering = [rule for rule in rules if rule.covers(func, args, kwargs)] if rules else ()
         if covering:
-            rule = covering[0]
-            if not rule.allows_plain_recomputation() and may_be_recomputed():
-                self.check_recomputation(rule)
-            return rule.call(func, args, kwargs, self.module)
+            for rule in covering:
+                if not rule.allows_plain_recomputation() and may_be_recomputed():
+                    self.check_recomputation(rule)
+            return covering[0].call(func, args, kwargs, self.module, covering[1:])
         if not is_traced():
             table.seen.add(func)
         return func(*args, **kwargs)
@@ -120,7 +128,7 @@ def may_be_recomputed() -> bool:
     """Return True if a checkpoint may be running: gradients are disabled, or saved tensors have hooks."""
     if is_traced():
         return False
-    return not torch.is_grad_enabled() or _hooks_on_saved_tensors(True) is not None
+    return not torch.is_grad_enabled() or hooks_on_saved_tensors(True) is not None
 
 
 def has_graph() -> bool:

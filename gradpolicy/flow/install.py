@@ -296,7 +296,7 @@ class Installed(Displayed):
             entering, leaving = (
                 Boundary(side, name, rules[side]) if rules[side] else None for side in BOUNDARIES
             )
-            through = [ThroughRule(state, name, argument, forward) for state, argument in rules["through"]]
+            through = [ThroughRule(state, name, chosen, forward) for state, chosen in rules["through"]]
             needs_call = any(placed.state.rule.takes_call for placed in at_module)
             wrap = WrappedForward(
                 module,
@@ -349,13 +349,13 @@ class Installed(Displayed):
 
     def _rules_at(
         self, side: str, name: str, at_module: Iterable["Placed"], forward: Callable[..., Any]
-    ) -> list[tuple[RuleState, Argument | None]]:
-        """Return the rules at a place of a module, each with the argument on which it acts."""
-        found: list[tuple[RuleState, Argument | None]] = []
+    ) -> list[tuple[RuleState, list[Argument]]]:
+        """Return the rules at a place of a module, each with the arguments on which it acts."""
+        found: list[tuple[RuleState, list[Argument]]] = []
         for state in [placed.state for placed in at_module if placed.locations.side == side]:
             wanted = self.policies[state.name].argument
             owner = f"policy {state.name!r} at module {name!r}"
-            found.append((state, None if wanted is None else Signature.of(forward).argument(wanted, owner)))
+            found.append((state, Signature.of(forward).arguments(wanted, owner) if wanted else []))
         return found
 
 

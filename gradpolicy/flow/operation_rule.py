@@ -7,7 +7,7 @@ replace the gradient.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
 from gradpolicy.flow.operation_tables import OPAQUE_CALLS, Function
 from gradpolicy.flow.operations import Operation
 from gradpolicy.flow.rule_state import RuleState
-from gradpolicy.flow.tracing import in_transform
+from gradpolicy.flow.tracing import in_transform, without_modes
 from gradpolicy.rules.registry import Call
 
 
@@ -48,7 +48,7 @@ class OperationRule:
         self.bound_rule = BoundRule(state, f"operation {operation.name!r}", sums_broadcast=True)
         self.filters = state.filters and not state.detaches
         # A policy that detaches one argument does not change the gradients of the others.
-        self.changes_own = state.rule.own and (not state.detaches or state.argument is not None)
+        self.changes_own = state.rule.own and (not state.detaches or bool(state.argument))
         self.keeps_nothing = self.filters or (self.changes_own and not self.bound_rule.reads)
 
     def __reduce__(self) -> tuple:
@@ -66,7 +66,14 @@ class OperationRule:
         """Return True if a checkpoint may recompute the operation without the rule."""
         return self.keeps_nothing and torch.is_grad_enabled()
 
-    def call(self, function: Function, args: tuple, kwargs: Mapping[str, Any], module: str | None) -> Any:
+    def call(
+        self,
+        function: Function,
+        args: tuple,
+        kwargs: Mapping[str, Any],
+        module: str | None,
+        others: Sequence["TableRule"] = (),
+    ) -> Any:
         """Call a function, with the gradient of the rule.
 
         Args:
@@ -74,21 +81,22 @@ class OperationRule:
             args: Its arguments.
             kwargs: Its keyword arguments.
             module: The name of the running module, for messages.
+            others: Other rules for the call, on other arguments.
         """
         spelling = self.operation.spellings[function]
         if self.filters and not spelling.is_in_place(kwargs):
-            with torch._C.DisableTorchFunction():
+            with without_modes():
                 return self._filtered(function(*args, **kwargs), args)
         kwargs = in_order_of_parameters(function, self.name, args, kwargs)
         inputs = spelling.inputs(args, kwargs)
-        if self.state.argument is not None:
+        if self.state.argument:
             inputs = self._named_inputs(function, args, kwargs, inputs)
+        native = NativeCall(function, args, kwargs, inputs, module, others)
         if not _need_gradient(inputs):
             self.state.note("without_gradient", self.name)
-            return function(*args, **kwargs)
+            return native.run()
         # An outer override of the same operation must not act on this call too.
-        with torch._C.DisableTorchFunction():
-            native = NativeCall(function, args, kwargs, inputs, module)
+        with without_modes():
             return self._in_place(native) if spelling.is_in_place(kwargs) else self._result(native)
 
     def _in_place(self, native: "NativeCall") -> Any:
@@ -144,22 +152,24 @@ class OperationRule:
     def _named_inputs(
         self, function: Function, args: tuple, kwargs: Mapping[str, Any], inputs: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Return the inputs in the argument that the policy names.
+        """Return the inputs in the arguments that the policy names.
 
         Raises:
             PolicyError: If the operation has no such argument, or its tensor is also another argument.
         """
-        named, wanted = arguments_of(function, self.name, args, kwargs), self.state.argument
+        named = arguments_of(function, self.name, args, kwargs)
         names = list(named)
         key = f"policy {self.state.name!r}: operation {self.name!r}"
-        if isinstance(wanted, int) and wanted < len(names):
-            wanted = names[wanted]
-        if wanted not in named:
-            raise unknown("argument", str(wanted), names, key=key)
-        chosen = tensors_in(named[wanted])
+        chosen: list[Tensor] = []
+        for wanted in self.state.argument:
+            argument = names[wanted] if isinstance(wanted, int) and wanted < len(names) else wanted
+            if argument not in named:
+                raise unknown("argument", str(wanted), names, key=key)
+            chosen += tensors_in(named[argument])
         found = [tensor for tensor in inputs if any(tensor is one for one in chosen)]
         if len(found) > len(chosen):
-            raise PolicyError(f"{key}: argument {wanted!r} and another one are given the same tensor")
+            listed = " or ".join(map(repr, self.state.argument))
+            raise PolicyError(f"{key}: argument {listed} and another one are given the same tensor")
         return found
 
     def _changed(self, native: "NativeCall") -> Any:
@@ -237,6 +247,7 @@ class NativeCall:
         kwargs: Its keyword arguments.
         inputs: The tensors among its arguments to which the rule applies.
         module: The name of the running module, for messages.
+        others: Other rules for the call, on other arguments.
         target: The tensor that an in-place call modifies, if the first argument is a clone of it.
     """
 
@@ -245,18 +256,21 @@ class NativeCall:
     kwargs: Mapping[str, Any]
     inputs: list[Tensor]
     module: str | None
+    others: Sequence["TableRule"] = ()
     target: Tensor | None = None
 
     def run(self) -> Any:
         """Call the function; an in-place function on a clone of its first argument."""
-        if self.target is None:
-            return self.function(*self.args, **self.kwargs)
-        return self.function(self.args[0].clone(), *self.args[1:], **self.kwargs)
+        args = self.args if self.target is None else (self.args[0].clone(), *self.args[1:])
+        if not self.others:
+            return self.function(*args, **self.kwargs)
+        first, *others = self.others
+        return first.call(self.function, args, self.kwargs, self.module, others)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "NativeCall":
         """Return the call with each tensor of its arguments replaced."""
         args, kwargs = map_tensors(change, (self.args, dict(self.kwargs)))
-        return NativeCall(self.function, args, kwargs, self.inputs, self.module, self.target)
+        return replace(self, args=args, kwargs=kwargs)
 
 
 class OpaqueCall:
@@ -282,11 +296,18 @@ class OpaqueCall:
         """Return True, since the call is unchanged."""
         return True
 
-    def call(self, function: Function, args: tuple, kwargs: Mapping[str, Any], module: str | None) -> Any:
+    def call(
+        self,
+        function: Function,
+        args: tuple,
+        kwargs: Mapping[str, Any],
+        module: str | None,
+        others: Sequence["TableRule"] = (),
+    ) -> Any:
         """Call the function, and record the call if gradients are enabled."""
         if torch.is_grad_enabled():
             self.state.note_opaque(self.name, self.reason)
-        return function(*args, **kwargs)
+        return NativeCall(function, args, kwargs, [], module, others).run()
 
 
 # An entry of a dispatch table.

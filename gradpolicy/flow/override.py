@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
-from torch.overrides import TorchFunctionMode, _pop_mode
+from torch.overrides import TorchFunctionMode
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.dispatch import (
@@ -23,7 +23,7 @@ from gradpolicy.flow.operations import Operation, as_rule, name_of, resolve_oper
 from gradpolicy.flow.policy_report import NEVER_FLOATING, ReportRow, report_unmet
 from gradpolicy.flow.rule_state import RuleState
 from gradpolicy.flow.seen import Seen
-from gradpolicy.flow.tracing import MADE, check_constant, make_once
+from gradpolicy.flow.tracing import MADE, check_constant, make_once, mode_at, mode_count
 from gradpolicy.rules.registry import Rule, RuleFunction
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
@@ -112,7 +112,8 @@ class Block(DispatchMode):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        entered = _pop_mode()
+        entered = mode_at(mode_count() - 1)
+        TorchFunctionMode.__exit__(entered, kind, error, traceback)
         if not isinstance(entered, Block) or entered.checkpoints is None:
             # It was pushed by the compiler.
             return

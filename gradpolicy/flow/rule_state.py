@@ -40,8 +40,8 @@ class RuleState:
         self.detaches = policy is not None and policy.detaches
         # The indices of the calls to which the rule applies; empty means all calls.
         self.calls = policy.calls if policy is not None else ()
-        # The only argument of an operation to which the rule applies; None means all arguments.
-        self.argument = policy.argument if policy is not None and policy.ops else None
+        # The arguments of an operation to which the rule applies; empty means all arguments.
+        self.argument = policy.argument if policy is not None and policy.ops else ()
         # True if the rule filters the incoming gradient and keeps the operation's own backward.
         has_own_gradient = has_own_gradient and (policy is None or policy.at != "through")
         self.filters = has_own_gradient and rule.gradient_filter is not None

@@ -27,6 +27,7 @@ from gradpolicy.flow.parameters import ParameterRules, run_with_rules
 from gradpolicy.flow.rule_state import CallScope, RuleState
 from gradpolicy.flow.tracing import (
     active_modes,
+    eager_if_unknown,
     in_transform,
     is_exporting,
     is_traced,
@@ -285,6 +286,7 @@ class WrappedForward:
             adopt_writes(crossed, versions)
         return result if self.leaving is None else self.leaving.leave(result, arguments)
 
+    @eager_if_unknown
     def _run_under_table(self, args: tuple, kwargs: dict) -> Any:
         table, session = self.table, self.session
         if table is None:
