@@ -57,8 +57,9 @@ class ComputedGradients:
         else:
             self._requires_grad.turn_off(idle)
 
-    def drop(self) -> None:
-        """Remove the gradients that are dropped in this update."""
+    def observe(self) -> None:
+        """Check that layers which train were in a graph, and remove gradients that are dropped."""
+        self._requires_grad.check_graphs()
         for parameter in self.dropped:
             parameter.grad = None
         self._computes_all = False

@@ -154,7 +154,7 @@ class Freezer:
         mixed precision skips the step. Gradients of frozen entries are kept; the update ignores them. Call
         the optimizer's ``mask_gradients`` before you clip or log gradients.
         """
-        self._gradients.drop()
+        self._gradients.observe()
         optimized = self._bindings.optimized[optimizer]
         if self.wanted_gradients() and _has_finite_gradients(optimizer):
             for each in self._bindings.policies.values():
