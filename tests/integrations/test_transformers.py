@@ -105,10 +105,7 @@ def test_a_trainer_that_would_train_nothing_is_refused(train):
 # ---- recipes
 
 
-EACH = [
-    name if name in ("lisa", "child_tuning_d") else pytest.param(name, marks=pytest.mark.slow)
-    for name in RECIPES
-]
+EACH = [name if name == "lisa" else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
 
 
 @pytest.mark.supports("{name}", "accumulation", loop="huggingface", names=IN_THE_TABLE)

@@ -100,6 +100,7 @@ def test_the_program_trains_what_is_missing_and_says_why_a_run_failed(
     assert "did you mean 'fashion'" in capsys.readouterr().err
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", sorted(COMPARISONS))
 def test_every_run_of_a_comparison_composes(name: str, tmp_path: Path) -> None:
     runs = list(runs_of(COMPARISONS[name], [0], tmp_path))
