@@ -15,7 +15,7 @@ from gradpolicy.freezing import Freezer
 from gradpolicy.insight.run_files import AUDIT, AuditFile
 from gradpolicy.insight.run_log import say
 from gradpolicy.json_file import write_json
-from gradpolicy.optim.layout import local_mask
+from gradpolicy.optim.shapes import local_mask
 from gradpolicy.tensors.mask import as_tensor
 from gradpolicy.tensors.seeded import derive
 from gradpolicy.tensors.sharding import local_shard

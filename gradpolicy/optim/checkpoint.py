@@ -32,12 +32,11 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.optim.layout import Layout
 from gradpolicy.optim.masked_parameter import MaskedParameter, Options
 from gradpolicy.optim.other_optimizers import first_state, is_torchs_own
 from gradpolicy.optim.update_rules.base import step_count
 from gradpolicy.optim.wrapped import Wrapped
-from gradpolicy.tensors.packed_mask import unpack, written_once
+from gradpolicy.tensors.packed_mask import pack, unpack, written_once
 from gradpolicy.tensors.sharding import is_sharded, plain_parts
 
 Record = dict[str, Any]
@@ -98,7 +97,7 @@ def save(
         if dense:
             own = _dense_state(masked, begun)
         elif masked.rule is None:
-            own = masked.dense_state()
+            own = masked.state.dense(masked.ages)
         else:
             own = _renamed(record, state.get(index, {}))
         if own:
@@ -134,26 +133,26 @@ def _record(masked: MaskedParameter, ages: Tensor | None = None) -> Record:
         "ages": masked.signed_ages() if ages is None else ages,
         "mask_shape": None if masked.mask_shape is None else list(masked.mask_shape),
         "updates": masked.updates,
+        "since": masked.ages.since,
         **masked.options._asdict(),
     }
 
 
 def _held_record(masked: MaskedParameter) -> Record:
     """Return the record of a state as it is in memory; it has "held" if that is not dense."""
-    state, ages, layout = masked.follow(), masked.ages, masked.layout
+    state, ages = masked.follow(), masked.ages
     starts = {} if masked.rule is None else masked.rule.state(masked.group)
     starts = {name: start for name, start in starts.items() if name in state}
     if ages.index is None and all(state[name] is not None for name in starts):
         return _record(masked)
     signed = masked.signed_ages()
     if ages.index is not None:
-        signed = ages.of_active_blocks()
-        signed = signed[:1].clone() if bool((signed == signed[0]).all()) else signed
+        signed = ages.of_active_slices()
     held = {
-        "index": None if ages.index is None else written_once(ages.index),
-        "block": ages.block,
-        "shape": list(layout.shape),
-        "order": list(layout.order),
+        "index": None if ages.index is None else written_once(pack(ages.mask_of_slices())),
+        "block": max(ages.slice_size, 1),
+        "shape": list(ages.shape),
+        "order": list(range(len(ages.shape))),
         "starts": starts,
         "dtype": str(masked.parameter.dtype).removeprefix("torch."),
     }
@@ -177,7 +176,7 @@ def _dense_state(masked: MaskedParameter, begun: bool) -> dict[str, Any]:
         masked: The parameter.
         begun: True if an update was made, on any process: then there is a state, even if only an initial one.
     """
-    state, optimizer = masked.dense_state(), masked.state.wrapped.optimizer
+    state, optimizer = masked.state.dense(masked.ages), masked.state.wrapped.optimizer
     if masked.rule is not None and begun:
         whole = {**masked.state.initial(masked.group, masked.updates), **state}
         return masked.rule.dense_state(whole, masked.parameter.detach())
@@ -328,16 +327,20 @@ def widened(record: Record, state: dict[str, Any], name: str) -> tuple[Record, d
 
 
 def _widened(record: Record, held: dict[str, Any], state: dict[str, Any]) -> tuple[Record, dict[str, Any]]:
-    layout = Layout(torch.Size(held["shape"]), tuple(held["shape"]), tuple(held["order"]), plain=False)
+    sizes = [held["shape"][dim] for dim in held["order"]]
     block, dtype, ages = held["block"], getattr(torch, held["dtype"]), record["ages"]
-    flags = torch.zeros(layout.size // block, dtype=torch.bool, device="cpu")
+    flags = torch.zeros(prod(sizes) // block, dtype=torch.bool, device="cpu")
     if held["index"] is not None:
         flags = unpack(held["index"], len(flags))
 
     def spread(values: Tensor, width: int, start: float) -> Tensor:
         rows = values.new_full((len(flags), width), start)
         rows[flags.to(values.device)] = values.view(-1, width)
-        return layout.spread(rows.view(-1), block // width)
+        leading = sizes[:]
+        while width < block and prod(sizes[len(leading) :]) < block:
+            leading.pop()
+        rows = rows.view(*leading, *(1,) * (len(sizes) - len(leading)))
+        return rows.permute([held["order"].index(dim) for dim in range(len(sizes))])
 
     wide = {key: value for key, value in state.items() if not key.startswith(_HELD)}
     for key, start in held["starts"].items():
@@ -429,7 +432,8 @@ def restore(masked: MaskedParameter, record: Record) -> None:
     masked.restore(
         record["ages"],
         None if shape is None else tuple(shape),
-        int(record["updates"]),
-        bool(record.get("begun", True)),
         Options(record["frozen_state"], record["bias_correction"]),
+        updates=int(record["updates"]),
+        since=int(record.get("since", 0)),
+        begun=bool(record.get("begun", True)),
     )

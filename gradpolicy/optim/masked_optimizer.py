@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.optim import checkpoint, state_probe
-from gradpolicy.optim.kernels import select
-from gradpolicy.optim.layout import fitting_mask
+from gradpolicy.optim import checkpoint, moving, state_probe
 from gradpolicy.optim.masked_parameter import MaskedParameter, Mode, Options
 from gradpolicy.optim.optimizers import Optimizers
 from gradpolicy.optim.other_optimizers import is_torchs_own
 from gradpolicy.optim.own_settings import applied, as_settings, check_settings, places_of, with_settings
+from gradpolicy.optim.put_back import mask_gradient, restore_frozen, save_frozen
+from gradpolicy.optim.shapes import fitting_mask, local_entries
 from gradpolicy.optim.submatrix import in_parts
 from gradpolicy.optim.update_rules import Group, UpdateRule
 from gradpolicy.optim.update_rules.schedule_free import ScheduleFreeSGD
@@ -30,7 +30,6 @@ from gradpolicy.tensors.sharding import is_sharded, plain_parts
 
 Member = tuple[MaskedParameter, Tensor]
 """A parameter and its gradient."""
-FIRST_AGES, MOST_TABLES = 1024, 64
 _WRAPPERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[MaskedOptimizer]] = (
     weakref.WeakKeyDictionary()
 )
@@ -128,8 +127,6 @@ class MaskedOptimizer(torch.optim.Optimizer):
             for part in self._parts
             for parameter in (part.parameters() if part is not self._wrapped else ())
         }
-        # The numbers of the rule by age, for the settings that they follow from.
-        self._tables: dict[tuple[object, ...], tuple[Tensor, bool]] = {}
         self._closure_needed = self._wrapped.needs_closure
         # Some third-party optimizers, such as SAM, call the closure themselves, more than once.
         known = (self._wrapped.rule, self._wrapped.submatrix)
@@ -220,7 +217,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         if not switched:
             return
         before = {p: p.detach().clone() for p, own in masked.items() if not own.is_full}
-        dense = {p: masked[p].dense_state() if p in masked else own for p, own in state.items()}
+        dense = {p: masked[p].state.dense(masked[p].ages) if p in masked else own for p, own in state.items()}
         for each in switched:
             each.state = defaultdict(dict, dense)
             getattr(each, name)()
@@ -400,7 +397,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
             return
         if gradient.layout is not torch.strided:
             self._refuse_sparse(parameter)
-        masked.mask_gradient(gradient)
+        mask_gradient(masked, gradient)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the active entries.
@@ -466,7 +463,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         for masked in (*work.by_optimizer, *(masked for masked, _ in work.by_part)):
             masked.count_update()
         for masked in work.on_others:
-            masked.count_update_on_others()
+            masked.set_count(masked.updates + 1)
         for part in self._parts:
             # A param group is of one optimizer.
             groups = [(g, m) for g, m in work.by_rule if m[0][0].state.wrapped is part]
@@ -531,44 +528,22 @@ class MaskedOptimizer(torch.optim.Optimizer):
         torch.autograd.graph.increment_version([m.parameter for _, members in groups for m, _ in members])
 
     def _update_alike(self, rule: UpdateRule, group: Group, members: list[Member]) -> None:
-        """Update all tensors of one dtype and device by one call of a kernel."""
-        parameter = members[0][0].parameter
-        dtype, device = parameter.dtype.to_real(), parameter.device
-        oldest = max([max(masked.ages.oldest, masked.updates) for masked, _ in members])
-        rows, is_constant = self._numbers_by_age(rule, group, oldest, dtype, device)
-        names, updates = tuple(rule.state(group)), []
+        """Update tensors of one dtype and device."""
+        entries = []
         for masked, gradient in members:
+            masked.follow()
             by_tensor = masked.options.bias_correction == "tensor"
-            age = 0 if is_constant else masked.updates if by_tensor else None
-            updates.append(masked.entry_update(group, names, gradient, age))
-        sign, *settings = rule.settings(group)
-        kernels = select(device, dtype)
-        kernels.update(rule, (sign / self._scale, *settings), rows, updates)
-        for (masked, _), update in zip(members, updates, strict=True):
-            for flat, tensor in update.unwritten:
-                masked.layout.write_back(flat, tensor)
-
-    def _numbers_by_age(
-        self, rule: UpdateRule, group: Group, oldest: int, dtype: torch.dtype, device: torch.device
-    ) -> tuple[Tensor, bool]:
-        """Return a row of numbers for each age from 0 updates on, and True if all rows are the same."""
-        # Half precision is computed in float32, as by torch's fused optimizers.
-        exact = torch.promote_types(dtype, torch.float32)
-        settings = rule.age_settings(group)
-        key = (settings, exact, device)
-        rows, is_constant = self._tables.get(key, (None, False))
-        if rows is not None and len(rows) > oldest:
-            return rows, is_constant
-        length = max(FIRST_AGES, 1 << oldest.bit_length())
-        ages = torch.arange(1, length + 1, dtype=torch.float64, device="cpu")
-        columns = rule.numbers(ages, *settings)
-        rows = torch.stack(columns, 1) if columns else ages.new_zeros(length, 0)
-        is_constant = bool((rows == rows[:1]).all())
-        if len(self._tables) >= MOST_TABLES:
-            # A scheduler may change the betas at every step.
-            self._tables.clear()
-        self._tables[key] = rows.to(device=device, dtype=exact).contiguous(), is_constant
-        return self._tables[key]
+            entries.append(
+                moving.Entries(
+                    local_entries(masked.parameter),
+                    local_entries(gradient),
+                    masked.state.completed(group, masked.ages, masked.updates),
+                    masked.ages,
+                    masked.updates if by_tensor else None,
+                    masked.weights,
+                )
+            )
+        moving.update(rule, group, self._scale, entries)
 
     @property
     def _scale(self) -> float:
@@ -582,15 +557,15 @@ class MaskedOptimizer(torch.optim.Optimizer):
             for part in self._parts:
                 state_probe.forget(part, self._masked, closure is not None)
             self._only_probed = False
-        saved = [(masked, masked.save_frozen()) for masked in frozen]
+        saved = [(masked, save_frozen(masked)) for masked in frozen]
         with ExitStack() as stack:
             for part in self._parts:
                 if isinstance(part.optimizer, torch.optim.SGD):
                     begin_momenta(part.optimizer, part.group_of, self._scale)
                 stack.enter_context(applied(part.optimizer, part.settings))
             result = self.inner.step(closure) if closure is not None else self.inner.step()
-        for masked, names in saved:
-            masked.restore_frozen(names)
+        for masked, values in saved:
+            restore_frozen(masked, values)
         return result
 
     @contextmanager

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradpolicy.errors import PromiseError
-from gradpolicy.optim.layout import order_in_memory
 from gradpolicy.tensors.seeded import derive
 
 # The number of columns; a prime, so that swapped rows of a matrix are in different columns.
@@ -115,7 +114,7 @@ def _as_number(value: Any) -> Tensor | int:
 def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return the tensor's memory as int64 words, and the remaining bytes."""
     # Without a copy if the tensor is dense.
-    flat = tensor.permute(order_in_memory(tensor)).contiguous().view(-1)
+    flat = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).contiguous().view(-1)
     per_word = _WORD_BYTES // flat.element_size() or 1
     whole = flat.numel() - flat.numel() % per_word
     aligned = flat.storage_offset() * flat.element_size() % _WORD_BYTES == 0

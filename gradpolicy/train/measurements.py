@@ -12,6 +12,7 @@ from torch import Tensor
 from gradpolicy.flow.install import Installed
 from gradpolicy.freezing import Freezer
 from gradpolicy.optim import MaskedOptimizer
+from gradpolicy.optim.ages import Ages
 from gradpolicy.optim.masked_parameter import MaskedParameter
 from gradpolicy.tensors.sharding import is_sharded, local_shard
 from gradpolicy.train.agreement import of_every_rank
@@ -21,9 +22,6 @@ Measured = dict[str, dict[str, Any]]
 
 SUMS = ("entries", "active", "flipped", "state_bytes")
 NORMS = ("weight_norm", "update_norm", "gradient_norm_before", "gradient_norm_after")
-
-Flags = tuple[Tensor, int]
-"""One flag per block of consecutive entries, True if it is active; and the number of entries in a block."""
 
 
 class Measurements:
@@ -36,7 +34,7 @@ class Measurements:
 
     def __init__(self, freezer: Freezer | None, installed: Installed | None) -> None:
         self._freezer, self._installed = freezer, installed
-        self._active: dict[str, Flags] = {}
+        self._active: dict[str, Ages] = {}
         # Since the last measurement: entries that flipped, and parameters that got their first mask.
         self._flips: dict[str, int | Tensor] = {}
         self._first: set[str] = set()
@@ -65,8 +63,8 @@ class Measurements:
             _, masked = self._find(name)
             if masked is None or masked.mask_shape is None:
                 self._first.add(name)
-            elif masked.layout.size:
-                self._active[name] = active_flags(masked)
+            elif masked.ages.entries:
+                self._active[name] = masked.ages
 
     @torch.no_grad()
     def after_masks(self, names: Collection[str]) -> None:
@@ -75,7 +73,7 @@ class Measurements:
             _, masked = self._find(name)
             before = self._active.pop(name, None)
             if before is not None and masked is not None:
-                flips = flipped_entries(before, active_flags(masked))
+                flips = masked.ages.flips(before)
                 self._flips[name] = self._flips.get(name, 0) + flips
 
     def state(self) -> dict[str, Any]:
@@ -185,7 +183,7 @@ class Measurements:
                 continue
             held[name], parts = local_shard(parameter), 2 if parameter.is_complex() else 1
             rows[name] = {
-                "entries": masked.layout.size // parts,
+                "entries": masked.ages.entries // parts,
                 "active": masked.ages.active // parts,
                 "flipped": int(self._flips.get(name, 0)) // parts,
                 "state_bytes": optimizer.state_bytes(parameter),
@@ -296,17 +294,6 @@ def _add_rows(of_ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, 
             values = [each[key] for each in own if key in each]
             row[key] = (math.sqrt(sum(values)) if key in NORMS else sum(values)) if values else None
     return added
-
-
-def active_flags(masked: MaskedParameter) -> Flags:
-    """Return the flags of this process's active entries."""
-    return masked.ages.of_all_blocks() > 0, masked.ages.block
-
-
-def flipped_entries(before: Flags, after: Flags) -> Tensor:
-    """Return the number of entries that are active in one and not in the other."""
-    (old, _), (new, block) = (before, after) if before[1] >= after[1] else (after, before)
-    return block * (old.reshape(-1, 1) != new.reshape(len(old), -1)).sum()
 
 
 def _norms(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -96,7 +96,7 @@ class Ranks:
                 found.setdefault(group, {})[name] = value
 
         for name, masked in self._masked():
-            signed = masked.ages.dense()
+            signed = masked.ages.signed()
             add(masked.parameter, f"the mask of {name!r}", signed > 0)
             add(masked.parameter, f"the ages of {name!r}", signed)
         if self.freezer is not None:
