@@ -417,6 +417,24 @@ class MaskedOptimizer(torch.optim.Optimizer):
         finally:
             self.steps_inner = False
 
+    @torch.no_grad()
+    def step_parameter(self, parameter: Tensor) -> None:
+        """Update one parameter now, before the others.
+
+        Once all are, call `step`, which counts the update; parameters without a gradient do not change in it.
+        """
+        before, updates = self.steps_inner, self.effective_steps
+        owner = self._part_of.get(parameter, self._wrapped)
+        self.steps_inner = True
+        try:
+            with ExitStack() as stack:
+                for part in dict.fromkeys((self._wrapped, *self._parts)):
+                    is_owner = part is owner or part is self._wrapped
+                    stack.enter_context(part.restricted_to(parameter if is_owner else None))
+                self._update(None)
+        finally:
+            self.steps_inner, self.effective_steps = before, updates
+
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         if self._closure_needed or (closure is not None and self._calls_closure_itself):
             return self._update(self._masking(closure))

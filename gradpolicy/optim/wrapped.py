@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -65,6 +67,25 @@ class Wrapped:
     def plain_group_of(self, parameter: Tensor) -> Group:
         """Return the param group that a parameter is in."""
         return self.optimizer.param_groups[self._place_of(parameter)[0]]
+
+    @contextmanager
+    def restricted_to(self, parameter: Tensor | None) -> Iterator[None]:
+        """Leave the optimizer only one parameter in the block, or none."""
+        groups = self.optimizer.param_groups
+        before, group = list(groups), dict[str, Any]()
+        lists: dict[str, list[Any]] = {}
+        if parameter is not None:
+            index, position = self._place_of(parameter)
+            group = groups[index]
+            lists = {key: group[key] for key in ["params", "param_names"] if key in group}
+            group.update({key: [value[position]] for key, value in lists.items()})
+        places, self._places = self._places, {}
+        groups[:] = [group] if group else []
+        try:
+            yield
+        finally:
+            group.update(lists)
+            groups[:], self._places = before, places
 
     def name_of(self, parameter: Tensor) -> str:
         """Return the name of a parameter for messages.

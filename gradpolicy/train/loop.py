@@ -21,6 +21,7 @@ from gradpolicy.optim.prepared import innermost, is_prepared, put_inside
 from gradpolicy.policies import Freeze, Policy
 from gradpolicy.rules.registry import keyword_names
 from gradpolicy.tensors.sharding import is_sharded
+from gradpolicy.train.step_in_backward import StepInBackward, check_process_group, refused
 from gradpolicy.train.training_policies import STATE, TrainingPolicies, calling
 from gradpolicy.where import named_parameters
 
@@ -39,6 +40,7 @@ def training(
     steps_per_epoch: int | None = None,
     scaler: torch.amp.GradScaler | None = None,
     toggle_requires_grad: bool = True,
+    step_in_backward: bool = False,
     layers: bool | None = None,
 ) -> AbstractContextManager[MaskedOptimizer]: ...
 @overload
@@ -51,6 +53,7 @@ def training(
     steps_per_epoch: int | None = None,
     scaler: torch.amp.GradScaler | None = None,
     toggle_requires_grad: bool = True,
+    step_in_backward: bool = False,
     layers: bool | None = None,
 ) -> AbstractContextManager[list[MaskedOptimizer]]: ...
 @contextmanager
@@ -63,6 +66,7 @@ def training(
     steps_per_epoch: int | None = None,
     scaler: torch.amp.GradScaler | None = None,
     toggle_requires_grad: bool = True,
+    step_in_backward: bool = False,
     layers: bool | None = None,
 ) -> Iterator[Any]:
     """Train under policies in your own loop.
@@ -90,6 +94,8 @@ def training(
         scaler: The ``GradScaler``, if there is one and a policy such as ``Clip`` depends on the loss scale.
         toggle_requires_grad: Turn ``requires_grad`` off for tensors that are frozen as a whole, so that the
             backward pass skips them. Pass False if the whole training step is one compiled function.
+        step_in_backward: Update each parameter in the backward pass as soon as its gradient is complete, and
+            free the gradient. Do not clip by norm, accumulate gradients or use a ``GradScaler`` then.
         layers: Print what trains, layer by layer, before the first update. None prints it if the output is a
             terminal.
 
@@ -123,6 +129,8 @@ def training(
     finished = False
     try:
         masked = loop.begin(optimizers, toggle_requires_grad)
+        if step_in_backward:
+            loop.step_in_backward()
         yield masked if several else masked[0]
         if loop.freezer is not None:
             loop.freezer.finish()
@@ -163,6 +171,7 @@ class _Loop(TrainingPolicies):
         self._stepped: set[MaskedOptimizer] = set()
         self._counts: dict[MaskedOptimizer, int] = {}
         self._has_loaded = False
+        self._updates_in_backward: StepInBackward | None = None
         self._check_times()
 
     def _check_times(self) -> None:
@@ -235,8 +244,19 @@ class _Loop(TrainingPolicies):
             prepared if is_prepared(prepared) else each for prepared, each in zip(given, wrapped, strict=True)
         ]
 
+    def step_in_backward(self) -> None:
+        """Update each parameter as soon as its gradient is complete."""
+        optimizers = self.masked_optimizers
+        if self.scaler is not None:
+            raise refused("GradScaler", "train in bfloat16 or float32")
+        trained = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+        check_process_group(sharded=all(map(is_sharded, trained)))
+        self._updates_in_backward = StepInBackward(optimizers, self.policies)
+
     def end(self, *, quiet: bool) -> None:
         """Remove all policies."""
+        if self._updates_in_backward is not None:
+            self._updates_in_backward.remove()
         self._remove(quiet=quiet)
         _TRAINING.difference_update(self.masked_optimizers)
         held = set(self.freezer.parameters.values()) if self.freezer is not None else set()
