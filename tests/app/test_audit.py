@@ -15,7 +15,7 @@ def test_a_run_says_that_nothing_frozen_changed(train) -> None:
 
 
 def test_a_run_without_an_audit_writes_none(train) -> None:
-    ended = train("audit=off")
+    ended = train("audit=off", "test=false", "extras.plan=false")
     assert not (ended.run / "audit.json").exists()
     assert "frozen entries" not in ended.out
 

@@ -164,6 +164,7 @@ def test_a_resumed_run_goes_on_in_its_directory(train) -> None:
     assert steps(first.run)[-2:] == [4, 5]
 
 
+@pytest.mark.slow
 def test_a_run_around_other_runs_leaves_their_checkpoints_alone(train, last: Path, tmp_path: Path) -> None:
     around = tmp_path / "outputs0"
     other = shutil.copytree(last.parents[1], around / "train/runs/other")

@@ -6,7 +6,7 @@ import torch
 from .test_configs import DATA, choices, ignored, run_under
 
 GROUPS = ("optimizer", "policy", "callbacks")
-QUICK = ("optimizer=muon", "policy=phases", "callbacks=default")
+QUICK = ("policy=phases", "callbacks=default")
 CHOICES = [choice for choice in choices() if choice.partition("=")[0] in GROUPS]
 # Schedules may depend on the number of epochs.
 QUIET = ("test=false", "extras.plan=false", "trainer.max_epochs=2")

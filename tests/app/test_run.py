@@ -72,14 +72,14 @@ def test_the_log_of_a_run_that_failed_says_why(train, tmp_path) -> None:
 
 def test_a_report_that_fails_is_one_warning(train, monkeypatch) -> None:
     monkeypatch.setattr("gradpolicy.insight.report.write", Mock(side_effect=OSError("no space\nleft")))
-    ended = train("extras.report=true").completed
+    ended = train("extras.report=true", "test=false", "extras.plan=false").completed
     assert "warning: no report: OSError: no space left" in ended.out.splitlines()
 
 
 def test_a_run_whose_optimized_metric_is_misspelt_says_so(train, monkeypatch) -> None:
     said: list[str] = []
     monkeypatch.setattr("gradpolicy.app.run.rank_zero_warn", said.append)
-    assert train("optimized_metric=val/acuracy").code == 0
+    assert train("optimized_metric=val/acuracy", "test=false", "extras.plan=false").code == 0
     assert said[0].startswith("optimized_metric: 'val/acuracy' was not logged; did you mean 'val/accuracy'")
 
 
