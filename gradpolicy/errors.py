@@ -118,7 +118,7 @@ def check_named(policies: object) -> None:
         PolicyError: If they are not.
     """
     if not isinstance(policies, Mapping):
-        raise PolicyError(f"policies: must be a dict from names to policies, got {type(policies).__name__}")
+        raise PolicyError(f"policies: expected a dict from names to policies, got {type(policies).__name__}")
 
 
 class KnowsItsArguments:

@@ -73,7 +73,7 @@ class FlowPolicy(Policy, RulePlacement):
 
     The arguments determine where it acts:
 
-    - ``ops``: at these operations, in the whole model or within ``modules`` only;
+    - ``ops``: at these operations, in the full model or within ``modules`` only;
     - ``modules`` alone: ``at`` the input or output of these modules, or ``"through"`` them;
     - ``params``: at the gradients of these parameters.
 
@@ -99,12 +99,12 @@ class FlowPolicy(Policy, RulePlacement):
         when: When the policy is active.
 
     Raises:
-        PolicyError: If no place is given, or the arguments contradict each other.
+        PolicyError: If no location is given, or the arguments contradict each other.
     """
 
     INSIDE = ("none", "own")
 
-    # True if at operations it modifies the own gradient, for every input, instead of replacing it.
+    # True if at operations it modifies the operation's gradient, for every input, instead of replacing it.
     own = False
 
     def __init__(
@@ -164,7 +164,7 @@ class FlowPolicy(Policy, RulePlacement):
     def _check_calls(self, kind: str) -> None:
         for call in self.calls:
             if isinstance(call, bool) or not isinstance(call, int) or call < 0:
-                raise PolicyError(f"{kind}.calls: must be whole numbers from 0 on, got {shown(call)}")
+                raise PolicyError(f"{kind}.calls: expected integers of at least 0, got {shown(call)}")
         if self.calls and not self.ops:
             raise PolicyError(f"{kind}.calls: goes with ops=, whose calls are meant")
 
@@ -173,7 +173,7 @@ class FlowPolicy(Policy, RulePlacement):
         for key, values in (("argument", self.argument), ("output", self.output)):
             for value in values:
                 if isinstance(value, bool) or not isinstance(value, int | str):
-                    raise PolicyError(f"{kind}.{key}: must be a name or a number, got {shown(value)}")
+                    raise PolicyError(f"{kind}.{key}: expected a name or a number, got {shown(value)}")
         for value in self.argument:
             if isinstance(value, int) and value < 0:
                 raise PolicyError(f"{kind}.argument: positions count from 0, got {value}")
@@ -240,7 +240,7 @@ class Stop(FlowPolicy):
 
 
 class StraightThrough(FlowPolicy):
-    """Gives step functions, or whole modules, the gradient of a surrogate; forward values do not change.
+    """Gives step functions, or modules, the gradient of a surrogate; forward values do not change.
 
     ``StraightThrough(modules="quantizer")`` acts across the module: the gradient passes from its output to
     its input, and the module's own parameters get none (see ``inside`` of :class:`FlowPolicy`). If several
@@ -302,7 +302,7 @@ class Deconv(FlowPolicy):
 
 
 class Scale(FlowPolicy):
-    """Multiplies the gradient: ``grad_input = factor · grad``; at operations the own one, for every input.
+    """Multiplies the gradient: ``grad_input = factor · grad``; at operations for every input.
 
     Args:
         factor: A number; a function of the step (or epoch) count that returns one; or a tensor, such as a
@@ -318,7 +318,7 @@ class Scale(FlowPolicy):
 
 
 class Reverse(FlowPolicy):
-    """Reverses the gradient: ``grad_input = −factor · grad``; at operations the own one, for every input.
+    """Reverses the gradient: ``grad_input = −factor · grad``; at operations for every input.
 
     Args:
         factor: A number; a function of the step (or epoch) count that returns one; or a tensor, such as a
@@ -338,7 +338,7 @@ class Reverse(FlowPolicy):
 class Clip(FlowPolicy):
     """Clips the gradient by value or by norm. In fp16 training the bound is multiplied by the loss scale.
 
-    At operations it clips the own gradient of each input separately.
+    At operations it clips the operation's gradient of each input separately.
 
     Args:
         value: Every entry is clipped to ``[−value, value]``.
@@ -364,7 +364,7 @@ class Clip(FlowPolicy):
             raise PolicyError("Clip: give exactly one of value= and norm=")
         key, bound = ("value", value) if norm is None else ("norm", norm)
         if isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 < bound < math.inf:
-            raise PolicyError(f"Clip.{key}: must be a number above 0, got {shown(bound)}")
+            raise PolicyError(f"Clip.{key}: expected a number above 0, got {shown(bound)}")
         if per_sample and norm is None:
             raise PolicyError("Clip.per_sample: goes with norm=; clipping by value acts on each entry anyway")
         rule = (
@@ -438,7 +438,7 @@ class Freeze(Policy):
         frozen_state: What happens to the optimizer state of an entry while it is frozen: ``"keep"``,
             ``"zero"`` or ``"drop"``.
         bias_correction: ``"entry"`` (by each entry's age) or ``"tensor"`` (by the tensor's step count).
-        buffers: What happens to modules whose parameters it freezes as a whole: ``"move"`` (nothing: running
+        buffers: What happens to modules whose parameters it freezes completely: ``"move"`` (nothing: running
             statistics and dropout go on) or ``"eval"`` (they work as in evaluation: they normalise with their
             running statistics, and drop nothing).
         when: When the policy is active; at other times all its parameters train.
@@ -552,6 +552,6 @@ def _factor(key: str, value: object) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return value
     raise PolicyError(
-        f"{key}: must be a number, or a function of the step that returns one, or a "
+        f"{key}: expected a number, or a function of the step that returns one, or a "
         f"floating-point tensor; got {shown(value)}"
     )

@@ -40,8 +40,8 @@ class Window:
             raise unknown("unit", str(self.unit), UNITS, key=f"{key}.unit")
         check_whole(f"{key}.start", self.start, least=0)
         if self.stop is not None and not _is_above(self.stop, self.start):
-            limit = f"a whole number above start ({self.start})"
-            raise PolicyError(f"{key}.stop: must be {limit}, got {shown(self.stop)}")
+            limit = f"an integer above start ({self.start})"
+            raise PolicyError(f"{key}.stop: expected {limit}, got {shown(self.stop)}")
 
     def count(self, step: int, epoch: int) -> int:
         """Return the count in the window's unit."""

@@ -53,7 +53,7 @@ class Delta:
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of the whole base."""
+        """The fingerprint of the full base."""
         return fingerprint(self.base)
 
 
@@ -144,7 +144,7 @@ def _sort_metadata(path: Path) -> None:
 
 
 def read(path: str | Path) -> Delta:
-    """Read a file and check its whole content.
+    """Read a file and check all its content.
 
     Raises:
         PolicyError: If it cannot be read, is not a delta, or is damaged.

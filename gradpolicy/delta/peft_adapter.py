@@ -1,6 +1,6 @@
 """Delta files as adapters of PEFT, and back: rows as TrainableTokens, entries as SHiRA.
 
-A directory has ``adapter_config.json`` and ``adapter_model.safetensors`` in PEFT's format. The delta lies
+A directory has ``adapter_config.json`` and ``adapter_model.safetensors`` in PEFT's format. The delta is
 beside them, because an adapter has neither the old values nor the base's digests.
 
 Source: peft 0.21.2, ``tuners/trainable_tokens`` and ``tuners/shira``.
@@ -127,7 +127,7 @@ def _obstacle(delta: Delta) -> str | None:
         if bias in delta.base or bias in delta.replaced:
             return f"PEFT would drop {shown(bias)} (peft issue 3649)"
     for name in delta.replaced:
-        return f"{shown(name)}, which is replaced, has no place there"
+        return f"{shown(name)}, which is replaced, cannot be saved there"
     return None
 
 
@@ -208,11 +208,11 @@ def _rank(layers: dict[str, tuple[int, tuple[int, ...]]]) -> int:
 
 
 def _replaced_modules(delta: Delta) -> list[str]:
-    """Return the modules of the replaced tensors, which PEFT saves as a whole."""
+    """Return the modules of the replaced tensors, which PEFT saves completely."""
     prefixes = tuple(sorted({name[: name.rfind(".") + 1] for name in delta.replaced}))
     for name in delta.base:
         if name.startswith(prefixes):
-            raise PolicyError(f"PEFT replaces whole modules, but {shown(name)} is not replaced")
+            raise PolicyError(f"PEFT replaces complete modules, but {shown(name)} is not replaced")
     return [prefix[:-1] for prefix in prefixes]
 
 

@@ -28,7 +28,7 @@ def save(
         path: The safetensors file. An existing delta is replaced, but no other file.
         model: The model after the change. If it is sharded, every process must call this.
         base: The model before the change, with the same names, dtypes and shapes.
-        replaces: Globs of tensors that are saved whole, such as a new head: :func:`gradpolicy.delta.apply`
+        replaces: Globs of tensors that are saved in full, such as a new head: :func:`gradpolicy.delta.apply`
             writes them whatever the model holds, and :func:`gradpolicy.delta.revert` leaves them. The base
             need not have them.
 
@@ -73,10 +73,10 @@ def save(
 
 
 def place_of(tensor: Tensor) -> tuple[object, ...]:
-    """Return the place of a tensor in memory, which is the same for tied names, on every process.
+    """Return the location of a tensor in memory, which is the same for tied names, on every process.
 
-    If a process has no entries of it, the place is that of the storage, so that all processes gather the same
-    tensors.
+    If a process has no entries of it, the location is that of the storage, so that all processes gather the
+    same tensors.
     """
     local = local_shard(tensor)
     where = local.data_ptr() if local.numel() else StorageWeakRef(local.untyped_storage()).cdata

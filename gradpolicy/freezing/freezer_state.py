@@ -35,7 +35,7 @@ def load_state(bindings: Bindings, state: Mapping[str, Any]) -> set[str]:
         if known and identities.get(name, own) != own:
             warn_user(
                 f"policy.{name}: was saved with another kind of mask source or other parameters; "
-                "it starts anew"
+                "it is re-initialised"
             )
             known = False
         if known:

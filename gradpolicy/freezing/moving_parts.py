@@ -45,7 +45,7 @@ def moving_warnings(
     """Yield a line for each freeze policy that freezes modules whose buffers change or which have dropout.
 
     Args:
-        frozen: For each policy, the parameters that it freezes as a whole, now or later.
+        frozen: For each policy, the parameters that it freezes completely, now or later.
         moving: The result of :func:`moving_parts` for a training step without modules in evaluation mode.
         parameters: The names of all parameters that train or that a policy freezes.
         buffers: The argument ``buffers`` of each policy: "move" or "eval".

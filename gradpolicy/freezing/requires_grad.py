@@ -175,7 +175,7 @@ def compiled_parameters(model: nn.Module) -> set[int]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Return True if a module is compiled: as a whole, in place, or by its forward."""
+    """Return True if a module is compiled: by a wrapper, in place, or by its forward."""
     if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
         return True
     call: Any = module.forward

@@ -77,7 +77,7 @@ class Audit(Callback):
         self._freezer.observers.append(self)
         if any(hasattr(parameter, "ds_id") for parameter in self._freezer.parameters.values()):
             raise PolicyError(
-                "callbacks.audit: DeepSpeed's stage 3 keeps no whole weights: leave the audit out"
+                "callbacks.audit: DeepSpeed's stage 3 keeps no full weights: leave the audit out"
             )
 
     def before_masks(self, names: Collection[str]) -> None:
@@ -177,7 +177,7 @@ class Audit(Callback):
                 )
 
     def _frozen_places(self, freezer: Freezer, name: str) -> Tensor:
-        """Return flat indices of random frozen entries in this process's part of a parameter."""
+        """Return flat indices of random frozen entries in this process's shard of a parameter."""
         parameter, mask = freezer.parameters[name], freezer.mask_of(name)
         own = local_shard(parameter)
         if own.numel() <= self.entries:
@@ -209,7 +209,7 @@ def bits_at(tensor: Tensor, places: Tensor) -> Tensor:
 
 
 def merged(parts: Sequence[AuditFile]) -> AuditFile:
-    """Return the sum of the counts of several ranks, or of the parts of a resumed run."""
+    """Return the sum of the counts of several ranks, or of the sections of a resumed run."""
     return AuditFile(
         intervals=sum(each.intervals for each in parts),
         entries=sum(each.entries for each in parts),

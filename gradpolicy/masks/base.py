@@ -65,7 +65,7 @@ class MaskSource:
     # not, for example if they depend on the weights, checkpoints contain the masks.
     repeats_masks: bool = False
     # False if masks() needs no more of the parameters than names, shapes and what prepare() has read. Where a
-    # process holds only its part of the weights, they are gathered for all other sources.
+    # process has only a shard of the weights, they are gathered for all other sources.
     reads_weights: bool = True
     # True if tensors returned by masks() are never modified, so that they need not be copied.
     keeps_masks: bool = False
@@ -93,7 +93,7 @@ class MaskSource:
         self.timetable = Timetable(start, stop, unit, every)
         self.timetable.check(kind)
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-            raise PolicyError(f"{kind}.seed: must be a whole number, got {shown(seed)}")
+            raise PolicyError(f"{kind}.seed: expected an integer, got {shown(seed)}")
         self.own_seed = seed
         self.seed = 0
         # True if `observe` is called with the gradients of `gradient_names`.
@@ -132,7 +132,7 @@ class MaskSource:
             epoch: The number of completed epochs.
 
         Returns:
-            For each parameter name True or False (the whole tensor), a bool tensor (``(n, 1, …)`` for rows,
+            For each parameter name True or False (all entries), a bool tensor (``(n, 1, …)`` for rows,
             the full shape for entries) or a :class:`~gradpolicy.tensors.seeded.RandomMask`.
         """
         raise TypeError(f"{type(self).__name__} must define masks(step, epoch)")
@@ -150,7 +150,7 @@ class MaskSource:
         return set(self.parameters) if self.needs_gradients else set()
 
     def observe(self, gradients: Mapping[str, Tensor]) -> None:
-        """Process the whole gradients of an effective step, before clipping and masking.
+        """Process the full gradients of an effective step, before clipping and masking.
 
         Not called in steps in which a gradient of the optimizer is not finite.
         """
@@ -207,7 +207,7 @@ class MaskSource:
         }
 
     def may_freeze(self) -> set[str]:
-        """Return the names of parameters that will certainly be frozen as a whole."""
+        """Return the names of parameters that will certainly be frozen completely."""
         return set()
 
 
@@ -245,5 +245,5 @@ class StaticSource(MaskSource):
         return self._masks
 
     def may_freeze(self) -> set[str]:
-        """Return the names of parameters that are frozen as a whole."""
+        """Return the names of parameters that are frozen completely."""
         return {name for name, mask in self._masks.items() if mask is False}

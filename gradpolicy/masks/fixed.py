@@ -93,7 +93,7 @@ class Fixed(StaticSource):
         patterns = as_patterns(mask)
         if not all(isinstance(pattern, str) for pattern in patterns):
             raise PolicyError(
-                f"Fixed.mask: must be a bool, globs, a tensor, a dict or a file, got {shown(mask)}"
+                f"Fixed.mask: expected a bool, globs, a tensor, a dict or a file, got {shown(mask)}"
             )
         matched = match_names(patterns, self.parameters, "parameter")
         return dict.fromkeys(self.parameters, False) | dict.fromkeys(matched, True)

@@ -109,7 +109,7 @@ class PruneAndGrow(GradientSource):
         self.level = check_level("PruneAndGrow.level", level)
         self._pattern = pattern_of(self.level)
         if self._pattern is None and level != "entry":
-            raise PolicyError(f"PruneAndGrow.level: must be entry, N:M or blocks, got {shown(level)}")
+            raise PolicyError(f"PruneAndGrow.level: expected entry, N:M or blocks, got {shown(level)}")
         self._blocks = self._pattern if self._pattern is not None and self._pattern.kept is None else None
         self._by_sign = grow == "random" and self._blocks is None
         anneal = anneal or ("constant" if self.timetable.stop is None else RULES[grow])

@@ -1,6 +1,6 @@
 """Random masks and keys from integer hashes of (seed, step, name, index).
 
-Every rank, device and resumed run gets the same bits, and a part of a tensor can be drawn without the rest.
+Every rank, device and resumed run gets the same bits, and a slice of a tensor can be drawn without the rest.
 The 32-bit finalizer is Wellons' ``triple32`` (Hash Prospector, public domain), with the second half of the
 key added between its rounds, so that two keys never give shifted copies of the same stream.
 """

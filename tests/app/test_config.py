@@ -47,7 +47,7 @@ def test_a_wrong_argument_of_a_policy_is_refused_before_data_and_models_are_load
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout == "2 []\n"
     assert done.stderr.startswith(
-        "error: policy.random_freeze.mask.density: must be a number between 0 and 1"
+        "error: policy.random_freeze.mask.density: expected a number between 0 and 1"
     )
 
 

@@ -328,6 +328,6 @@ class TestALearntFactor:
 
     def test_wrong_factors(self):
         for wrong in (torch.tensor(2), "factor"):
-            with pytest.raises(gp.PolicyError, match=r"Scale\.factor: must be a number, or .* tensor"):
+            with pytest.raises(gp.PolicyError, match=r"Scale\.factor: expected a number, or .* tensor"):
                 gp.Scale(wrong, modules="*")
         assert "factor=Parameter of shape ()" in repr(gp.Scale(nn.Parameter(torch.tensor(2.0)), modules="*"))

@@ -27,9 +27,9 @@ def test_a_function_gives_masks_by_its_timetable(prepared) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (3, "must be a mask source"),
-        (gp.masks.Gradual, "must be a mask source"),
-        (type("Bare", (), {"masks": lambda self, step: {}})(), "must be a mask source"),
+        (3, "expected a mask source"),
+        (gp.masks.Gradual, "expected a mask source"),
+        (type("Bare", (), {"masks": lambda self, step: {}})(), "expected a mask source"),
         (lambda name: True, r"must take \(name, parameter, step\)"),
     ],
 )

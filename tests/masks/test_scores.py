@@ -105,7 +105,7 @@ def test_groups_are_ranked_each_by_itself(model) -> None:
     ("by", "message"),
     [
         (lambda weights: weights, "unknown input 'weights'; did you mean 'weight'"),
-        (3, "must be a name or a function"),
+        (3, "expected a name or a function"),
         ("wand", "did you mean 'wanda'"),
     ],
 )

@@ -277,7 +277,7 @@ def test_the_callers_modes_and_default_device_do_not_matter(device, kind, frozen
         (torch.ones(1, 6, 5, dtype=torch.bool), "does not broadcast"),
         ([True], r"\[True\]"),
         (torch.eye(6, 5, dtype=torch.bool).to_sparse(), "dense"),
-        (torch.ones(6, 5, dtype=torch.bool, device="meta"), "the mask lies on the meta device"),
+        (torch.ones(6, 5, dtype=torch.bool, device="meta"), "the mask is on the meta device"),
     ],
 )
 def test_a_wrong_mask_is_named(parameter, mask, message):

@@ -483,7 +483,7 @@ def test_a_checkpoint_that_was_tested_leaves_nothing_for_the_next_fit(
     assert same(bits(two_layers), bits(twin))
 
 
-@pytest.mark.filterwarnings("ignore:.*(under other policies|it starts anew)")
+@pytest.mark.filterwarnings("ignore:.*(under other policies|it is re-initialised)")
 @pytest.mark.parametrize("name", ["trunk", "other"])
 def test_what_no_policy_freezes_any_more_trains_in_a_resumed_run(two_layers, train, tmp_path, name):
     train(TRUNK).save_checkpoint(tmp_path / "first.ckpt")
@@ -705,8 +705,8 @@ def test_what_is_for_several_processes_does_no_harm_on_one(train):
 @pytest.mark.parametrize(
     ("policies", "words"),
     [
-        (gp.Guided(), "policies: must be a dict from names to policies"),
-        ([gp.Guided()], "policies: must be a dict from names to policies"),
+        (gp.Guided(), "policies: expected a dict from names to policies"),
+        ([gp.Guided()], "policies: expected a dict from names to policies"),
         ({"cut": "stop"}, r"policy\.cut: must be a gradient policy, got str"),
     ],
 )

@@ -241,7 +241,7 @@ def test_the_audit_finds_no_frozen_entry_changed(ranks: ProcessPool, tmp_path: P
     "audit",
     loop="lightning",
     processes="deepspeed",
-    no="stage 3 of DeepSpeed keeps no whole weights",
+    no="stage 3 of DeepSpeed keeps no full weights",
 )
 @pytest.mark.slow
 def test_the_audit_is_refused_in_stage_3(ranks: ProcessPool, tmp_path: Path) -> None:
