@@ -89,15 +89,20 @@ def update(rule: UpdateRule, group: Group, scale: float, tensors: Sequence[Entri
         tensors: The tensors.
     """
     sign, *rest = rule.settings(group)
-    settings, device = (sign / scale, *rest), tensors[0].parameter.device
+    settings, first = (sign / scale, *rest), tensors[0].parameter
     compiles = sum(each.parameter.numel() for each in tensors) >= COMPILE_FROM
     # Inductor decides by the first tensor that it sees whether threads share the work.
     tensors = sorted(tensors, key=lambda each: -each.parameter.numel()) if compiles else tensors
     pieces = (piece for each in tensors for piece in _pieces(rule, group, each, compiles))
-    for piece in pieces if device.type == "cpu" else _joined(pieces):
+    for piece in pieces if on_cpu(first) else _joined(pieces):
         _call(rule, settings, piece, compiles and piece.parameter.numel() > 1)
         for write in piece.write_back:
             write()
+
+
+def on_cpu(tensor: Tensor) -> bool:
+    """Return True for a tensor that is moved in parts which stay in a processor's cache."""
+    return tensor.device.type == "cpu"
 
 
 # --- numbers that follow from ages
@@ -156,17 +161,17 @@ def _weights(rule: UpdateRule, group: Group, each: Entries) -> tuple[list[float]
 
 def _pieces(rule: UpdateRule, group: Group, each: Entries, compiles: bool) -> Iterator[_Piece]:
     """Yield a tensor in pieces: of some slices, or of all."""
-    ages, on_cpu = each.ages, each.parameter.device.type == "cpu"
+    ages, chunked = each.ages, on_cpu(each.parameter)
     constants, weights = _weights(rule, group, each)
-    few = on_cpu and ages.slice_size > 1 and ages.active <= FEW * ages.entries
+    few = chunked and ages.slice_size > 1 and ages.active <= FEW * ages.entries
     if ages.index is None and not few:
         active = ages.mask if ages.is_partial else None
         whole = _Piece(each.parameter, each.gradient, each.state, active, constants, weights)
         whole = _collapsed(whole)
-        yield from _chunks(whole) if on_cpu and not compiles else [whole]
+        yield from _chunks(whole) if chunked and not compiles else [whole]
         return
     index = ages.active_slices()
-    count = max(CHUNK // ages.slice_size, 1) if on_cpu else max(len(index), 1)
+    count = max(CHUNK // ages.slice_size, 1) if chunked else max(len(index), 1)
     for start in range(0, len(index), count):
         yield _gathered(each, index, slice(start, start + count), constants, weights)
 
@@ -340,7 +345,7 @@ def _compiled(kind: Any) -> Callable[..., None]:
 
 def _say_eager(error: Exception) -> None:
     _said.add("eager")
-    line = str(error).strip().splitlines()[0][:200]
+    line = " ".join(str(error).split())[:200]
     warn_user(
         "masked entries are updated by uncompiled code, which takes several times as long, since "
         f"torch.compile failed: {line}"
