@@ -2,9 +2,12 @@
 
 import functools
 import io
-from collections.abc import Callable
+import logging
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,8 +19,17 @@ import gradpolicy as gp
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _process() -> Iterator[None]:
+    """The same seed for each test, and nothing of what a run before it set for the whole process."""
     torch.manual_seed(0)
+    root, deterministic = logging.getLogger(), torch.are_deterministic_algorithms_enabled()
+    level = root.level
+    # Lightning leaves its port there, and its seed.
+    with patch.dict(os.environ):
+        yield
+    root.setLevel(level)
+    if torch.are_deterministic_algorithms_enabled() != deterministic:
+        torch.use_deterministic_algorithms(deterministic)
 
 
 def through_a_file(value: Any, *, weights_only: bool = True) -> Any:
