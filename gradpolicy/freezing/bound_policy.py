@@ -158,15 +158,14 @@ class BoundPolicy:
 
         A tensor that equals the previous mask is replaced by that, so that it counts as the same mask.
         """
-        if isinstance(self.source, StaticSource):
-            return dict(masks)
         copied = dict(masks)
         for name, mask in masks.items():
-            if isinstance(mask, Tensor):
+            if isinstance(mask, Tensor) and not isinstance(self.source, StaticSource):
                 before = self.masks.get(name)
-                kept = isinstance(before, Tensor) and torch.equal(before, mask)
-                own = mask if self.source.keeps_masks else mask.clone()
-                copied[name] = before if kept else own  # type: ignore[assignment]
+                if isinstance(before, Tensor) and torch.equal(before, mask):
+                    copied[name] = before
+                elif not self.source.keeps_masks:
+                    copied[name] = mask.clone()
         return copied
 
 

@@ -55,19 +55,14 @@ def moving_warnings(
     for policy, keys in frozen.items():
         if buffers[policy] == "eval":
             continue
-        found: dict[str, dict[str, None]] = {"buffers": {}, DROPOUT: {}}
-        parts: dict[str, None] = {}
-        for module, moved in moving.items():
-            if not own[module] or not own[module] <= set(keys):
-                continue
-            for part in moved:
-                if part == DROPOUT:
-                    found[DROPOUT][module] = None
-                else:
-                    found["buffers"][module] = parts[part] = None
-        for kind, modules in found.items():
+        still = {m: parts for m, parts in moving.items() if own[m] and own[m] <= set(keys)}
+        names_of = {m: [part for part in parts if part != DROPOUT] for m, parts in still.items()}
+        changed = dict.fromkeys(part for parts in names_of.values() for part in parts)
+        for kind, modules, does in (
+            ("buffers", [m for m in still if names_of[m]], f"changing {', '.join(changed)}"),
+            (DROPOUT, [m for m in still if DROPOUT in still[m]], "drawing dropout"),
+        ):
             if modules:
-                does = f"changing {', '.join(parts)}" if kind == "buffers" else "drawing dropout"
                 yield (
                     f"{policy}: freezing stops parameters, not {kind}: {', '.join(modules)} "
                     f"{'goes' if len(modules) == 1 else 'go'} on {does} while frozen; "

@@ -1,4 +1,4 @@
-"""Warnings of tensors that train without a gradient, and of buffers that change in frozen layers."""
+"""Warnings of tensors that train without a gradient."""
 
 import warnings
 
@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import gradpolicy as gp
-from gradpolicy.freezing.moving_parts import copy_buffers, moving_parts, moving_warnings
 from tests.freezing.conftest import freezer_of
 
 
@@ -97,24 +96,3 @@ def test_zeros_at_first_are_no_reason_for_a_warning():
     model.forward = lambda x: forward(x).sum()
     policies = {"all": gp.Freeze(gp.masks.Random(0.9, every=1))}
     assert told(model, policies, 5) == []
-
-
-def test_what_moves_in_a_module_that_is_frozen_as_a_whole_is_named_and_what_a_policy_keeps_still_is_not():
-    norm = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.1))
-    model = nn.ModuleDict({"norm": norm, "head": nn.Linear(2, 1)})
-    before = copy_buffers(model)
-    model["norm"](torch.randn(4, 2))
-    moving = moving_parts(before, model)
-    parameters = [name for name, _ in model.named_parameters()]
-
-    def lines(frozen, buffers):
-        return list(moving_warnings({"own": frozen}, moving, parameters, {"own": buffers}))
-
-    assert not lines({"norm.0.weight"}, "move")
-    whole = {"norm.0.weight", "norm.0.bias"}
-    statistics, dropout = lines(whole, "move")
-    assert statistics.startswith(
-        "own: freezing stops parameters, not buffers: norm.0 goes on changing running_mean, running_var"
-    )
-    assert dropout.startswith("own: freezing stops parameters, not dropout: norm.1 goes on drawing dropout")
-    assert lines(whole, "eval") == []
