@@ -61,7 +61,7 @@ def _imported_command(words: Sequence[str], config_dir: Path) -> Callable[[], in
     if names_command and first not in COMMANDS:
         raise unknown("command", brief(first), COMMANDS, key="gradpolicy")
     try:
-        run = importlib.import_module(COMMANDS.get(first, "gradpolicy.app.program")).main
+        run = importlib.import_module(COMMANDS.get(first, "gradpolicy.app.train")).main
     except ModuleNotFoundError as error:
         missing = str(error.name).split(".")[0]
         extra = EXTRAS.get(missing, "train")

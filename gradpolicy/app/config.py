@@ -1,5 +1,6 @@
 """The config of a job: composed by Hydra, then its keys, types and arguments checked."""
 
+import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,15 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from hydra import compose, version
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_config_search_path
-from hydra.core.config_search_path import SearchPathQuery
+from hydra import compose, initialize_config_dir
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -185,8 +185,19 @@ class Source:
     more: Path | None = None
 
 
+class SecondDirectory(SearchPathPlugin):
+    """Adds the directory of ``--config-dir`` after that of configs."""
+
+    directory: Path | None = None
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Add the directory."""
+        if self.directory is not None:
+            search_path.append("command-line", f"file://{self.directory}")
+
+
 @contextmanager
-def hydra_at(source: Source) -> Iterator[Hydra]:
+def hydra_at(source: Source) -> Iterator[None]:
     """Initialise Hydra for the block.
 
     Raises:
@@ -195,19 +206,16 @@ def hydra_at(source: Source) -> Iterator[Hydra]:
     for directory in (source.directory, source.more):
         if directory is not None and not directory.is_dir():
             raise PolicyError(f"config directory {directory} does not exist")
-    version.setbase(VERSION_BASE)
-    search_path = create_config_search_path(str(source.directory))
-    if source.more is not None:
-        # Before Hydra is initialised, since it reads the search path once.
-        search_path.prepend("command-line", f"file://{source.more}", SearchPathQuery(provider="schema"))
+    Plugins.instance().register(SecondDirectory)
+    SecondDirectory.directory = source.more
     former = HydraConfig.instance().cfg
-    GlobalHydra.instance().clear()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", SAME_NAME)
         try:
-            yield Hydra.create_main_hydra2("train", search_path)
+            with initialize_config_dir(str(source.directory), job_name="train", version_base=VERSION_BASE):
+                SecondDirectory.directory = None
+                yield
         finally:
-            GlobalHydra.instance().clear()
             HydraConfig.instance().cfg = former
 
 
@@ -282,7 +290,12 @@ def jobs_of(config: DictConfig, overrides: list[str]) -> list[list[str]]:
         override.is_discrete_sweep() for override in sweeps
     ):
         return []
-    return BasicSweeper.split_arguments(every, max_batch_size=None)[0]
+    lines = {}
+    for override in every:
+        key, is_sweep = override.get_key_element(), override.is_sweep_override()
+        values = override.sweep_string_iterator() if is_sweep else [override.get_value_element_as_str()]
+        lines[key] = [f"{key}={value}" for value in values]
+    return [list(job) for job in itertools.product(*lines.values())]
 
 
 # ---- what is wrong with a command line

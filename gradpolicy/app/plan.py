@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradpolicy.app import program
+from gradpolicy.app import train
 
 
 def main(arguments: Sequence[str], config_dir: Path) -> int:
     """Run the program, and return the exit code of the run that makes the plan."""
-    return program.main(config_dir, [*arguments, "plan_only=true"])
+    return train.main(config_dir, [*arguments, "plan_only=true"])

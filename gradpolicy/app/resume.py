@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradpolicy.app.processes import quoted
-from gradpolicy.app.program import main as train
+from gradpolicy.app.train import main as train
 from gradpolicy.errors import PolicyError
 from gradpolicy.train.lightning.runs import LAST, RunRecord, find_checkpoint, run_of
 

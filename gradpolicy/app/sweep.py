@@ -24,7 +24,7 @@ from optuna_integration import PyTorchLightningPruningCallback
 from gradpolicy.app.config import Source, check_job, compose_job, hydra_at
 from gradpolicy.app.messages import INTERRUPTED, TERMINATED, WRONG_INPUT, report_error, wrong_input_errors
 from gradpolicy.app.processes import quoted, termination_exits
-from gradpolicy.app.program import main as train
+from gradpolicy.app.train import main as train
 from gradpolicy.display import wide_console
 from gradpolicy.errors import PolicyError, shown, unknown
 from gradpolicy.insight.report import write_report

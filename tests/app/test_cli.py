@@ -9,7 +9,7 @@ from unittest.mock import Mock, call
 
 import pytest
 
-from gradpolicy.app import program, report
+from gradpolicy.app import report, train
 from gradpolicy.app.cli import COMMANDS, main
 from gradpolicy.app.init import STARTER, write_project
 from tests.app.conftest import CONF
@@ -31,7 +31,7 @@ def project(written: Path, tmp_path: Path) -> Path:
 
 def test_without_a_subcommand_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Mock(return_value=0)
-    monkeypatch.setattr(program, "main", run)
+    monkeypatch.setattr(train, "main", run)
     assert main(["policy=guided"]) == 0
     assert main([]) == 0
     assert main(["plan", "policy=guided"], CONF) == 0

@@ -58,7 +58,7 @@ def test_a_failed_job_does_not_keep_the_others_from_running(train, tmp_path) -> 
 
 def test_a_job_that_is_not_known_beforehand_is_checked_where_it_begins(train, monkeypatch) -> None:
     """As those of a sweeper that draws values from an interval."""
-    monkeypatch.setattr("gradpolicy.app.program.jobs_of", lambda *given: [])
+    monkeypatch.setattr("gradpolicy.app.train.jobs_of", lambda *given: [])
     ended = train("-m", "optimizer.lr=abc,0.1", "plan_only=true")
     assert ended.message == "optimizer.lr: must be a valid number or an instance of Tensor, got 'abc'"
 

@@ -1,20 +1,17 @@
 """The program: parses the command line, checks every job, and runs them by Hydra."""
 
+import argparse
+import os
 import shutil
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import hydra
-import hydra.core.utils as hydra_utils
-from hydra._internal.callbacks import Callbacks
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import HydraContext, RunMode
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from gradpolicy.app.config import (
@@ -45,7 +42,8 @@ from gradpolicy.insight.run_files import REPORT, STOPPED, Result
 from gradpolicy.insight.run_log import quieter, replace_unencodable
 from gradpolicy.insight.sweep_summary import RESULTS, SUMMARY, SweepSummary, collect
 
-CONFIG_NAME = "train"
+# Options of Hydra that print something instead of running a job.
+INFORMATION = ("help", "hydra_help", "version", "cfg", "info", "shell_completion")
 
 
 def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
@@ -63,23 +61,27 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     show_traceback = False
     try:
-        options = get_args_parser().parse_intermixed_args(words)
+        options = parse(words)
         source = Source(
             Path(options.config_path or config_dir).absolute(),
-            options.config_name or CONFIG_NAME,
+            options.config_name or "train",
             Path(options.config_dir).absolute() if options.config_dir else None,
         )
         # Modules beside the configs, and those of the current directory, may be named in a config.
         given = [Path(each).absolute().parent for each in (options.config_path, options.config_dir) if each]
         sys.path += [str(place) for place in (*given, Path.cwd()) if str(place) not in sys.path]
-        if _asks_for_information(options):
-            # Flags first, since Hydra's own parser takes no others.
-            _ask_hydra(config_dir, sorted(words, key=options.overrides.__contains__))
+        if any(getattr(options, name) for name in INFORMATION):
+            run_by_hydra(Job(in_sweep=False), source, options)
             return 0
-        with hydra_at(source) as prepared:
+        with hydra_at(source):
             config = compose_job(source, fixed_overrides(options.overrides))
             show_traceback = OmegaConf.select(config, "extras.traceback") is True
-            return start(prepared, source, options, config)
+            settings = check_jobs(source, options, config)
+        if settings is None:
+            run_sweep(source, options, config)
+        else:
+            run_job(source, options, config, settings)
+        return 0
     except (KeyboardInterrupt, SystemExit) as leaving:
         # Lightning raises SystemExit if Ctrl-C interrupts training.
         interrupts = any(isinstance(each, KeyboardInterrupt) for each in (leaving, leaving.__context__))
@@ -98,14 +100,32 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
         return getattr(error, "exit_code", WRONG_INPUT)
 
 
-def start(prepared: Hydra, source: Source, options: Namespace, config: DictConfig) -> int:
-    """Check every job of the command line, then run the job or the sweep.
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line: Hydra's options and overrides, in any order."""
+    parser = argparse.ArgumentParser(prog="gradpolicy", add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    for flags in (("--help", "-h"), ("--run", "-r"), ("--multirun", "-m"), ("--shell-completion", "-sc")):
+        parser.add_argument(*flags, action="store_true")
+    for flag in ("--hydra-help", "--version", "--resolve"):
+        parser.add_argument(flag, action="store_true")
+    for flags in (("--config-path", "-cp"), ("--config-name", "-cn"), ("--config-dir", "-cd")):
+        parser.add_argument(*flags)
+    for flags in (("--cfg", "-c"), ("--package", "-p")):
+        parser.add_argument(*flags)
+    parser.add_argument("--info", "-i", nargs="?", const="all")
+    return parser.parse_intermixed_args(words)
+
+
+def check_jobs(source: Source, options: argparse.Namespace, config: DictConfig) -> Settings | None:
+    """Check every job of a command line; call it within :func:`hydra_at`.
 
     Args:
-        prepared: Hydra.
         source: The directories of configs.
         options: The command line.
         config: The composed config, without sweep overrides.
+
+    Returns:
+        The settings of the job; None if the command line is a sweep.
 
     Raises:
         PolicyError: For invalid input.
@@ -114,42 +134,49 @@ def start(prepared: Hydra, source: Source, options: Namespace, config: DictConfi
     if not options.multirun and config.hydra.mode != RunMode.MULTIRUN:
         if fixed_overrides(overrides) != overrides:
             raise PolicyError("several values for one key make a sweep: add -m, or quote the value")
-        run_job(prepared, config, check_job(config))
-        return 0
+        return check_job(config)
     for job in jobs_of(config, overrides):
         check_job(compose_job(source, job))
-    run_sweep(prepared, source, config, overrides)
-    return 0
+    return None
 
 
-def run_job(prepared: Hydra, config: DictConfig, settings: Settings) -> None:
-    """Run one job by Hydra, which creates the directory, sets up logging, and calls the job."""
-    with read_write(config.hydra), open_dict(config.hydra):
-        config.hydra.mode = RunMode.RUN
-        if not is_first_rank():
-            config.hydra.output_subdir = None
-    callbacks = Callbacks(config)
-    callbacks.on_run_start(config=config, config_name=config.hydra.job.config_name)
+def run_by_hydra(job: "Job", source: Source, options: argparse.Namespace, *overrides: str) -> None:
+    """Call `hydra.main`, which creates the directories, sets up logging, and calls the job.
+
+    Args:
+        job: The function that Hydra calls.
+        source: The directories of configs.
+        options: The command line.
+        *overrides: Further overrides.
+    """
+    given = {name: value for name, value in vars(options).items() if value and name != "overrides"}
+    flags = [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
+        for name, value in given.items()
+        if name not in ("config_path", "config_name")
+    ]
+    # Hydra then raises errors instead of printing them.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    former = sys.argv
+    sys.argv = [former[0], *flags, *options.overrides, *overrides]
+    try:
+        program = hydra.main(str(source.directory), source.name, VERSION_BASE)
+        program(job)()
+    finally:
+        sys.argv = former
+
+
+def run_job(source: Source, options: argparse.Namespace, config: DictConfig, settings: Settings) -> None:
+    """Run one job; one that is resumed runs in the directory of the run that it continues."""
+    more = [] if is_first_rank() else ["hydra.output_subdir=null"]
     if settings.train and not settings.plan_only:
-        choose_directory(config, settings)
+        more += resumed_overrides(config, settings)
     with claimed_directory(config.hydra.run, KEY) as directory:
-        with read_write(config.hydra):
-            config.hydra.run.dir = str(directory)
-        returned = hydra_utils.run_job(
-            hydra_context=HydraContext(config_loader=prepared.config_loader, callbacks=callbacks),
-            task_function=Job(in_sweep=False),
-            config=config,
-            job_dir_key="hydra.run.dir",
-            job_subdir_key=None,
-        )
-    callbacks.on_run_end(config=config, config_name=config.hydra.job.config_name, job_return=returned)
-    if returned.status is hydra_utils.JobStatus.FAILED:
-        # Not its return_value, which also prints.
-        raise returned._return_value
+        run_by_hydra(Job(in_sweep=False), source, options, *more, f"{KEY}={quoted(str(directory))}")
 
 
-def choose_directory(config: DictConfig, settings: Settings) -> None:
-    """Set the directory of a resumed job to that of the run that it continues.
+def resumed_overrides(config: DictConfig, settings: Settings) -> list[str]:
+    """Return the overrides of a resumed job, and set its directory to that of the run that it continues.
 
     Raises:
         PolicyError: If there is no such checkpoint, or it contradicts the config.
@@ -157,32 +184,30 @@ def choose_directory(config: DictConfig, settings: Settings) -> None:
     is_chosen = under_srun() or is_fixed(config.hydra.run)
     own = Path(config.hydra.run.dir).absolute() if is_chosen else None
     if settings.ckpt_path is None and own is None:
-        return
+        return []
     from gradpolicy.app.resumed import chosen_checkpoint, resumed_run
 
     with quieter():
         checkpoint = chosen_checkpoint(settings, own)
         if checkpoint is None:
-            return
+            return []
         resumed = resumed_run(settings, checkpoint, own)
+    chosen = [f"ckpt_path={quoted(str(checkpoint.absolute()))}"]
+    if resumed.directory is None:
+        return chosen
     with read_write(config), open_dict(config), read_write(config.hydra):
-        config.ckpt_path = str(checkpoint.absolute())
-        if resumed.directory is not None:
-            config.hydra.run.dir = str(resumed.directory.absolute())
-            # Hydra's own files remain those of the original command.
-            config.hydra.output_subdir = None
+        config.hydra.run.dir = str(resumed.directory.absolute())
+    # Hydra's own files remain those of the original command.
+    return [*chosen, "hydra.output_subdir=null"]
 
 
-def run_sweep(prepared: Hydra, source: Source, config: DictConfig, overrides: list[str]) -> None:
+def run_sweep(source: Source, options: argparse.Namespace, config: DictConfig) -> None:
     """Run the jobs by Hydra's sweeper and launcher; print the summary even if some failed."""
     with claimed_directory(config.hydra.sweep, "hydra.sweep.dir") as directory, termination_exits():
         is_new = is_unused(directory)
         try:
-            prepared.multirun(
-                config_name=source.name,
-                task_function=Job(in_sweep=True),
-                overrides=[*overrides, f"hydra.sweep.dir={quoted(str(directory))}"],
-            )
+            where = f"hydra.sweep.dir={quoted(str(directory))}"
+            run_by_hydra(Job(in_sweep=True), source, options, where)
         finally:
             if is_first_rank():
                 _end_sweep(directory, config, is_new)
@@ -225,23 +250,6 @@ def _how_to_resume(words: Sequence[str]) -> str:
     if {"-m", "--multirun"} & set(words):
         return "ckpt_path=DIRECTORY goes on with a job of the sweep, in whose directory its checkpoints lie"
     return "ckpt_path=last goes on from the last checkpoint"
-
-
-def _asks_for_information(options: Namespace) -> bool:
-    """Return True if the command line asks Hydra for information, not for a run."""
-    asked = ("help", "hydra_help", "version", "info", "cfg", "shell_completion")
-    return any(getattr(options, name, None) for name in asked)
-
-
-def _ask_hydra(config_dir: Path, words: list[str]) -> None:
-    """Print the information that the command line requests, by Hydra."""
-    former = sys.argv
-    sys.argv = [former[0], *words]
-    try:
-        program = hydra.main(version_base=VERSION_BASE, config_path=str(config_dir), config_name=CONFIG_NAME)
-        program(lambda config: None)()
-    finally:
-        sys.argv = former
 
 
 def _end_sweep(directory: Path, config: DictConfig, is_new: bool) -> None:
