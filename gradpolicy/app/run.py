@@ -195,13 +195,13 @@ def train_and_test(
     metrics: dict[str, float] = {}
     best: dict[str, float] = {}
     if settings.train:
-        with checked_restore(checkpoint):
+        with checked_restore(trainer, checkpoint):
             trainer.fit(subject.model, subject.data, ckpt_path=checkpoint, weights_only=True)
         best = best_scores(trainer)
         metrics = _numbers(trainer.callback_metrics) | best
         checkpoint = best_checkpoint(trainer)
     if settings.test:
-        with checked_restore(checkpoint):
+        with checked_restore(trainer, checkpoint):
             trainer.test(subject.model, subject.data, ckpt_path=checkpoint, weights_only=True, verbose=False)
         metrics |= _numbers(trainer.callback_metrics)
     for logger in trainer.loggers:
