@@ -23,11 +23,11 @@ from typing import Any
 
 from torch import Tensor
 
-from gradpolicy.checkpoint_file import check_kind
 from gradpolicy.checks import check_free
 from gradpolicy.delta.change import TensorChange, decode, encode, widths_of
 from gradpolicy.delta.state import DTYPES, Print, Prints, content_of, fingerprint
 from gradpolicy.errors import PolicyError, brief, shown, under
+from gradpolicy.tensors.checkpoint_file import check_kind
 from gradpolicy.whole_file import written_whole
 
 FORMAT = "gradpolicy.delta 2"

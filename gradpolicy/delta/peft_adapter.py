@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradpolicy.checkpoint_file import check_kind
 from gradpolicy.checks import check_choice
 from gradpolicy.delta.change import NEW, TensorChange
 from gradpolicy.delta.file import Delta, read, write, write_safetensors
@@ -24,6 +23,7 @@ from gradpolicy.delta.save import place_of, save
 from gradpolicy.delta.state import State, print_of, tensors_of, whole
 from gradpolicy.delta.weights import read_weights
 from gradpolicy.errors import PolicyError, brief, shortened, shown, under, unknown
+from gradpolicy.tensors.checkpoint_file import check_kind
 from gradpolicy.whole_file import write_text
 
 CONFIG, ADAPTER, DELTA = "adapter_config.json", "adapter_model.safetensors", "gradpolicy_delta.safetensors"

@@ -25,7 +25,7 @@ from pydantic_core import to_json
 from gradpolicy.checks import check_whole
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight.run_files import Count
-from gradpolicy.json_file import parse_json
+from gradpolicy.train.json_file import parse_json
 from gradpolicy.train.lightning.callback import GradientPolicies
 from gradpolicy.train.lightning.trainer_parts import callbacks_of
 from gradpolicy.train.measurements import NORMS, SUMS, Measured

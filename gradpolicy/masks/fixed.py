@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.checkpoint_file import check_kind
 from gradpolicy.errors import PolicyError, shown
 from gradpolicy.masks.base import StaticSource
+from gradpolicy.tensors.checkpoint_file import check_kind
 from gradpolicy.tensors.mask import Mask, check_mask
 from gradpolicy.tensors.pattern import pattern_of
 from gradpolicy.tensors.seeded import check_level

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from gradpolicy.finite import all_finite
+from gradpolicy.tensors.finite import all_finite
 
 
 def is_sharded(tensor: Tensor) -> bool:

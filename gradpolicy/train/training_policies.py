@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from gradpolicy.checkpoint_file import load_file
 from gradpolicy.checks import check_whole
 from gradpolicy.display import wide_console
 from gradpolicy.errors import PolicyError, check_named, shortened
@@ -35,6 +34,7 @@ from gradpolicy.optim.masked_optimizer import as_masked, wrapper_of
 from gradpolicy.optim.optimizers import plain_optimizers
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.rates import Rates
+from gradpolicy.tensors.checkpoint_file import load_file
 from gradpolicy.tensors.packed_mask import pack_masks, unpack_masks
 from gradpolicy.train.measurements import Measured, Measurements, summary
 from gradpolicy.train.ranks import Ranks

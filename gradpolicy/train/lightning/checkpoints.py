@@ -13,9 +13,15 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from gradpolicy.checkpoint_file import UnreadableError, check_file, could_not_save, errors_named, load_file
 from gradpolicy.errors import PolicyError, shortened
-from gradpolicy.finite import bounds
+from gradpolicy.tensors.checkpoint_file import (
+    UnreadableError,
+    check_file,
+    could_not_save,
+    errors_named,
+    load_file,
+)
+from gradpolicy.tensors.finite import bounds
 from gradpolicy.whole_file import written_whole
 
 KEY = "ckpt_path"

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradpolicy.checkpoint_file import check_file
 from gradpolicy.errors import PolicyError
+from gradpolicy.tensors.checkpoint_file import check_file
 from gradpolicy.train.lightning import checkpoints
 from gradpolicy.train.lightning.checkpoints import (
     WholeCheckpointIO,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from gradpolicy.json_file import parse_json
+from gradpolicy.train.json_file import parse_json
 
 
 @dataclass

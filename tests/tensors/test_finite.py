@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from gradpolicy.finite import all_finite
+from gradpolicy.tensors.finite import all_finite
 
 
 @pytest.mark.parametrize(

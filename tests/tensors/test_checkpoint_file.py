@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from gradpolicy.checkpoint_file import UnreadableError, check_file, load_file, read_file
 from gradpolicy.errors import PolicyError
+from gradpolicy.tensors.checkpoint_file import UnreadableError, check_file, load_file, read_file
 from tests.hostile import MakesFolder
 
 CONTENT = {"state_dict": {"weight": torch.arange(300.0), "bias": torch.zeros(3)}, "step": 3, "name": "run"}
