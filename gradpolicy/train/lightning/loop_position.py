@@ -41,15 +41,13 @@ def hook_of(trainer: Trainer) -> str:
 def saved_position(trainer: Trainer) -> dict[str, Any]:
     """Return the position in the loops, and the values that are logged after it."""
     hook, epoch_loop = hook_of(trainer), trainer.fit_loop.epoch_loop
+    accumulates = epoch_loop._should_accumulate()
     fetcher: Any = trainer.fit_loop._data_fetcher
-    state = {
-        "hook": hook,
-        "accumulates": epoch_loop._should_accumulate(),
-        "validates": hook == BATCH and epoch_loop._should_check_val_fx(fetcher),
-    }
     return {
-        **state,
-        "row": _pending_row(trainer, hook, state["accumulates"]),
+        "hook": hook,
+        "accumulates": accumulates,
+        "validates": hook == BATCH and epoch_loop._should_check_val_fx(fetcher),
+        "row": _pending_row(trainer, hook, accumulates),
         "averages": _averages(trainer, hook),
     }
 
