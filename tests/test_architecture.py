@@ -80,7 +80,6 @@ def test_the_first_line_of_a_module_says_in_few_words_what_it_is() -> None:
 
 SHARED_NAMES = {
     "base.py": "what the files of its folder have in common",
-    "plan.py": "the subcommand, and the plan that it shows",
     "resume.py": "the subcommand, and what it does by Lightning",
 }
 

@@ -17,13 +17,13 @@ CONFIGS = Path(__file__).parents[1] / "conf"
 COMMANDS = {
     "delta": "gradpolicy.app.delta",
     "init": "gradpolicy.app.init",
-    "plan": "gradpolicy.app.plan",
+    "plan": "gradpolicy.app.train",
     "report": "gradpolicy.app.report",
     "resume": "gradpolicy.app.resume",
     "sweep": "gradpolicy.app.sweep",
 }
 # Subcommands that read configs, and so get their directory.
-READ_CONFIGS = ("plan", "resume", "sweep")
+READ_CONFIGS = ("resume", "sweep")
 INTERRUPTED = 130
 
 
@@ -70,6 +70,8 @@ def _imported_command(words: Sequence[str], config_dir: Path) -> Callable[[], in
         ) from error
     if not names_command:
         return lambda: run(config_dir, words)
+    if first == "plan":
+        return lambda: run(config_dir, [*rest, "plan_only=true"])
     if first in READ_CONFIGS:
         return lambda: run(rest, config_dir)
     return lambda: run(rest)

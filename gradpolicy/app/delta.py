@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     each = actions.add_parser("save", help="write the differences of MODEL and BASE")
     each.add_argument("model", metavar="MODEL", help=WEIGHTS)
     each.add_argument("base", metavar="BASE", help="the same, before training")
-    each.add_argument("--replaces", nargs="+", default=(), metavar="GLOB", help="tensors to save whole")
+    each.add_argument("--replaces", nargs="+", default=(), metavar="GLOB", help="tensors to save in full")
     each.add_argument("--out", required=True, metavar="FILE", help=WRITTEN)
     for name, text in (("apply", "apply DELTA to its base"), ("revert", "revert it, bit for bit")):
         each = actions.add_parser(name, help=text)

@@ -143,7 +143,7 @@ def own_command_line(checkpoint: Path | None = None) -> Iterator[None]:
     """Set the command line to that of this job while it runs, and end the process group afterwards.
 
     Lightning starts other ranks with the command line of this process. In a sweep that is the command line of
-    the whole sweep: each other rank would run all jobs again, and train with other values than the first.
+    the sweep: each other rank would run all jobs again, and train with other values than the first.
 
     Args:
         checkpoint: The checkpoint to resume from. The other ranks must not search for the newest one

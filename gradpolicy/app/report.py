@@ -44,7 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output",
         metavar="FILE",
-        help=f"the file to write (default: {REPORT} in the run directory; of several, where they lie)",
+        help=f"the file to write (default: {REPORT} in the run directory; of several, their common one)",
     )
     return parser
 

@@ -61,7 +61,7 @@ def chosen_checkpoint(settings: Settings, own: Path | None, *, in_sweep: bool = 
         found, bad = last_checkpoint(own)
         if found is None:
             rank_zero_warn(
-                f"ckpt_path=last: {own} holds no good checkpoint; this job begins{'; '.join(['', *bad])}"
+                f"ckpt_path=last: {own} holds no good checkpoint; this job starts{'; '.join(['', *bad])}"
             )
         return found
     if asked is None and own is not None and int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0:
@@ -97,7 +97,7 @@ def resumed_run(settings: Settings, checkpoint: Path, own: Path | None) -> Resum
         if isinstance(saved, Mapping) and saved.get(key, given) != given:
             raise PolicyError(
                 f"{key}: {shown(given)} given, and the run that ckpt_path goes on with has"
-                f" {shown(saved[key])}; a new run begins with its weights alone by {BY_INITIAL_WEIGHTS}"
+                f" {shown(saved[key])}; a new run starts from its weights by {BY_INITIAL_WEIGHTS}"
             )
     return Resumed(checkpoint, directory)
 

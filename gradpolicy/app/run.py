@@ -137,7 +137,7 @@ def plan_and_run(
                 if settings.extras.print_config:
                     print_config(container, console)
             if settings.plan_only:
-                directory.clear_unless_begun()
+                directory.clear_unless_started()
                 return Result(overrides, status="planned")
             if is_first_rank():
                 save_settings(container, reporter.plan, directory.path)
@@ -148,7 +148,7 @@ def plan_and_run(
         status = "failed" if isinstance(error, Exception) else "stopped"
         result = replace(result, status=status, error=failure)
         # Invalid input that is found before the first step leaves no files.
-        if directory.begun:
+        if directory.started:
             save_result(replace(result, seconds=time.monotonic() - began), settings, console)
         raise
     result = replace(result, seconds=time.monotonic() - began)

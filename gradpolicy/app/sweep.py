@@ -186,8 +186,8 @@ def draw(trial: Trial, key: str, space: Any) -> Any:
     """Draw the value of a trial."""
     if isinstance(space, list):
         return trial.suggest_categorical(key, space)
-    whole = isinstance(space["min"], int) and isinstance(space["max"], int)
-    suggest: Any = trial.suggest_int if whole else trial.suggest_float
+    integers = isinstance(space["min"], int) and isinstance(space["max"], int)
+    suggest: Any = trial.suggest_int if integers else trial.suggest_float
     return suggest(key, space["min"], space["max"], log=bool(space.get("log")))
 
 

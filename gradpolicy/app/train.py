@@ -248,7 +248,7 @@ class Job:
 
 def _how_to_resume(words: Sequence[str]) -> str:
     if {"-m", "--multirun"} & set(words):
-        return "ckpt_path=DIRECTORY goes on with a job of the sweep, in whose directory its checkpoints lie"
+        return "ckpt_path=DIRECTORY goes on with a job of the sweep, from the checkpoints in its directory"
     return "ckpt_path=last goes on from the last checkpoint"
 
 

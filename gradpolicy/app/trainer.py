@@ -46,11 +46,11 @@ class RunBegins(Callback):
 
     def on_train_batch_end(self, *arguments: Any) -> None:
         """Keep the directory after the first step."""
-        self.directory.begin()
+        self.directory.start()
 
     def on_test_end(self, *arguments: Any) -> None:
         """Keep the directory after a test."""
-        self.directory.begin()
+        self.directory.start()
 
 
 def build_trainer(

@@ -151,7 +151,7 @@ def could_not_save(path: Path, error: BaseException) -> OSError:
     left = sorted(path.parent.glob("*.ckpt"), key=lambda file: file.stat().st_mtime)
     hint = "there is no former checkpoint"
     if left:
-        hint = f"the former {left[-1].name} is whole: make room and resume from it (ckpt_path=last)"
+        hint = f"the former {left[-1].name} is complete: make room and resume from it (ckpt_path=last)"
     return OSError(number, f"could not save {path}: {reason.splitlines()[0]}; {hint}")
 
 

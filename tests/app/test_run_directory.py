@@ -27,12 +27,12 @@ def claimed(template: str | Path) -> Iterator[Path]:
         yield directory
 
 
-def fail(path: Path, error: Exception, begun: bool = False) -> None:
+def fail(path: Path, error: Exception, started: bool = False) -> None:
     with run_directory(path) as directory:
         path.mkdir(parents=True, exist_ok=True)
         (path / "half.txt").touch()
-        if begun:
-            directory.begin()
+        if started:
+            directory.start()
         raise error
 
 
@@ -64,7 +64,7 @@ def test_a_directory_that_stays_empty_goes_with_those_that_were_made_for_it(tmp_
 
 
 @pytest.mark.parametrize(
-    ("before", "rank", "error", "begun"),
+    ("before", "rank", "error", "started"),
     [
         ({}, 0, PolicyError("wrong"), True),
         ({}, 0, ArithmeticError(), False),
@@ -75,13 +75,13 @@ def test_a_directory_that_stays_empty_goes_with_those_that_were_made_for_it(tmp_
     ids=["it began", "no wrong input", "a run was there", "a log was there", "another rank"],
 )
 def test_what_was_written_stays_where(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch, before: dict, rank: int, error: Exception, begun: bool
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, before: dict, rank: int, error: Exception, started: bool
 ) -> None:
     for name, text in before.items():
         (fresh / name).write_text(text)
     monkeypatch.setattr(rank_zero_only, "rank", rank)
     with pytest.raises(type(error)):
-        fail(fresh, error, begun)
+        fail(fresh, error, started)
     assert (fresh / "half.txt").exists()
     assert {name: (fresh / name).read_text() for name in before} == before
 
@@ -140,22 +140,6 @@ def test_a_lock_that_is_something_else_is_left_alone(tmp_path: Path, kind: str) 
     assert lock.exists()
 
 
-@pytest.mark.parametrize(
-    "name", ["config.yaml", "record.jsonl", "train.log", "checkpoints", "csv/version_0", "pictures/p.png"]
-)
-def test_no_run_writes_through_a_link_out_of_its_directory(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "run" / name
-    path.parent.mkdir(parents=True)
-    path.symlink_to(tmp_path / "precious")
-    wrong = rf"^hydra\.run\.dir: {path} is a link out of the directory"
-    with pytest.raises(PolicyError, match=wrong), claimed(tmp_path / "run"):
-        pass
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(PolicyError, match=f"{path} is neither a file"), claimed(tmp_path / "run"):
-        pass
-
-
 def test_a_directory_is_free_as_soon_as_the_process_in_it_was_killed(
     tmp_path: Path, holder: subprocess.Popen
 ) -> None:
@@ -182,7 +166,7 @@ def test_two_runs_of_one_time_stamp_never_share_a_directory(tmp_path: Path, monk
     template = f"{tmp_path}/runs/${{started:}}"
     with claimed(template) as directory:
         (directory / "file").touch()
-    with pytest.raises(PolicyError, match=r"^hydra\.run\.dir: .* holds another run"), claimed(template):
+    with pytest.raises(PolicyError, match=r"^hydra\.run\.dir: .* has another run"), claimed(template):
         pass
     assert [path.name for path in directory.iterdir()] == ["file"]
 

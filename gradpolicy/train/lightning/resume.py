@@ -163,7 +163,7 @@ class ExactResume(Callback):
         else:
             rank_zero_warn(
                 f"the checkpoint is of {len(saved)} process(es), resumed by {trainer.world_size}: random"
-                " states start anew, and the run will not equal the one left alone bit for bit"
+                " states are re-initialised, and the run will not equal an uninterrupted one bit for bit"
             )
         self._position.on_train_start(trainer)
 

@@ -98,7 +98,7 @@ def own_checkpoints(directory: Path) -> list[Path]:
 
 
 def list_checkpoint(directory: Path, path: Path) -> None:
-    """Add a checkpoint to the record in a directory, which is begun if there is none."""
+    """Add a checkpoint to the record in a directory, which is made if there is none."""
     directory = directory.absolute()
     name = os.path.relpath(path, directory)
     if "://" in str(path) or name.split(os.sep)[0] == os.pardir:
@@ -171,7 +171,7 @@ def find_checkpoint(
             raise PolicyError(f"{KEY}: {path} {IS_DIRECTORY}")
         found, bad = last_checkpoint(path)
         if bad:
-            rank_zero_warn(f"{KEY}: passed over: {'; '.join(bad)}")
+            rank_zero_warn(f"{KEY}: skipped: {'; '.join(bad)}")
         if found is None:
             raise PolicyError(f"ckpt_path: no good checkpoint in the directory {brief(str(path), most=120)}")
         return found
@@ -188,16 +188,16 @@ def run_of(checkpoint: Path) -> Path | None:
 
 
 def _last_of(candidates: Iterable[Path], log_dir: Path) -> Path:
-    """Return the last checkpoint of the first run that has one; warn of newer ones that were passed over."""
+    """Return the last checkpoint of the first run that has one; warn of newer ones that were skipped."""
     passed: list[str] = []
     for run in candidates:
         found, bad = last_checkpoint(run)
         passed += bad or ([] if found else [f"{run.name}, which holds no checkpoint"])
         if found is not None:
             if passed:
-                rank_zero_warn(f"ckpt_path=last means {found}; passed over: {'; '.join(passed)}")
+                rank_zero_warn(f"ckpt_path=last means {found}; skipped: {'; '.join(passed)}")
             return found
-    hint = f"passed over: {'; '.join(passed)}" if passed else "jobs of sweeps go by their directories"
+    hint = f"skipped: {'; '.join(passed)}" if passed else "jobs of sweeps go by their directories"
     raise PolicyError(f"ckpt_path=last: no good checkpoint below {log_dir}; {hint}")
 
 

@@ -43,7 +43,7 @@ def test_a_full_disk_keeps_the_former_checkpoint_and_says_so(
     path = tmp_path / "last.ckpt"
     write_checkpoint({"step": 1}, path)
     small_files(MEGABYTE)
-    message = r"could not save .*last\.ckpt: .*; the former last\.ckpt is whole"
+    message = r"could not save .*last\.ckpt: .*; the former last\.ckpt is complete"
     with pytest.raises(OSError, match=message) as caught:
         write_checkpoint({"step": 2, "weight": torch.zeros(MEGABYTE)}, path)
     assert caught.value.errno in (errno.EFBIG, errno.ENOSPC)
@@ -107,7 +107,9 @@ def test_what_cannot_be_saved_keeps_the_former_checkpoint_and_says_why(
 ) -> None:
     path = tmp_path / "last.ckpt"
     write_checkpoint({"step": 1}, path)
-    with pytest.raises(OSError, match=rf"could not save .*: {said}; the former last.ckpt is whole") as caught:
+    with pytest.raises(
+        OSError, match=rf"could not save .*: {said}; the former last.ckpt is complete"
+    ) as caught:
         write_checkpoint({"step": content}, path)
     assert caught.value.errno == number
     assert torch.load(path) == {"step": 1}
@@ -124,7 +126,7 @@ def test_a_full_disk_names_the_newest_checkpoint_or_says_that_there_is_none(
     for age, name in ((0, "a.ckpt"), (50, "b.ckpt")):
         write_checkpoint({"step": 1}, tmp_path / name)
         os.utime(tmp_path / name, (1e9 - age, 1e9 - age))
-    with pytest.raises(OSError, match=r"the former a\.ckpt is whole"):
+    with pytest.raises(OSError, match=r"the former a\.ckpt is complete"):
         write_checkpoint(content, tmp_path / "c.ckpt")
 
 

@@ -304,7 +304,7 @@ def test_another_number_of_processes_goes_on_with_a_warning(tmp_path: Path) -> N
     saved = torch.load(tmp_path / "1_2_0_batch.ckpt", weights_only=True)
     saved[ExactResume.KEY].append({})
     torch.save(saved, tmp_path / "of_two.ckpt")
-    with pytest.warns(UserWarning, match=r"is of 2 process\(es\), resumed by 1: random states start anew"):
+    with pytest.warns(UserWarning, match="resumed by 1: random states are re-initialised"):
         rest = fit(tmp_path, tmp_path / "of_two.ckpt")
     assert rest[:-2] == events[8:-2]
     assert rest[-2:] != events[-2:]

@@ -106,10 +106,10 @@ def test_what_is_newer_and_does_not_count_is_told_in_one_line(tmp_path: Path) ->
         run(tmp_path / str(number), 2.0 + number, kind, task)
     run(tmp_path / "none", 7.0).unlink()
     damaged = cut(run(tmp_path / "damaged", 8.0))
-    with pytest.warns(UserWarning, match="passed over") as told:
+    with pytest.warns(UserWarning, match="skipped") as told:
         assert find_checkpoint("last", tmp_path, task="train") == mine
     (line,) = [str(each.message) for each in told if "ckpt_path=last" in str(each.message)]
-    assert line.startswith(f"ckpt_path=last means {mine}; passed over: {damaged} is ")
+    assert line.startswith(f"ckpt_path=last means {mine}; skipped: {damaged} is ")
     assert line.endswith("; none, which holds no checkpoint")
 
 
@@ -118,7 +118,7 @@ def test_where_there_is_none_it_says_what_is_there(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match=f"^{nothing}; jobs of sweeps go by their directories$"):
         find_checkpoint("last", tmp_path)
     last = cut(run(tmp_path / "run", 1.0))
-    with pytest.raises(PolicyError, match=rf"^{nothing}; passed over: {last} is "):
+    with pytest.raises(PolicyError, match=rf"^{nothing}; skipped: {last} is "):
         find_checkpoint("last", tmp_path)
 
 
@@ -133,7 +133,7 @@ def test_of_a_directory_the_one_named_last_counts_then_the_one_furthest_in_train
     assert find_checkpoint(str(tmp_path), tmp_path) == last
     for path in tmp_path.glob("last*"):
         cut(path)
-    with pytest.warns(UserWarning, match="^ckpt_path: passed over: .*last-v1.ckpt is .*last.ckpt is "):
+    with pytest.warns(UserWarning, match="^ckpt_path: skipped: .*last-v1.ckpt is .*last.ckpt is "):
         assert find_checkpoint(str(tmp_path), tmp_path) == far
     assert find_checkpoint(str(near), tmp_path) == near
 
@@ -177,7 +177,7 @@ def test_a_directory_of_shards_is_refused_or_passed_over(tmp_path: Path) -> None
     dcp.save({"state_dict": nn.Linear(1, 1).state_dict()}, checkpoint_id=shards, no_dist=True)
     with pytest.raises(PolicyError, match=r"last\.ckpt is a directory, .* dcp_to_torch DIRECTORY FILE"):
         find_checkpoint(str(shards), tmp_path)
-    with pytest.warns(UserWarning, match=r"passed over: .*last\.ckpt is a directory"):
+    with pytest.warns(UserWarning, match=r"skipped: .*last\.ckpt is a directory"):
         assert find_checkpoint(str(tmp_path), tmp_path) == good
     dcp_to_torch_save(shards, tmp_path / "file.ckpt")
     assert read_checkpoint(tmp_path / "file.ckpt")["state_dict"].keys() == {"weight", "bias"}
