@@ -17,8 +17,8 @@ from gradpolicy.flow.bound_rule import BoundRule
 from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
 from gradpolicy.flow.operation_rule import as_floating_point
 from gradpolicy.flow.operations import as_rule, is_operation, name_of
+from gradpolicy.flow.policy_report import ReportRow
 from gradpolicy.flow.rule_state import RuleState
-from gradpolicy.flow.seen import Seen
 from gradpolicy.flow.tracing import in_transform, is_compiling, runs_while_tracing
 from gradpolicy.rules.registry import Call, Rule, RuleFunction
 
@@ -69,7 +69,7 @@ def apply(
     state = RuleState(forward_name(forward), replacing_rule("apply", rule), has_own_gradient=False)
     bound_rule = BoundRule(state, f"forward {state.name!r}")
     if not is_compiling():
-        Seen.uses += 1
+        ReportRow.uses += 1
     inputs = tensors_in((args, kwargs))
     watches = torch.is_grad_enabled() and not in_transform()
     with torch.no_grad():

@@ -22,6 +22,7 @@ from gradpolicy.flow.autograd_functions import (
 from gradpolicy.flow.bound_rule import BoundRule
 from gradpolicy.flow.containers import classes_that_hide_tensors, map_tensors, replace_at, tensors_in
 from gradpolicy.flow.locations import RulePlacement, place_at
+from gradpolicy.flow.policy_report import Outcome
 from gradpolicy.flow.rule_state import RuleState
 from gradpolicy.flow.tracing import in_transform
 from gradpolicy.rules.registry import Call
@@ -89,7 +90,7 @@ class Boundary:
     def _note_untouched(self, due: DueRules, passed: Collection[str]) -> None:
         for rule, _ in due:
             if rule.state.name not in passed:
-                rule.state.note("without_gradient", self.location)
+                rule.state.note(self.location, Outcome.WITHOUT_GRADIENT)
 
     def _cross(self, values: Any, rules: Sequence[BoundRule], crossed: list, passed: set[str]) -> Any:
         """Return values with rules on their tensors, and add the policies' names to ``passed``."""
@@ -106,7 +107,7 @@ class Boundary:
         result = tensor
         for bound_rule in rules:
             state = bound_rule.state
-            state.note("matched", self.location)
+            state.note(self.location, Outcome.ACTED)
             passed.add(state.name)
             # The compiler cannot trace in-place changes of an alias. A copy is free in compiled code.
             value = result.clone() if torch.compiler.is_compiling() else result
@@ -117,7 +118,7 @@ class Boundary:
     def _note_hidden_tensors(self, values: Any, rules: Iterable[BoundRule]) -> None:
         for name in sorted(classes_that_hide_tensors(values)):
             for bound_rule in rules:
-                bound_rule.state.note_opaque(
+                bound_rule.state.row.note_opaque(
                     f"{name} at {self.location}",
                     "tensors are found in tuples, lists, dicts and dataclasses; those in it pass with the "
                     "plain gradient",
@@ -211,11 +212,11 @@ class ThroughRule:
     def _note(self, inputs: Iterable[Tensor]) -> None:
         """Record the call. If no input requires a gradient, the rule is not called, but the path is cut."""
         if self.state.detaches or any(may_have_gradient(tensor) for tensor in inputs):
-            self.state.note("matched", self.location)
+            self.state.note(self.location, Outcome.ACTED)
             return
-        self.state.note("without_gradient", self.location)
+        self.state.note(self.location, Outcome.WITHOUT_GRADIENT)
         if not self.keeps_own:
-            self.state.note("matched", f"{self.location}, cut off")
+            self.state.note(f"{self.location}, cut off", Outcome.ACTED)
 
     def _map_outputs(self, result: Any, change: Callable[[Tensor], Tensor]) -> Any:
         """Return a result with the tensors in the policy's outputs replaced.

@@ -22,6 +22,7 @@ from gradpolicy.flow.bound_rule import BoundRule
 from gradpolicy.flow.containers import tensors_in
 from gradpolicy.flow.operation_tables import Function
 from gradpolicy.flow.operations import name_of, resolve_operation, spelling_of
+from gradpolicy.flow.policy_report import Outcome
 from gradpolicy.flow.rule_state import RuleState
 from gradpolicy.flow.tracing import in_transform, is_traced, without_modes
 from gradpolicy.rules.routing import is_differentiable
@@ -87,7 +88,7 @@ class GradientPath:
         for origin in self.origins:
             if not origin.is_counted:
                 origin.is_counted = True
-                origin.state.note("matched", origin.operation)
+                origin.state.note(origin.operation, Outcome.ACTED)
 
 
 def is_discrete(value: Any) -> bool:
@@ -130,7 +131,7 @@ def start_path(
     else:
         values = F.one_hot(result, classes).to(dtype)
     path = replace_gradient(bound_rule, values, inputs)
-    bound_rule.state.note("discrete", operation)
+    bound_rule.state.note(operation, Outcome.DISCRETE)
     origin = Origin(bound_rule.state, operation)
     return set_path(result, GradientPath(path, (origin,), is_index=classes is not None))
 

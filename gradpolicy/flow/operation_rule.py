@@ -26,6 +26,7 @@ from gradpolicy.flow.carrying import GradientPath, Origin, floating_dtype, is_di
 from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
 from gradpolicy.flow.operation_tables import OPAQUE_CALLS, Function
 from gradpolicy.flow.operations import Operation
+from gradpolicy.flow.policy_report import Outcome
 from gradpolicy.flow.rule_state import RuleState
 from gradpolicy.flow.tracing import in_transform, without_modes
 from gradpolicy.rules.registry import Call
@@ -93,7 +94,7 @@ class OperationRule:
             inputs = self._named_inputs(function, args, kwargs, inputs)
         native = NativeCall(function, args, kwargs, inputs, module, others)
         if not _need_gradient(inputs):
-            self.state.note("without_gradient", self.name)
+            self.state.note(self.name, Outcome.WITHOUT_GRADIENT)
             return native.run()
         # An outer override of the same operation must not act on this call too.
         with without_modes():
@@ -128,7 +129,7 @@ class OperationRule:
             return self._filtered(native.run(), native.inputs)
         detached, target = native.mapped(Tensor.detach), native.target
         if self.state.detaches:
-            self.state.note("matched", self.name)
+            self.state.note(self.name, Outcome.ACTED)
             return detached.run()
         with torch.no_grad():
             values = detached.run()
@@ -139,9 +140,9 @@ class OperationRule:
     def _filtered(self, result: Any, inputs: Sequence[Any] = ()) -> Any:
         """Return the result of the native operation with the rule's filter before its node."""
         if not _has_gradient(result):
-            self.state.note("without_gradient", self.name)
+            self.state.note(self.name, Outcome.WITHOUT_GRADIENT)
             return result
-        self.state.note("matched", self.name)
+        self.state.note(self.name, Outcome.ACTED)
         node = result.grad_fn if isinstance(result, Tensor) and not in_transform() else None
         # If the operation returned its input, the node belongs to another operation.
         if node is None or result._is_view() or any(one is result for one in inputs):
@@ -194,9 +195,9 @@ class OperationRule:
         if result is None:
             raise PolicyError(f"operation {self.name!r} gives no result, and a rule cannot be put on it")
         if not (self.state.detaches or _has_gradient(result)):
-            self.state.note("without_gradient", self.name)
+            self.state.note(self.name, Outcome.WITHOUT_GRADIENT)
             return result
-        self.state.note("matched", self.name)
+        self.state.note(self.name, Outcome.ACTED)
         if "output" in bound_rule.reads and not self.state.detaches:
             outputs += [map_tensors(Tensor.detach, result), result._version]
         return result
@@ -205,7 +206,7 @@ class OperationRule:
         """Return values with the rule's gradient, or a discrete tensor with a gradient path."""
         if is_discrete(values):
             return start_path(bound_rule, self.name, values, inputs)
-        self.state.note("matched", self.name)
+        self.state.note(self.name, Outcome.ACTED)
         result = replace_gradient(bound_rule, values, inputs)
         if isinstance(result, tuple):
             # The indices of topk and sort give a warning where they become floating-point.
@@ -227,7 +228,7 @@ class OperationRule:
         """Return an index into categories. Its rule gets the one-hot code, and the scores as the input."""
         index: Tensor = native.run()
         if self.state.detaches:
-            self.state.note("matched", self.name)
+            self.state.note(self.name, Outcome.ACTED)
             return index
         scores = _SCORES[self.name](index, *native.args, **native.kwargs)
         if self.name == "categorical" and self.state.rule.name in OF_LOGITS:
@@ -306,7 +307,7 @@ class OpaqueCall:
     ) -> Any:
         """Call the function, and record the call if gradients are enabled."""
         if torch.is_grad_enabled():
-            self.state.note_opaque(self.name, self.reason)
+            self.state.row.note_opaque(self.name, self.reason)
         return NativeCall(function, args, kwargs, [], module, others).run()
 
 

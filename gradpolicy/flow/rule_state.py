@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.locations import RulePlacement
-from gradpolicy.flow.seen import Seen
+from gradpolicy.flow.policy_report import Forward, Outcome, ReportRow
 from gradpolicy.flow.tracing import is_compiling
 from gradpolicy.rules.registry import Rule, keyword_names
 from gradpolicy.when import When
@@ -22,6 +22,7 @@ class RuleState:
         name: The name of the policy, or of the operation.
         rule: The rule. Callables among its parameters are schedules.
         policy: The policy. If None, the rule is always active.
+        row: The row of the report in which the rule's use is counted; by default a new one.
         has_own_gradient: True if the operation has a gradient of its own, which the rule's filter can change.
             Otherwise the rule's function returns the gradient.
     """
@@ -32,6 +33,7 @@ class RuleState:
         rule: Rule,
         policy: RulePlacement | None = None,
         *,
+        row: ReportRow | None = None,
         has_own_gradient: bool = True,
     ) -> None:
         self.name = name
@@ -56,51 +58,52 @@ class RuleState:
             for key, value in self.rule.parameters.items()
             if isinstance(value, Tensor) and (value.requires_grad or value.dim() == 0)
         )
-        self.seen = Seen()
-        # Set at every run of compiled code, unlike what is in `seen`: blocks share compiled code, and each
+        self.row = ReportRow(name) if row is None else row
+        # The number of calls of each operation in the current forward, for policies with `calls=`; None
+        # outside of the forward.
+        self.call_counts: dict[str, int | None] = {}
+        # Set at every run of compiled code, unlike counts of the row: blocks share compiled code, and each
         # needs to know if its rule acted there. A set or dict of names would make the compiler recompile.
         self.acted_in_compiled_code = False
 
-    def note(self, kind: str, item: Any, warning: str = "") -> None:
-        """Add an item to a field of the record, and give a warning if it is new there."""
+    def note(self, place: str, outcome: Outcome) -> None:
+        """Count an outcome at a place."""
         is_traced = is_compiling()
-        self.seen.add(kind, item, warning, is_traced)
-        if is_traced and self.policy is None and kind == "matched":
+        self.row.note(place, outcome, is_traced)
+        if is_traced and self.policy is None and outcome is Outcome.ACTED:
             self.acted_in_compiled_code = True
 
     def note_forward(self) -> None:
         """Record that a forward pass with gradients runs."""
-        self.note("forward", "on" if self.active else "off")
+        self.row.note_forward(Forward.ON if self.active else Forward.OFF)
+        if is_compiling():
+            self.row.note_forward(Forward.COMPILED)
 
     def note_lost(self, operation: str, function: str, is_index: bool) -> None:
         """Warn once that a function lost the gradient of an operation's discrete result."""
         policy = f"policy {self.name!r}: " if self.policy is not None else ""
-        self.note("lost", (operation, function), policy + _lost_message(operation, function, is_index))
-
-    def note_opaque(self, call: str, reason: str) -> None:
-        """Record, and warn once, that the rule cannot act on operations within a call."""
-        self.note("opaque", (call, reason), f"policy {self.name!r} cannot see into {call}: {reason}")
+        self.row.note_lost(operation, function, policy + _lost_message(operation, function, is_index))
 
     def measure(self, before: Any, after: Iterable[Tensor | None]) -> None:
         """Measure gradients before and after the rule, in eager mode only."""
-        if not is_compiling() and self.seen.norms is not None:
-            self.seen.norms.measure(before, after)
+        if not is_compiling() and self.row.norms is not None:
+            self.row.norms.measure(before, after)
 
     def count_call(self, operation: str) -> bool:
         """Count a call of an operation, and return True if the rule applies to it."""
         if not self.calls:
             return True
-        number = self.seen.calls.get(operation)
+        number = self.call_counts.get(operation)
         if number is None:
             return False
-        self.seen.calls[operation] = number + 1
+        self.call_counts[operation] = number + 1
         return number in self.calls
 
     def acts_at(self, place: str) -> bool:
         """Return True if the rule acts at a place of a module in this call; otherwise record the reason."""
         if self.active and torch.is_grad_enabled():
             return True
-        self.note("without_gradient" if self.active else "off", place)
+        self.note(place, Outcome.WITHOUT_GRADIENT if self.active else Outcome.OFF)
         return False
 
     def update(self, phase: str, step: int, epoch: int) -> None:
@@ -141,13 +144,13 @@ class CallScope:
         Raises:
             PolicyError: If an operation ran less often than ``calls=`` requires.
         """
-        outer = [state.seen.calls.get(operation) for state, operation in self.counted]
+        outer = [state.call_counts.get(operation) for state, operation in self.counted]
         for state, operation in self.counted:
-            state.seen.calls[operation] = 0
+            state.call_counts[operation] = 0
         try:
             result = forward(args, kwargs)
             for state, operation in self.counted:
-                count = state.seen.calls[operation] or 0
+                count = state.call_counts[operation] or 0
                 if state.active and count <= max(state.calls):
                     times = "once" if count == 1 else f"{count} times"
                     raise PolicyError(
@@ -157,7 +160,7 @@ class CallScope:
             return result
         finally:
             for (state, operation), before in zip(self.counted, outer, strict=True):
-                state.seen.calls[operation] = before
+                state.call_counts[operation] = before
 
 
 def _lost_message(operation: str, function: str, is_index: bool) -> str:

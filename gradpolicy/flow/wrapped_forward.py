@@ -296,7 +296,7 @@ class WrappedForward:
             with InstallMode(session, table) as mode:
                 result = self._run_in_mode(mode, args, kwargs)
             if not in_transform():
-                note_taken({name for state in session.states for name in state.seen.matched})
+                note_taken({name for state in session.states for name in state.row.matched})
             return result
         outer_table, mode.table = mode.table, table
         try:
