@@ -12,9 +12,9 @@ from torch.overrides import TorchFunctionMode
 
 from gradpolicy.errors import PolicyError, shown, warn_user
 from gradpolicy.flow.arguments import arguments_of
-from gradpolicy.flow.autograd_functions import replace_gradient
 from gradpolicy.flow.bound_rule import BoundRule
 from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
+from gradpolicy.flow.edges import replace
 from gradpolicy.flow.operation_rule import as_floating_point
 from gradpolicy.flow.operations import as_rule, is_operation, name_of
 from gradpolicy.flow.policy_report import ReportRow
@@ -78,7 +78,7 @@ def apply(
             values = run_forward(forward, plain_args, plain_kwargs, numpy)
         if bound_rule.takes_call:
             bound_rule = bound_rule.for_call(call_of(forward, plain_args, plain_kwargs))
-    return replace_gradient(bound_rule, as_floating_point(values, inputs), inputs)
+    return replace(bound_rule, as_floating_point(values, inputs), inputs)
 
 
 class WatchForward(TorchFunctionMode):

@@ -6,21 +6,20 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.flow.arguments import Argument, Signature
-from gradpolicy.flow.autograd_functions import (
-    AddPath,
-    AdoptHistory,
-    insert_rule,
-    may_have_gradient,
-    replace_gradient,
-    run_function,
-)
 from gradpolicy.flow.bound_rule import BoundRule
 from gradpolicy.flow.containers import classes_that_hide_tensors, map_tensors, replace_at, tensors_in
+from gradpolicy.flow.edges import (
+    AdoptHistory,
+    alias_of,
+    insert_rule,
+    join,
+    may_have_gradient,
+    replace,
+)
 from gradpolicy.flow.locations import RulePlacement, place_at
 from gradpolicy.flow.policy_report import Outcome
 from gradpolicy.flow.rule_state import RuleState
@@ -203,11 +202,11 @@ class ThroughRule:
             raise self._error("gives no floating-point output that could have a gradient")
         replaced: list[Tensor] = []
 
-        def replace(tensor: Tensor) -> Tensor:
+        def put_on(tensor: Tensor) -> Tensor:
             replaced.append(self._replaced(tensor, inputs, bound_rule))
             return replaced[-1]
 
-        return self._map_outputs(result, replace), replaced
+        return self._map_outputs(result, put_on), replaced
 
     def _note(self, inputs: Iterable[Tensor]) -> None:
         """Record the call. If no input requires a gradient, the rule is not called, but the path is cut."""
@@ -245,9 +244,9 @@ class ThroughRule:
         # Such a rule passes the gradient of the output, changed or not, to a single input.
         if self.state.rule.each:
             self._check_input(tensor, inputs)
-        ruled = replace_gradient(bound_rule, tensor.detach(), inputs)
+        ruled = replace(bound_rule, tensor.detach(), inputs)
         if self.keeps_own and tensor.requires_grad:
-            return run_function(AddPath, tensor, ruled, None)
+            return join(tensor, ruled)
         return ruled
 
     def _check_input(self, tensor: Tensor, inputs: list[Tensor]) -> None:
@@ -332,25 +331,10 @@ class Through:
             raise self.rules[0]._error("writes to its input in place, which inside='own' does not allow")
 
 
-class FeedInput(Function):
-    """An alias of an input, whose gradient is passed to the input or stopped."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, cuts: bool) -> Tensor:
-        """Return the alias."""
-        ctx.cuts = cuts
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        """Pass the gradient to the input, unless the alias cuts the graph."""
-        return None if ctx.cuts else grad, None
-
-
 def _fed(tensor: Tensor, cuts: bool) -> Tensor:
     """Return an alias of an input, which the forward may modify in place; optionally stop its gradient."""
     if not in_transform():
-        return FeedInput.apply(tensor, cuts)
+        return alias_of(tensor, cut=cuts)
     if cuts:
         return tensor.detach()
     # The compiler cannot trace in-place changes of an alias. A copy is free in compiled code.

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradpolicy.flow.autograd_functions import AddPath, replace_gradient, run_function
 from gradpolicy.flow.bound_rule import BoundRule
 from gradpolicy.flow.containers import tensors_in
+from gradpolicy.flow.edges import join, replace, scaled
 from gradpolicy.flow.operation_tables import Function
 from gradpolicy.flow.operations import name_of, resolve_operation, spelling_of
 from gradpolicy.flow.policy_report import Outcome
@@ -28,10 +28,6 @@ from gradpolicy.flow.tracing import in_transform, is_traced, without_modes
 from gradpolicy.rules.routing import is_differentiable
 
 _NAME = "_gradpolicy_path"
-
-# True once any tensor has a path. Until then calls need not search their arguments. Global, since a path
-# belongs to a tensor, which any mode on any thread may get as an argument.
-any_path = [False]
 
 
 @dataclass(eq=False)
@@ -130,7 +126,7 @@ def start_path(
         values = result.to(dtype)
     else:
         values = F.one_hot(result, classes).to(dtype)
-    path = replace_gradient(bound_rule, values, inputs)
+    path = replace(bound_rule, values, inputs)
     bound_rule.state.note(operation, Outcome.DISCRETE)
     origin = Origin(bound_rule.state, operation)
     return set_path(result, GradientPath(path, (origin,), is_index=classes is not None))
@@ -139,7 +135,6 @@ def start_path(
 def set_path(tensor: Tensor, path: GradientPath) -> Tensor:
     """Attach a path to a discrete tensor, and return the tensor."""
     if not is_traced():
-        any_path[0] = True
         path.version = tensor._version
     setattr(tensor, _NAME, path)
     return tensor
@@ -241,17 +236,15 @@ def _lose(paths: list[GradientPath], function: Function, result: Any, changed: t
                 path.note_lost(name)
 
 
-def _follow(result: Any, tensor: Any, paths: Iterable[GradientPath], slope: Tensor | None = None) -> Any:
+def _follow(result: Any, tensor: Any, paths: Iterable[GradientPath]) -> Any:
     """Attach a path to a discrete result, or the path's gradient to a floating-point result."""
     if is_discrete(result):
         origins = tuple(dict.fromkeys(origin for path in paths for origin in path.origins))
         is_index = any(path.is_index for path in paths)
-        return set_path(
-            result, GradientPath(tensor if slope is None else tensor * slope, origins, is_index=is_index)
-        )
+        return set_path(result, GradientPath(tensor, origins, is_index=is_index))
     for path in paths:
         path.note_carried()
-    return run_function(AddPath, result, tensor, slope)
+    return join(result, tensor)
 
 
 def _move(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -357,7 +350,7 @@ def _in_floating_point(operand: Any, dtype: torch.dtype) -> Any:
     if path is None:
         return operand
     path.note_carried()
-    return run_function(AddPath, operand.detach().to(dtype), path.tensor, None)
+    return join(operand.detach().to(dtype), path.tensor)
 
 
 def _choose(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -377,7 +370,7 @@ def _choose(call: Call, function: Function, args: tuple, kwargs: Mapping[str, An
             return NotImplemented
         like = result if result.is_floating_point() else path.tensor
         slope = _detached(chosen, like) - _detached(otherwise, like)
-        return _follow(result, path.tensor.expand(result.shape), [path], slope)
+        return _follow(result, scaled(path.tensor.expand(result.shape), slope.expand(result.shape)), [path])
 
 
 def _detached(value: Any, like: Tensor) -> Tensor:

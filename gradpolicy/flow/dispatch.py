@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.flow.carrying import any_path, carry, paths_in
+from gradpolicy.flow.carrying import carry, paths_in
 from gradpolicy.flow.operation_rule import OpaqueCall, TableRule
 from gradpolicy.flow.operation_tables import Function
 from gradpolicy.flow.tracing import (
@@ -81,8 +81,7 @@ class DispatchMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if is_traced():
             func = as_in_tables(func)
-        # In compiled code the search is free.
-        if (is_traced() or any_path[0]) and (paths := paths_in(args, kwargs)):
+        if paths := paths_in(args, kwargs):
             return carry(self._call, func, args, kwargs, paths)
         return self._call(func, args, kwargs)
 

@@ -6,8 +6,9 @@ node, which costs less than an autograd Function in Python; a node after it wher
 replace the gradient.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,14 +17,14 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.flow.arguments import arguments_of, in_order_of_parameters
-from gradpolicy.flow.autograd_functions import (
-    change_own_gradients,
-    insert_rule,
-    replace_gradient,
-)
 from gradpolicy.flow.bound_rule import BoundRule
 from gradpolicy.flow.carrying import GradientPath, Origin, floating_dtype, is_discrete, set_path, start_path
 from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
+from gradpolicy.flow.edges import (
+    insert_rule,
+    replace,
+    tap,
+)
 from gradpolicy.flow.operation_tables import OPAQUE_CALLS, Function
 from gradpolicy.flow.operations import Operation
 from gradpolicy.flow.policy_report import Outcome
@@ -180,7 +181,7 @@ class OperationRule:
         if self.state.detaches:
             changed = [tensor.detach() for tensor in native.inputs]
         else:
-            changed = change_own_gradients(bound_rule, native.inputs, outputs)
+            changed = tap(bound_rule, native.inputs, outputs)
         left = list(zip(native.inputs, changed, strict=True))
 
         def replacement(tensor: Tensor) -> Tensor:
@@ -207,7 +208,7 @@ class OperationRule:
         if is_discrete(values):
             return start_path(bound_rule, self.name, values, inputs)
         self.state.note(self.name, Outcome.ACTED)
-        result = replace_gradient(bound_rule, values, inputs)
+        result = replace(bound_rule, values, inputs)
         if isinstance(result, tuple):
             # The indices of topk and sort give a warning where they become floating-point.
             lost = GradientPath(None, (Origin(self.state, self.name),), is_index=True)
@@ -271,7 +272,7 @@ class NativeCall:
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "NativeCall":
         """Return the call with each tensor of its arguments replaced."""
         args, kwargs = map_tensors(change, (self.args, dict(self.kwargs)))
-        return replace(self, args=args, kwargs=kwargs)
+        return dataclasses.replace(self, args=args, kwargs=kwargs)
 
 
 class OpaqueCall:

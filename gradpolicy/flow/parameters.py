@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.flow.autograd_functions import insert_rule
 from gradpolicy.flow.bound_rule import BoundRule
+from gradpolicy.flow.edges import insert_rule
 from gradpolicy.flow.policy_report import Outcome
 from gradpolicy.flow.rule_state import RuleState
 from gradpolicy.flow.tracing import in_transform

@@ -1,4 +1,8 @@
-"""Autograd Functions that put rules into the graph.
+"""The two edges that put rules into the graph: :func:`replace` and :func:`tap`.
+
+``replace`` gives values, of an operation, a module or any function, the gradient of a rule; if the values are
+the tensor itself (:func:`insert_rule`), the rule acts on the gradient that passes it. ``tap`` gives an
+operation its inputs with the rule on what the operation's own backward returns for them.
 
 They work under ``torch.compile`` and ``torch.func``, but not under forward-mode differentiation
 (``torch.func.jvp``, ``jacfwd``), which torch refuses: a rule maps the gradient of the output to the gradient
@@ -19,7 +23,7 @@ from gradpolicy.flow.tracing import in_functorch, in_transform, is_compiling, sk
 from gradpolicy.rules.routing import is_differentiable
 
 
-class ReplaceGradient(Function):
+class Replaced(Function):
     """Attaches the gradient of a rule to values that were computed without a graph."""
 
     generate_vmap_rule = True
@@ -70,7 +74,7 @@ class ReplaceGradient(Function):
         return (None, None, *[None] * ctx.count, *gradients)
 
 
-class ChangeOwnGradients(Function):
+class Tapped(Function):
     """A node between an operation and its inputs that modifies the operation's own gradients.
 
     There is one node for all inputs, so the rule gets all gradients at once.
@@ -127,35 +131,38 @@ class ChangeOwnGradients(Function):
         return (None, None, None, *gradients)
 
 
-class AddPath(Function):
-    """Adds a second gradient path to values: it gets ``slope · grad``, with 0 · infinity = 0.
+class Wire:
+    """Stands for a rule in :class:`Replaced`: every input gets the gradient as it is, or none does."""
 
-    The values' own gradient, if they have one, is unchanged.
-    """
+    reads = ()
 
-    generate_vmap_rule = True
+    def __init__(self, passes: bool) -> None:
+        self.passes = passes
 
-    @staticmethod
-    def forward(values: Tensor, path: Tensor, slope: Tensor | None) -> Tensor:
-        """Return the values."""
-        return values.detach()
+    def gradients(
+        self, grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Return the gradient for each input, in its dtype."""
+        return [grad.to(tensor.dtype) if self.passes else None for tensor in inputs]
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        """Save the slope."""
-        _, path, slope = inputs
-        ctx.dtype, ctx.has_slope = path.dtype, slope is not None
-        if slope is not None:
-            ctx.save_for_backward(slope)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        """Pass the gradient to the values and to the path."""
-        gradient = grad
-        if ctx.has_slope:
-            (slope,) = ctx.saved_tensors
-            gradient = torch.where(grad == 0, torch.zeros_like(grad), grad * slope)
-        return grad, gradient.to(ctx.dtype), None
+_PASS, _CUT = Wire(True), Wire(False)
+
+
+class SafeProduct:
+    """Stands for a rule in :class:`Replaced`: a path gets ``grad · slope``, with 0 · infinity = 0."""
+
+    reads = ("inputs",)
+
+    def gradients(
+        self, grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Return the gradient for the first input, in its dtype."""
+        path, slope = inputs
+        return [torch.where(grad == 0, torch.zeros_like(grad), grad * slope).to(path.dtype), None]
+
+
+_SAFE_PRODUCT = SafeProduct()
 
 
 class AdoptHistory(Function):
@@ -201,7 +208,7 @@ def run_function(function: type[Function], *args: Any) -> Any:
     return super(Function, function).apply(*args)  # type: ignore[misc]
 
 
-def replace_gradient(bound_rule: BoundRule, values: Any, inputs: Sequence[Tensor]) -> Any:
+def replace(bound_rule: BoundRule, values: Any, inputs: Sequence[Tensor]) -> Any:
     """Attach the gradient of a rule to a value, or to the floating-point values of a tuple.
 
     Args:
@@ -219,21 +226,21 @@ def replace_gradient(bound_rule: BoundRule, values: Any, inputs: Sequence[Tensor
         # Without gradients there is nothing to do, and the compiler mishandles Functions of several tensors.
         return values
     if isinstance(values, Tensor):
-        return run_function(ReplaceGradient, bound_rule, 1, values, *inputs)
+        return run_function(Replaced, bound_rule, 1, values, *inputs)
     if not isinstance(values, tuple | list):
         raise PolicyError(f"cannot put a rule on a result of type {type(values).__name__}")
     indices = [index for index, value in enumerate(values) if is_differentiable(value)]
     if not indices:
         return values
     floating = [values[index] for index in indices]
-    found = run_function(ReplaceGradient, bound_rule, len(indices), *floating, *inputs)
+    found = run_function(Replaced, bound_rule, len(indices), *floating, *inputs)
     results = list(values)
     for index, result in zip(indices, found if len(indices) > 1 else (found,), strict=True):
         results[index] = result
     return rebuilt_sequence(values, results)
 
 
-def change_own_gradients(bound_rule: BoundRule, inputs: Sequence[Tensor], outputs: list) -> list[Tensor]:
+def tap(bound_rule: BoundRule, inputs: Sequence[Tensor], outputs: list) -> list[Tensor]:
     """Return the inputs for a call of an operation whose own gradients a rule modifies.
 
     Args:
@@ -267,7 +274,7 @@ def change_own_gradients(bound_rule: BoundRule, inputs: Sequence[Tensor], output
     if is_compiling():
         # For a view of an input the compiler would return a tensor without a gradient.
         inputs = [tensor.clone() if place in places else tensor for place, tensor in enumerate(inputs)]
-    changed = run_function(ChangeOwnGradients, bound_rule, outputs, tuple(places), *inputs)
+    changed = run_function(Tapped, bound_rule, outputs, tuple(places), *inputs)
     for place, tensor in zip(places, changed if len(places) > 1 else (changed,), strict=True):
         found[place] = tensor
     return found
@@ -278,8 +285,23 @@ def insert_rule(bound_rule: BoundRule, values: Any) -> Any:
     if isinstance(values, Tensor):
         if not is_differentiable(values):
             return values
-        return replace_gradient(bound_rule, values.detach(), [values])
+        return replace(bound_rule, values.detach(), [values])
     return rebuilt_sequence(values, [insert_rule(bound_rule, value) for value in values])
+
+
+def alias_of(tensor: Tensor, *, cut: bool = False) -> Tensor:
+    """Return an alias of a tensor that needs a gradient; its gradient passes to the tensor unless ``cut``."""
+    return run_function(Replaced, _CUT if cut else _PASS, 1, tensor.detach(), tensor)
+
+
+def join(values: Tensor, path: Tensor) -> Tensor:
+    """Return values whose gradient goes to them and to a path of their shape."""
+    return run_function(Replaced, _PASS, 1, values.detach(), values, path)
+
+
+def scaled(path: Tensor, slope: Tensor) -> Tensor:
+    """Return a path whose gradient is multiplied by a slope, with 0 · infinity = 0."""
+    return run_function(Replaced, _SAFE_PRODUCT, 1, path.detach(), path, slope)
 
 
 @skip_alone
