@@ -12,13 +12,12 @@ from torch.overrides import TorchFunctionMode
 
 from gradpolicy.errors import PolicyError, shown, warn_user
 from gradpolicy.flow.arguments import arguments_of
-from gradpolicy.flow.bound_rule import BoundRule
+from gradpolicy.flow.bound_rule import BoundRule, RuleState
 from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
 from gradpolicy.flow.edges import replace
 from gradpolicy.flow.operation_rule import as_floating_point
 from gradpolicy.flow.operations import as_rule, is_operation, name_of
 from gradpolicy.flow.policy_report import ReportRow
-from gradpolicy.flow.rule_state import RuleState
 from gradpolicy.flow.tracing import in_transform, is_compiling, runs_while_tracing
 from gradpolicy.rules.registry import Call, Rule, RuleFunction
 

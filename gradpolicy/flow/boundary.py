@@ -10,7 +10,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.flow.arguments import Argument, Signature
-from gradpolicy.flow.bound_rule import BoundRule
+from gradpolicy.flow.bound_rule import BoundRule, RuleState
 from gradpolicy.flow.containers import classes_that_hide_tensors, map_tensors, replace_at, tensors_in
 from gradpolicy.flow.edges import (
     AdoptHistory,
@@ -22,7 +22,6 @@ from gradpolicy.flow.edges import (
 )
 from gradpolicy.flow.locations import RulePlacement, place_at
 from gradpolicy.flow.policy_report import Outcome
-from gradpolicy.flow.rule_state import RuleState
 from gradpolicy.flow.tracing import in_transform
 from gradpolicy.rules.registry import Call
 from gradpolicy.rules.routing import is_differentiable

@@ -17,13 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradpolicy.flow.bound_rule import BoundRule
+from gradpolicy.flow.bound_rule import BoundRule, RuleState
 from gradpolicy.flow.containers import tensors_in
 from gradpolicy.flow.edges import join, replace, scaled
 from gradpolicy.flow.operation_tables import Function
 from gradpolicy.flow.operations import name_of, resolve_operation, spelling_of
 from gradpolicy.flow.policy_report import Outcome
-from gradpolicy.flow.rule_state import RuleState
 from gradpolicy.flow.tracing import in_transform, is_traced, without_modes
 from gradpolicy.rules.routing import is_differentiable
 

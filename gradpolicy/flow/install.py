@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from gradpolicy.display import Displayed
 from gradpolicy.errors import PolicyError, shown, unknown
 from gradpolicy.flow.arguments import Argument, Signature
+from gradpolicy.flow.bound_rule import RuleState
 from gradpolicy.flow.boundary import Boundary, Through, ThroughRule
-from gradpolicy.flow.dispatch import DispatchTable
+from gradpolicy.flow.checkpoints import InstallSession
 from gradpolicy.flow.locations import Locations, RulePlacement, describe_location, find_locations, place_at
-from gradpolicy.flow.operation_rule import rules_for
+from gradpolicy.flow.operation_rule import DispatchTable, rules_for
 from gradpolicy.flow.operations import name_of
 from gradpolicy.flow.parameters import ParameterRules
 from gradpolicy.flow.policy_checks import check_cuts, check_policies, is_cut
@@ -28,8 +29,7 @@ from gradpolicy.flow.policy_report import (
     report_unmet,
     warn_or_raise,
 )
-from gradpolicy.flow.rule_state import CallScope, RuleState
-from gradpolicy.flow.wrapped_forward import InstallSession, WrappedForward
+from gradpolicy.flow.wrapped_forward import CallScope, WrappedForward
 from gradpolicy.what_trains import what_trains
 from gradpolicy.where import BOUNDARIES, PLACES, STEP_OPERATIONS, named_parameters, plain_name
 
@@ -274,7 +274,16 @@ class Installed(Displayed):
     def _put_on_module(self, name: str, module: nn.Module, entry_points: EntryPoints) -> None:
         table = self._table(module)
         at_module = [placed for placed in self._placed.values() if id(module) in placed.locations.boundaries]
-        parameter_rules = self._rules_on_parameters(module)
+        # Shared parameters have their rules in the first module.
+        on_parameters = {
+            attribute: self._on_parameters.pop(id(parameter), ())
+            for attribute, parameter in module._parameters.items()
+        }
+        parameter_rules = [
+            ParameterRules(rules[0][0], module, attribute, [state for _, state in rules])
+            for attribute, rules in on_parameters.items()
+            if rules
+        ]
         # The model itself is always wrapped, to track its forward passes.
         if name and table is None and not at_module and not parameter_rules:
             return
@@ -301,7 +310,7 @@ class Installed(Displayed):
                 entering=entering,
                 leaving=leaving,
                 through=Through(through) if through else None,
-                scope=self._scope(name, module),
+                scope=_scope(self._placed.values(), name, module),
                 parameter_rules=parameter_rules,
                 signature=Signature.of(forward) if needs_call else None,
             )
@@ -318,28 +327,6 @@ class Installed(Displayed):
             rules = [rules_for(placed.locations.operations, placed.state) for placed in inside]
             self._tables[names] = DispatchTable(list(itertools.chain(*rules)))
         return self._tables[names]
-
-    def _scope(self, name: str, module: nn.Module) -> CallScope | None:
-        """Return the scope in which calls are counted, if a policy with ``calls=`` matches the module."""
-        counted = [
-            (placed.state, operation.name)
-            for placed in self._placed.values()
-            if placed.state.calls and any(module is one for one in placed.locations.modules.values())
-            for operation in placed.locations.operations
-        ]
-        if not counted:
-            return None
-        return CallScope(f"the forward of module {name!r}" if name else "the forward of the model", counted)
-
-    def _rules_on_parameters(self, module: nn.Module) -> list[ParameterRules]:
-        """Return the rules on a module's own parameters, except shared ones of earlier modules."""
-        found = []
-        for attribute, parameter in module._parameters.items():
-            rules = self._on_parameters.pop(id(parameter), ())
-            if rules:
-                states = [state for _, state in rules]
-                found.append(ParameterRules(rules[0][0], module, attribute, states))
-        return found
 
 
 def deactivate(model: nn.Module, policies: Collection[RulePlacement]) -> None:
@@ -432,6 +419,19 @@ def _note_script_modules(model: nn.Module, locations: Locations, state: RuleStat
         parts = {id(each) for each in module.modules() if each is not module}
         if id(module) not in within and (id(module) in locations.inside or parts & locations.boundaries):
             state.row.note_opaque(f"ScriptModule {name!r}", "what is in it runs outside Python")
+
+
+def _scope(placed: Iterable["Placed"], name: str, module: nn.Module) -> CallScope | None:
+    """Return the scope in which calls are counted, if a policy with ``calls=`` matches the module."""
+    counted = [
+        (each.state, operation.name)
+        for each in placed
+        if each.state.calls and any(module is one for one in each.locations.modules.values())
+        for operation in each.locations.operations
+    ]
+    if not counted:
+        return None
+    return CallScope(f"the forward of module {name!r}" if name else "the forward of the model", counted)
 
 
 def name_policies(policies: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]:

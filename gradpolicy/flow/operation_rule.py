@@ -1,4 +1,4 @@
-"""Calls of operations with a rule: the native forward, with the gradient of the rule.
+"""Calls of operations with a rule: a mode passes them to a rule, which gives the result its gradient.
 
 There are three kinds of rules. One with ``own`` modifies the operation's own gradients: it becomes a node
 between the inputs and the operation. One with a gradient filter becomes a hook on the operation's native
@@ -14,11 +14,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.flow.arguments import arguments_of, in_order_of_parameters
-from gradpolicy.flow.bound_rule import BoundRule
-from gradpolicy.flow.carrying import GradientPath, Origin, floating_dtype, is_discrete, set_path, start_path
+from gradpolicy.flow.bound_rule import BoundRule, RuleState
+from gradpolicy.flow.carrying import (
+    GradientPath,
+    Origin,
+    carry,
+    floating_dtype,
+    is_discrete,
+    paths_in,
+    set_path,
+    start_path,
+)
+from gradpolicy.flow.checkpoints import may_be_recomputed
 from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
 from gradpolicy.flow.edges import (
     insert_rule,
@@ -28,8 +39,16 @@ from gradpolicy.flow.edges import (
 from gradpolicy.flow.operation_tables import OPAQUE_CALLS, Function
 from gradpolicy.flow.operations import Operation
 from gradpolicy.flow.policy_report import Outcome
-from gradpolicy.flow.rule_state import RuleState
-from gradpolicy.flow.tracing import in_transform, without_modes
+from gradpolicy.flow.tracing import (
+    active_modes,
+    as_in_tables,
+    eager_if_unknown,
+    in_transform,
+    is_traced,
+    show_to_compiler,
+    skip_alone,
+    without_modes,
+)
 from gradpolicy.rules.registry import Call
 
 
@@ -385,3 +404,80 @@ _SCORES: dict[str, Callable[..., Tensor]] = {
     "argmax_one_hot": _scores_of_argmax,
     "categorical": _scores_of_draw,
 }
+
+
+class DispatchTable:
+    """A table of rules by torch function.
+
+    Args:
+        rules: The rules. Of those that cover a call the first acts last in the backward pass; opaque calls
+            come last.
+    """
+
+    def __init__(self, rules: Sequence[TableRule]) -> None:
+        self.rules = tuple(sorted(rules, key=lambda rule: isinstance(rule, OpaqueCall)))
+        self.by_function: dict[Function, tuple[TableRule, ...]] = {}
+        for rule in self.rules:
+            for function in rule.functions:
+                self.by_function[function] = (*self.by_function.get(function, ()), rule)
+        show_to_compiler(self.by_function)
+        # The functions that were called without a rule, for reports.
+        self.seen: set[Function] = set()
+
+    def __reduce__(self) -> tuple:
+        # Some torch functions cannot be pickled; the rules can.
+        return (DispatchTable, (self.rules,))
+
+
+class DispatchMode(TorchFunctionMode):
+    """A mode that passes calls of torch functions to the rules of a table.
+
+    Args:
+        table: The table. In an installation it depends on the running module.
+        taken: A set to which the names of operations with a rule in an inner mode are added.
+    """
+
+    def __init__(self, table: DispatchTable, taken: set[str]) -> None:
+        super().__init__()
+        self.table = table
+        self.taken = taken
+        # The name of the running module, for messages.
+        self.module: str | None = None
+
+    def check_recomputation(self, rule: TableRule) -> None:
+        """Raise an error if a checkpoint would recompute an operation outside of this mode."""
+
+    @eager_if_unknown
+    def __torch_function__(
+        self, func: Function, types: Iterable[type], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Call a function, by a rule if one covers the call, and propagate gradient paths."""
+        kwargs = kwargs or {}
+        if is_traced():
+            func = as_in_tables(func)
+        if paths := paths_in(args, kwargs):
+            return carry(self._call, func, args, kwargs, paths)
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        table = self.table
+        rules = table.by_function.get(func)
+        # All rules are checked, since those with `calls=` count.
+        covering = [rule for rule in rules if rule.covers(func, args, kwargs)] if rules else ()
+        if covering:
+            for rule in covering:
+                if not rule.allows_plain_recomputation() and may_be_recomputed():
+                    self.check_recomputation(rule)
+            return covering[0].call(func, args, kwargs, self.module, covering[1:])
+        if not is_traced():
+            table.seen.add(func)
+        return func(*args, **kwargs)
+
+
+skip_alone(DispatchMode.__torch_function__)
+
+
+def note_taken(operations: Iterable[str]) -> None:
+    """Record in the active modes the operations on which an inner mode acted."""
+    for mode in active_modes():
+        mode.taken.update(operations)

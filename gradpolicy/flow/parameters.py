@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.flow.bound_rule import BoundRule
+from gradpolicy.flow.bound_rule import BoundRule, RuleState
 from gradpolicy.flow.edges import insert_rule
 from gradpolicy.flow.policy_report import Outcome
-from gradpolicy.flow.rule_state import RuleState
 from gradpolicy.flow.tracing import in_transform
 
 
