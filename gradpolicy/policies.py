@@ -131,62 +131,61 @@ class FlowPolicy(Policy, RulePlacement):
         self.inside = inside
         self.calls = as_patterns(calls)
         self.rule = replace(rule, own=True) if self.own and self.ops else rule
-        kind = type(self).__name__
-        if self.rule.own and not self.ops:
-            raise PolicyError(
-                f"{kind}: rule {shown(rule.name)} changes operations' own gradients (own=True): name the "
-                "operations (ops=)"
-            )
-        if at not in PLACES:
-            raise unknown("boundary", str(at), PLACES, key=f"{kind}.at")
-        if inside not in self.INSIDE:
-            raise unknown("choice", str(inside), self.INSIDE, key=f"{kind}.inside")
-        self._check_module_settings(kind)
+        self._check()
+
+    def _check(self) -> None:
+        """Check the arguments on their own, and whether they go together.
+
+        Raises:
+            PolicyError: If they do not.
+        """
+        kind, rule = type(self).__name__, shown(self.rule.name)
+        if self.at not in PLACES:
+            raise unknown("boundary", str(self.at), PLACES, key=f"{kind}.at")
+        if self.inside not in self.INSIDE:
+            raise unknown("choice", str(self.inside), self.INSIDE, key=f"{kind}.inside")
+        for key, values in (("argument", self.argument), ("output", self.output)):
+            for value in values:
+                if isinstance(value, bool) or not isinstance(value, int | str):
+                    raise PolicyError(f"{kind}.{key}: expected a name or a number, got {shown(value)}")
+        for call in self.calls:
+            if isinstance(call, bool) or not isinstance(call, int) or call < 0:
+                raise PolicyError(f"{kind}.calls: expected integers of at least 0, got {shown(call)}")
         for operation in self.ops:
             if not (isinstance(operation, str) or callable(operation)):
                 raise PolicyError(
                     f"{kind}.ops: an operation is a name or a torch function, got {shown(operation)}"
                 )
-        if self.ops and self.argument and rule.gradient_filter is not None:
-            raise PolicyError(
-                f"{kind}.argument: rule {shown(rule.name)} filters the incoming gradient, before there "
-                "is one for each argument; use a rule that modifies the operation's own gradients (own=True)"
-            )
-        if not (self.modules or self.ops or self.params):
-            raise PolicyError(f"{kind}: say where it acts: modules=, ops= or params=")
-        if self.params and (self.ops or self.modules):
-            raise PolicyError(f"{kind}: params= stands alone; it cannot go with modules= or ops=")
-        self._check_calls(kind)
-        missing = rule.missing_parameters()
-        if missing:
-            raise PolicyError(f"{kind}: rule {shown(rule.name)} needs a value for {', '.join(missing)}")
-
-    def _check_calls(self, kind: str) -> None:
-        for call in self.calls:
-            if isinstance(call, bool) or not isinstance(call, int) or call < 0:
-                raise PolicyError(f"{kind}.calls: expected integers of at least 0, got {shown(call)}")
-        if self.calls and not self.ops:
-            raise PolicyError(f"{kind}.calls: goes with ops=, whose calls are meant")
-
-    def _check_module_settings(self, kind: str) -> None:
-        """Check the settings for module boundaries and for the path through a module."""
-        for key, values in (("argument", self.argument), ("output", self.output)):
-            for value in values:
-                if isinstance(value, bool) or not isinstance(value, int | str):
-                    raise PolicyError(f"{kind}.{key}: expected a name or a number, got {shown(value)}")
-        for value in self.argument:
-            if isinstance(value, int) and value < 0:
-                raise PolicyError(f"{kind}.argument: positions count from 0, got {value}")
-        if self.at == "output" and self.argument:
-            raise PolicyError(f"{kind}.argument: is of the input, and at='output' means the other side")
-        if self.at != "through" and self.output:
-            raise PolicyError(f"{kind}.output: goes with at='through'")
-        if self.at != "through" and self.inside != self.INSIDE[0]:
-            raise PolicyError(f"{kind}.inside: goes with at='through'")
-        if (self.ops or self.params) and self.at == "through":
-            raise PolicyError(f"{kind}: at='through' goes with modules= alone, not with ops= or params=")
-        if self.params and self.argument:
-            raise PolicyError(f"{kind}: argument= goes with modules= or ops=, not with params=")
+        through = self.at == "through"
+        negative = [value for value in self.argument if isinstance(value, int) and value < 0]
+        filters = self.ops and self.argument and self.rule.gradient_filter is not None
+        missing = self.rule.missing_parameters()
+        refused = {
+            f": rule {rule} changes operations' own gradients (own=True): name the operations (ops=)": (
+                self.rule.own and not self.ops
+            ),
+            f".argument: positions count from 0, got {next(iter(negative), 0)}": negative,
+            ".argument: is of the input, and at='output' means the other side": (
+                self.argument and self.at == "output"
+            ),
+            ".output: goes with at='through'": self.output and not through,
+            ".inside: goes with at='through'": self.inside != self.INSIDE[0] and not through,
+            ": at='through' goes with modules= alone, not with ops= or params=": (
+                through and (self.ops or self.params)
+            ),
+            ": argument= goes with modules= or ops=, not with params=": self.argument and self.params,
+            f".argument: rule {rule} filters the incoming gradient, before there is one for each argument; "
+            "use a rule that modifies the operation's own gradients (own=True)": filters,
+            ": say where it acts: modules=, ops= or params=": not (self.modules or self.ops or self.params),
+            ": params= stands alone; it cannot go with modules= or ops=": (
+                self.params and (self.ops or self.modules)
+            ),
+            ".calls: goes with ops=, whose calls are meant": self.calls and not self.ops,
+            f": rule {rule} needs a value for {', '.join(missing)}": missing,
+        }
+        for message, is_wrong in refused.items():
+            if is_wrong:
+                raise PolicyError(f"{kind}{message}")
 
     def describe(self) -> list[str]:
         """Return the arguments that distinguish this policy from others of its class, as code."""
