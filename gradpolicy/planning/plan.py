@@ -202,7 +202,7 @@ def _cuts(policies: Mapping[str, Policy], found: FirstStep) -> tuple[str, ...]:
     return tuple(
         f"{found.report[name].where} ({name}{', exact zeros' if policy.mode == 'zero' else ''})"
         for name, policy in of_kind(policies, Stop).items()
-        if name in found.acting
+        if found.report[name].matched
     )
 
 
