@@ -8,7 +8,7 @@ replace the gradient.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -87,38 +87,23 @@ class OperationRule:
         """Return True if a checkpoint may recompute the operation without the rule."""
         return self.keeps_nothing and torch.is_grad_enabled()
 
-    def call(
-        self,
-        function: Function,
-        args: tuple,
-        kwargs: Mapping[str, Any],
-        module: str | None,
-        others: Sequence["TableRule"] = (),
-    ) -> Any:
-        """Call a function, with the gradient of the rule.
-
-        Args:
-            function: The torch function.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-            module: The name of the running module, for messages.
-            others: Other rules for the call, on other arguments.
-        """
-        spelling = self.operation.spellings[function]
-        if self.filters and not spelling.is_in_place(kwargs):
+    def call(self, native: "NativeCall") -> Any:
+        """Make a call, with the gradient of the rule."""
+        spelling = self.operation.spellings[native.function]
+        is_in_place = spelling.is_in_place(native.kwargs)
+        if self.filters and not is_in_place:
             with without_modes():
-                return self._filtered(function(*args, **kwargs), args)
-        kwargs = in_order_of_parameters(function, self.name, args, kwargs)
-        inputs = spelling.inputs(args, kwargs)
+                return self._filtered(native.run(), native.args)
+        native.kwargs = in_order_of_parameters(native.function, self.name, native.args, native.kwargs)
+        native.inputs = spelling.inputs(native.args, native.kwargs)
         if self.state.argument:
-            inputs = self._named_inputs(function, args, kwargs, inputs)
-        native = NativeCall(function, args, kwargs, inputs, module, others)
-        if not _need_gradient(inputs):
+            native.inputs = self._named_inputs(native)
+        if not _need_gradient(native.inputs):
             self.state.note(self.name, Outcome.WITHOUT_GRADIENT)
             return native.run()
         # An outer override of the same operation must not act on this call too.
         with without_modes():
-            return self._in_place(native) if spelling.is_in_place(kwargs) else self._result(native)
+            return self._in_place(native) if is_in_place else self._result(native)
 
     def _in_place(self, native: "NativeCall") -> Any:
         """Make a call that modifies its first argument in place.
@@ -170,15 +155,13 @@ class OperationRule:
         node.register_prehook(partial(_filter_all, self.bound_rule.with_current_numbers()))
         return result
 
-    def _named_inputs(
-        self, function: Function, args: tuple, kwargs: Mapping[str, Any], inputs: Sequence[Tensor]
-    ) -> list[Tensor]:
+    def _named_inputs(self, native: "NativeCall") -> list[Tensor]:
         """Return the inputs in the arguments that the policy names.
 
         Raises:
             PolicyError: If the operation has no such argument, or its tensor is also another argument.
         """
-        named = arguments_of(function, self.name, args, kwargs)
+        named = native.arguments(self.name)
         names = list(named)
         key = f"policy {self.state.name!r}: operation {self.name!r}"
         chosen: list[Tensor] = []
@@ -187,7 +170,7 @@ class OperationRule:
             if argument not in named:
                 raise unknown("argument", str(wanted), names, key=key)
             chosen += tensors_in(named[argument])
-        found = [tensor for tensor in inputs if any(tensor is one for one in chosen)]
+        found = [tensor for tensor in native.inputs if any(tensor is one for one in chosen)]
         if len(found) > len(chosen):
             listed = " or ".join(map(repr, self.state.argument))
             raise PolicyError(f"{key}: argument {listed} and another one are given the same tensor")
@@ -241,8 +224,7 @@ class OperationRule:
         bound_rule = self.bound_rule.in_module(native.module)
         if not bound_rule.takes_call:
             return bound_rule
-        arguments = arguments_of(native.function, self.name, native.args, native.kwargs)
-        return bound_rule.for_call(Call(self.name, arguments))
+        return bound_rule.for_call(Call(self.name, native.arguments(self.name)))
 
     def _index(self, native: "NativeCall") -> Tensor:
         """Return an index into categories. Its rule gets the one-hot code, and the scores as the input."""
@@ -266,18 +248,18 @@ class NativeCall:
         function: The function.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        inputs: The tensors among its arguments to which the rule applies.
         module: The name of the running module, for messages.
         others: Other rules for the call, on other arguments.
+        inputs: The tensors among its arguments to which the rule applies.
         target: The tensor that an in-place call modifies, if the first argument is a clone of it.
     """
 
     function: Function
     args: tuple
     kwargs: Mapping[str, Any]
-    inputs: list[Tensor]
     module: str | None
     others: Sequence["TableRule"] = ()
+    inputs: list[Tensor] = field(default_factory=list)
     target: Tensor | None = None
 
     def run(self) -> Any:
@@ -286,7 +268,11 @@ class NativeCall:
         if not self.others:
             return self.function(*args, **self.kwargs)
         first, *others = self.others
-        return first.call(self.function, args, self.kwargs, self.module, others)
+        return first.call(NativeCall(self.function, args, self.kwargs, self.module, others))
+
+    def arguments(self, operation: str) -> dict[str, Any]:
+        """Return the arguments by parameter name, including defaults of the operation."""
+        return arguments_of(self.function, operation, self.args, self.kwargs)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "NativeCall":
         """Return the call with each tensor of its arguments replaced."""
@@ -317,18 +303,11 @@ class OpaqueCall:
         """Return True, since the call is unchanged."""
         return True
 
-    def call(
-        self,
-        function: Function,
-        args: tuple,
-        kwargs: Mapping[str, Any],
-        module: str | None,
-        others: Sequence["TableRule"] = (),
-    ) -> Any:
-        """Call the function, and record the call if gradients are enabled."""
+    def call(self, native: NativeCall) -> Any:
+        """Make the call, and record it if gradients are enabled."""
         if torch.is_grad_enabled():
             self.state.row.note_opaque(self.name, self.reason)
-        return NativeCall(function, args, kwargs, [], module, others).run()
+        return native.run()
 
 
 # An entry of a dispatch table.
@@ -468,7 +447,7 @@ class DispatchMode(TorchFunctionMode):
             for rule in covering:
                 if not rule.allows_plain_recomputation() and may_be_recomputed():
                     self.check_recomputation(rule)
-            return covering[0].call(func, args, kwargs, self.module, covering[1:])
+            return covering[0].call(NativeCall(func, args, kwargs, self.module, covering[1:]))
         if not is_traced():
             table.seen.add(func)
         return func(*args, **kwargs)
