@@ -1,4 +1,4 @@
-"""A rule: its schedule and the row of its use; at one location, its gradients, which are checked."""
+"""A rule: its schedule, the row of its use, and its checked gradients."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -13,7 +13,6 @@ from gradpolicy.errors import PolicyError, shown, unknown
 from gradpolicy.flow.arguments import Argument, Signature
 from gradpolicy.flow.bound_rule import RuleState
 from gradpolicy.flow.boundary import Boundary, Through, ThroughRule
-from gradpolicy.flow.checkpoints import InstallSession
 from gradpolicy.flow.locations import Locations, RulePlacement, describe_location, find_locations, place_at
 from gradpolicy.flow.operation_rule import DispatchTable, rules_for
 from gradpolicy.flow.operations import name_of
@@ -29,6 +28,7 @@ from gradpolicy.flow.policy_report import (
     report_unmet,
     warn_or_raise,
 )
+from gradpolicy.flow.recomputation import InstallSession
 from gradpolicy.flow.wrapped_forward import CallScope, WrappedForward
 from gradpolicy.what_trains import what_trains
 from gradpolicy.where import BOUNDARIES, PLACES, STEP_OPERATIONS, named_parameters, plain_name

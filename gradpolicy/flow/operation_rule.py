@@ -29,7 +29,6 @@ from gradpolicy.flow.carrying import (
     set_path,
     start_path,
 )
-from gradpolicy.flow.checkpoints import may_be_recomputed
 from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
 from gradpolicy.flow.edges import (
     insert_rule,
@@ -39,6 +38,7 @@ from gradpolicy.flow.edges import (
 from gradpolicy.flow.operation_tables import OPAQUE_CALLS, Function
 from gradpolicy.flow.operations import Operation
 from gradpolicy.flow.policy_report import Outcome
+from gradpolicy.flow.recomputation import may_be_recomputed
 from gradpolicy.flow.tracing import (
     active_modes,
     as_in_tables,

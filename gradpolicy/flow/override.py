@@ -11,11 +11,11 @@ from torch.overrides import TorchFunctionMode
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.bound_rule import RuleState
-from gradpolicy.flow.checkpoints import checkpoints_above, has_graph, refusal
 from gradpolicy.flow.operation_rule import DispatchMode, DispatchTable, TableRule, note_taken, rules_for
 from gradpolicy.flow.operation_tables import Function
 from gradpolicy.flow.operations import Operation, as_rule, name_of, resolve_operation
 from gradpolicy.flow.policy_report import Outcome, ReportRow, report_unmet
+from gradpolicy.flow.recomputation import checkpoints_above, has_graph, refusal
 from gradpolicy.flow.tracing import MADE, check_constant, make_once, mode_at, mode_count
 from gradpolicy.rules.registry import Rule, RuleFunction
 

@@ -29,6 +29,8 @@ is_compiling = torch.compiler.is_compiling
 is_traced = torch.compiler.is_dynamo_compiling
 without_modes = torch._C.DisableTorchFunction
 in_functorch = torch._C._are_functorch_transforms_active
+# The number of the running backward pass; -1 outside of one.
+graph_task = torch._C._current_graph_task_id
 mode_count = torch._C._len_torch_function_stack
 mode_at = torch._C._get_function_stack_at
 hooks_on_saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks

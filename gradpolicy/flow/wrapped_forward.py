@@ -12,16 +12,16 @@ from gradpolicy.errors import PolicyError, warn_user
 from gradpolicy.flow.arguments import Signature
 from gradpolicy.flow.bound_rule import RuleState
 from gradpolicy.flow.boundary import Boundary, Through, adopt_writes
-from gradpolicy.flow.checkpoints import (
+from gradpolicy.flow.containers import map_tensors
+from gradpolicy.flow.operation_rule import DispatchMode, DispatchTable, TableRule, note_taken
+from gradpolicy.flow.parameters import ParameterRules, run_with_rules
+from gradpolicy.flow.recomputation import (
     InstallSession,
     checkpoints_above,
     has_graph,
     may_be_recomputed,
     refusal,
 )
-from gradpolicy.flow.containers import map_tensors
-from gradpolicy.flow.operation_rule import DispatchMode, DispatchTable, TableRule, note_taken
-from gradpolicy.flow.parameters import ParameterRules, run_with_rules
 from gradpolicy.flow.tracing import (
     active_modes,
     eager_if_unknown,
@@ -86,7 +86,7 @@ class InstallMode(DispatchMode):
         With ``calls=`` it would have to recompute the whole forward in which calls are counted.
         """
         entered = CallScope.run if rule.state.calls else WrappedForward._forward
-        if self.has_graph and checkpoints_above(entered_by=entered.__code__):
+        if self.has_graph and checkpoints_above(entered):
             raise refusal(rule.name)
 
 

@@ -6,12 +6,9 @@ recomputation would have the plain gradient, so the operation raises an error in
 """
 
 import functools
-import inspect
-import itertools
 import sys
 import traceback
-from collections.abc import Iterable
-from types import CodeType
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,23 +17,29 @@ from torch.utils.checkpoint import checkpoint
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.bound_rule import RuleState
 from gradpolicy.flow.containers import tensors_in
-from gradpolicy.flow.tracing import hooks_on_saved_tensors, is_traced
+from gradpolicy.flow.tracing import graph_task, hooks_on_saved_tensors, is_traced
 
 # For each rule, whether it is active and the versions of its changing parameters.
 Snapshot = tuple[tuple[bool, tuple[int, ...]], ...]
 
-_CHECKPOINT: CodeType = inspect.unwrap(checkpoint).__code__
+# The module and the name of the function that checkpoints.
+CHECKPOINT = (checkpoint.__module__, checkpoint.__qualname__)
 
 
-def checkpoints_above(entered_by: CodeType | None = None) -> int:
+def checkpoints_above(entered_by: Callable | None = None) -> int:
     """Return the number of checkpointed functions on the stack.
 
     Args:
-        entered_by: If given, the search ends at the innermost frame of this code.
+        entered_by: If given, the search ends at the innermost call of this function.
     """
-    codes = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe(1)))
-    above = itertools.takewhile(lambda code: code is not entered_by, codes)
-    return sum(code is _CHECKPOINT for code in above)
+    last = (entered_by.__module__, entered_by.__qualname__) if entered_by is not None else None
+    count = 0
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
+        running = (frame.f_globals.get("__name__"), frame.f_code.co_qualname)
+        if running == last:
+            break
+        count += running == CHECKPOINT
+    return count
 
 
 def may_be_recomputed() -> bool:
@@ -92,7 +95,7 @@ class InstallSession:
         Raises:
             PolicyError: If it is a recomputation, and the policies were installed after the forward pass.
         """
-        if not self.has_run and torch._C._current_graph_task_id() != -1:
+        if not self.has_run and graph_task() != -1:
             raise _changed("put on")
         self.has_run = self.in_forward = True
         for state in self.states:
