@@ -1,4 +1,4 @@
-"""The report: where the rule of each policy acted, and warnings of policies that did not act."""
+"""The report: where each rule acted, and warnings of rules that did not act."""
 
 import enum
 import sys
