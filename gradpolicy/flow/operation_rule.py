@@ -1,4 +1,4 @@
-"""Calls of operations with a rule: a mode passes them on, a rule gives a gradient.
+"""Calls of operations with a rule, which gives their results its gradient.
 
 There are three kinds of rules. One with ``own`` modifies the operation's own gradients: it becomes a node
 between the inputs and the operation. One with a gradient filter becomes a hook on the operation's native

@@ -150,7 +150,7 @@ class Block(DispatchMode):
 
 
 class TracedBlock:
-    """A block in compiled code. If there is a graph break in it, the whole block runs in eager mode."""
+    """A block in compiled code. If there is a graph break in it, all of it runs in eager mode."""
 
     def __init__(self, block: Block) -> None:
         self.block = block

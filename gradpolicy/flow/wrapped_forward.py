@@ -83,7 +83,7 @@ class InstallMode(DispatchMode):
     def check_recomputation(self, rule: TableRule) -> None:
         """Raise an error if a checkpoint would recompute an operation outside of the wrapped forward.
 
-        With ``calls=`` it would have to recompute the whole forward in which calls are counted.
+        With ``calls=`` it would have to recompute the full forward in which calls are counted.
         """
         entered = CallScope.run if rule.state.calls else WrappedForward._forward
         if self.has_graph and checkpoints_above(entered):
@@ -107,7 +107,7 @@ class WrappedForward:
         leaving: The rules at the module's output.
         through: The rules across the module.
         scope: The counts of calls of operations inside the module, for policies with ``calls=``.
-        parameter_rules: The rules on the module's parameters; for the whole model, on all parameters.
+        parameter_rules: The rules on the module's parameters; for the root module, on all parameters.
         signature: The signature of the forward, if a rule at the module has a keyword ``call``.
     """
 

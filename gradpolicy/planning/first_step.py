@@ -244,7 +244,7 @@ def _partly_frozen(
 def _frozen_tensors(
     policies: Mapping[str, Freeze], masks: Mapping[str, Mapping[str, Any]], sources: Mapping[str, MaskSource]
 ) -> dict[str, set[str]]:
-    """Return the parameters that each policy freezes as a whole, at its first step or later."""
+    """Return the parameters that each policy freezes in full, at its first step or later."""
     frozen = {
         name: {key for key, mask in masks[name].items() if active_share(mask) == 0.0}
         | sources[name].may_freeze()
