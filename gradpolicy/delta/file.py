@@ -183,8 +183,8 @@ def _checked(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Delta:
         if kind == _WHOLE and name not in base:
             replaced[name] = tensors[key]
             continue
-        whole = {f"{_VALUES}:{name}", f"{_GAPS}:{name}"} <= tensors.keys()
-        if kind not in (_VALUES, _GAPS) or name not in base or not whole:
+        complete = {f"{_VALUES}:{name}", f"{_GAPS}:{name}"} <= tensors.keys()
+        if kind not in (_VALUES, _GAPS) or name not in base or not complete:
             raise ValueError(f"it holds {shown(key)}, which belongs to no tensor of the base")
         with under(shown(name)):
             changes[name] = _change(base[name], tensors[f"{_VALUES}:{name}"], tensors[f"{_GAPS}:{name}"])

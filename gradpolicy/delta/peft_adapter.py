@@ -20,7 +20,7 @@ from gradpolicy.delta.change import NEW, TensorChange
 from gradpolicy.delta.file import Delta, read, write, write_safetensors
 from gradpolicy.delta.info import Info, describe
 from gradpolicy.delta.save import place_of, save
-from gradpolicy.delta.state import State, print_of, tensors_of, whole
+from gradpolicy.delta.state import State, full_cpu, print_of, tensors_of
 from gradpolicy.delta.weights import read_weights
 from gradpolicy.errors import PolicyError, brief, shortened, shown, under, unknown
 from gradpolicy.tensors.checkpoint_file import check_kind
@@ -262,7 +262,7 @@ def _content(adapter: _Adapter) -> tuple[object, object]:
 
 def _with_adapter(adapter: _Adapter, base: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     """Return the base's tensors with an adapter, and the names of those that it replaces."""
-    trained = {name: whole(tensor) for name, tensor in base.items()}
+    trained = {name: full_cpu(tensor) for name, tensor in base.items()}
     places = {name: place_of(tensor) for name, tensor in base.items()}
     replaced = []
     for key, tensor in adapter.tensors.items():
@@ -272,7 +272,7 @@ def _with_adapter(adapter: _Adapter, base: dict[str, Tensor]) -> tuple[dict[str,
         name = f"{module}{_WEIGHT}" if kind in (_ROWS, _SUMMANDS) else f"{module}.{kind}"
         if name not in base:
             raise unknown("tensor", name, base)
-        new, old = tensor, whole(base[name])
+        new, old = tensor, full_cpu(base[name])
         try:
             if kind == _ROWS:
                 rows = tensor.new_tensor(adapter.config.get("token_indices"), dtype=torch.int64)

@@ -57,7 +57,7 @@ def tensors_of(model: nn.Module | State) -> dict[str, Tensor]:
     return dict(sorted(found.items()))
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_cpu(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor on the CPU, gathered if it is sharded."""
     return full_tensor(tensor).detach().cpu().contiguous()
 

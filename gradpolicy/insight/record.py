@@ -216,6 +216,6 @@ def _layers(table: DataFrame) -> DataFrame:
     squared = freeze.assign(**{norm: freeze[norm] ** 2 for norm in NORMS})
     groups = squared.groupby(["step", "epoch", "policy", "layer"], sort=False)
     # A layer has no value if none of its parameters has one.
-    whole = groups[[*SUMS, *NORMS]].sum(min_count=1)
-    whole = whole.assign(**{norm: whole[norm] ** 0.5 for norm in NORMS}, changed=groups["changed"].any())
-    return whole.reset_index().assign(kind="layer").reindex(columns=table.columns)
+    layers = groups[[*SUMS, *NORMS]].sum(min_count=1)
+    layers = layers.assign(**{norm: layers[norm] ** 0.5 for norm in NORMS}, changed=groups["changed"].any())
+    return layers.reset_index().assign(kind="layer").reindex(columns=table.columns)

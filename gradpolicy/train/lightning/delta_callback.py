@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gradpolicy.delta import save
 from gradpolicy.delta.file import check_replaceable
-from gradpolicy.delta.state import check_same_tensors, tensors_of, whole
+from gradpolicy.delta.state import check_same_tensors, full_cpu, tensors_of
 from gradpolicy.delta.weights import read_weights, write_weights
 from gradpolicy.errors import PolicyError, unknown
 
@@ -98,7 +98,7 @@ class SaveDelta(Callback):
         """Return the weights on the first process; every process takes part in gathering them."""
         found = {}
         for name, tensor in tensors_of(model).items():
-            gathered = whole(tensor)
+            gathered = full_cpu(tensor)
             if trainer.is_global_zero:
                 found[name] = gathered
         return found
