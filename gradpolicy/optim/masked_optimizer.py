@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.optim import checkpoint, moving, state_probe
+from gradpolicy.optim import checkpoint, moving
 from gradpolicy.optim.masked_parameter import MaskedParameter, Mode, Options
 from gradpolicy.optim.optimizers import Optimizers
 from gradpolicy.optim.other_optimizers import is_torchs_own
@@ -26,7 +26,7 @@ from gradpolicy.optim.update_rules import Group, UpdateRule
 from gradpolicy.optim.update_rules.schedule_free import ScheduleFreeSGD
 from gradpolicy.optim.update_rules.sgd import begin_momenta
 from gradpolicy.optim.wrapped import Wrapped
-from gradpolicy.tensors.sharding import is_sharded, plain_parts
+from gradpolicy.tensors.sharding import plain_parts
 
 Member = tuple[MaskedParameter, Tensor]
 """A parameter and its gradient."""
@@ -71,7 +71,6 @@ class MaskedOptimizer(torch.optim.Optimizer):
         effective_steps: Number of updates so far, without steps that mixed precision skipped. Set it if an
             optimizer is wrapped in the middle of a training.
         steps_inner: True during a step, which calls the wrapped optimizer's step.
-        saves_dense: True while a dense state_dict is made.
 
     Raises:
         PolicyError: If `inner` is no optimizer, is wrapped already, or is DeepSpeed's, Fabric's,
@@ -104,10 +103,20 @@ class MaskedOptimizer(torch.optim.Optimizer):
         self._parts = [Wrapped(each) for each in joined] or [self._wrapped]
         self._masked: dict[Tensor, MaskedParameter] = {}
         self.effective_steps = 0
-        self._only_probed = False
         # A plain optimizer that has loaded a state_dict of this class keeps what it does not know.
-        checkpoint.take_out(self._wrapped)
+        checkpoint.take_out(inner)
+        self._begin_state()
         self._set_up()
+
+    def _begin_state(self) -> None:
+        """Give each parameter a state, empty until its first update.
+
+        Without any, torch.distributed.checkpoint would take a first step to create it.
+        """
+        for part in self._parts:
+            # Adagrad creates state itself, and cannot be copied with an empty one.
+            for parameter in part.parameters() if not isinstance(part.optimizer, torch.optim.Adagrad) else ():
+                self.inner.state.setdefault(parameter, {})
 
     def _set_up(self) -> None:
         """Set up what `Optimizer.__init__` would, except for what the wrapped optimizer has."""
@@ -120,7 +129,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         for hooks in ("pre", "post"):
             setattr(self, f"_optimizer_load_state_dict_{hooks}_hooks", OrderedDict())
         self._patch_step_function()
-        self.steps_inner = self.saves_dense = False
+        self.steps_inner = False
         # Of several optimizers, the one that steps a parameter.
         self._part_of = {
             parameter: part
@@ -135,7 +144,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("inner", "_options", "_wrapped", "_parts", "_masked", "effective_steps", "_only_probed")
+        names = ("inner", "_options", "_wrapped", "_parts", "_masked", "effective_steps")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -189,6 +198,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer; its parameters start with every entry active."""
         self.inner.add_param_group(param_group)
+        self._begin_state()
 
     def whole_parameters(self, *, values: bool) -> AbstractContextManager[Any]:
         """Return a context manager in which parameters have their whole shape, and if asked for their values.
@@ -335,11 +345,6 @@ class MaskedOptimizer(torch.optim.Optimizer):
         total = sum(each.entries for each in ages)
         return sum(each.active for each in ages) / total if total else 1.0
 
-    @property
-    def is_probed(self) -> bool:
-        """True if the next step is torch.distributed.checkpoint's, which finds out what state there is."""
-        return state_probe.is_probe(self.inner)
-
     def state_bytes(self, parameter: Tensor | None = None) -> int:
         """Return the bytes held on this process for the state of one parameter, or of all.
 
@@ -363,14 +368,9 @@ class MaskedOptimizer(torch.optim.Optimizer):
         masked = self._masked.get(parameter)
         if masked is None:
             self._wrapped.name_of(parameter)
-            updates = 0 if self._was_only_probed(parameter) else None
             part = self._part_of.get(parameter, self._wrapped)
-            masked = MaskedParameter(parameter, part, self._options, updates)
+            masked = MaskedParameter(parameter, part, self._options)
         return masked
-
-    def _was_only_probed(self, parameter: Tensor) -> bool:
-        """Return True if a probe made the state of a parameter, whose first update is still to come."""
-        return self._only_probed and not state_probe.has_begun(self._wrapped, parameter)
 
     # --- steps
 
@@ -464,13 +464,6 @@ class MaskedOptimizer(torch.optim.Optimizer):
     def _update(self, closure: Callable[[], Any] | None) -> Any:
         """Update once: by the wrapped optimizer where that is exact, then by the rule for the rest."""
         work = self._sorted(closure is not None)
-        if closure is None and self.is_probed:
-            for part in self._parts:
-                state_probe.probe(
-                    part, [each for each in self._masked.values() if each.state.wrapped is part]
-                )
-            self._only_probed = True
-            return None
         stepped = self._masked.values() if self._closure_needed else work.by_optimizer
         with ExitStack() as stack:
             stack.enter_context(_hidden_gradients(work.hidden))
@@ -571,10 +564,6 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     def _step_inner(self, frozen: Iterable[MaskedParameter], closure: Callable[[], Any] | None) -> Any:
         """Step the wrapped optimizer; frozen entries of these parameters do not change."""
-        if self._only_probed:
-            for part in self._parts:
-                state_probe.forget(part, self._masked, closure is not None)
-            self._only_probed = False
         saved = [(masked, save_frozen(masked)) for masked in frozen]
         with ExitStack() as stack:
             for part in self._parts:
@@ -610,28 +599,23 @@ class MaskedOptimizer(torch.optim.Optimizer):
     def state_dict(self, *, dense: bool = False) -> dict[str, Any]:
         """Return the wrapped optimizer's own state_dict, with masks and ages beside it under "gradpolicy".
 
-        It is as small as the state: under `drop` it holds moments of active entries only, and none of tensors
-        that are frozen as a whole. For sharded parameters and `torch.distributed.checkpoint` it is dense.
+        Under `drop` it has moments of active entries only, and none of tensors that are frozen entirely.
 
         Args:
-            dense: True for moments that torch alone can load: dense, and 0 where `drop` holds none.
+            dense: True for moments that torch alone can load: dense, and 0 where there are none. Those of
+                sharded parameters always are.
         """
-        self.saves_dense = dense or checkpoint.must_be_dense(self._wrapped)
         for prepare in self._optimizer_state_dict_pre_hooks.values():
             prepare(self)
-        for parameter in self._wrapped.parameters():
-            if is_sharded(parameter):
-                self._masked.setdefault(parameter, self._known(parameter))
-        result = checkpoint.save(self._wrapped, self._masked, self.effective_steps, dense=self.saves_dense)
+        result = checkpoint.save(self.inner, self._all_masked(), self.effective_steps, dense=dense)
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, result)
             result = result if changed is None else changed
-        self.saves_dense = False
         return result
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state_dict of this class, small or dense, or of the wrapped optimizer alone.
+        """Load a state_dict of this class, compact or dense, or of the wrapped optimizer alone.
 
         Masks and ages become the saved ones. If there are none, masks stay and every entry's age becomes its
         tensor's step count.
@@ -645,39 +629,26 @@ class MaskedOptimizer(torch.optim.Optimizer):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         own, steps, saved = checkpoint.split(state_dict)
-        records = self._fitting_records(own, saved)
+        masked = self._all_masked()
+        records = checkpoint.fitting_records(own, saved, masked)
         self.inner.load_state_dict(own)
-        # Current masks must not change state that was saved with other masks.
-        for parameter, masked in self._masked.items():
-            if parameter not in records:
-                masked.adopt_state(updates=0 if self._was_only_probed(parameter) else None)
-        for parameter, record in records.items():
-            self.restore(parameter, record)
+        self._begin_state()
+        for index, each in enumerate(masked):
+            if index in records:
+                checkpoint.restore(each, records[index])
+                self._masked.pop(each.parameter, None)
+                if each.had_mask:
+                    self._masked[each.parameter] = each
+            elif each.parameter in self._masked:
+                # Current masks must not change state that was saved with other masks.
+                each.adopt_state()
         self.effective_steps = self.effective_steps if steps is None else steps
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def restore(self, parameter: Tensor, record: checkpoint.Record) -> None:
-        """Restore a parameter's mask and ages from a record that fits; its state is loaded already."""
-        checkpoint.restore(self._masked.setdefault(parameter, self._known(parameter)), record)
-
-    def _fitting_records(
-        self, own: dict[str, Any], saved: dict[int, checkpoint.Record]
-    ) -> dict[Tensor, checkpoint.Record]:
-        """Return the records by parameter, all of them checked: a load that fails changes nothing."""
-        parameters = self._wrapped.parameters()
-        found: dict[Tensor, checkpoint.Record] = {}
-        for index, record in saved.items():
-            if not 0 <= index < len(parameters):
-                raise PolicyError(
-                    f"the state_dict has a mask for parameter {index}; "
-                    f"the wrapped optimizer has {len(parameters)}, counted from 0"
-                )
-            masked = self._known(parameters[index])
-            name = self._wrapped.name_of(parameters[index])
-            checkpoint.check(record, own["state"].get(index, {}), masked, name)
-            found[parameters[index]] = record
-        return found
+    def _all_masked(self) -> list[MaskedParameter]:
+        """Return each parameter with its mask."""
+        return [self._known(parameter) for parameter in self._wrapped.parameters()]
 
 
 @dataclass(slots=True)

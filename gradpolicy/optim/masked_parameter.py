@@ -73,6 +73,7 @@ class MaskedParameter:
         mask_shape: Shape of the mask as it was set; None after a mask of None.
         frozen_everywhere: True if no entry of the whole tensor is active, on any process.
         weights: What follows from the ages, for the updates until the next mask.
+        had_mask: True if a mask was ever set.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class MaskedParameter:
         kind = ParameterState if self.submatrix is None else SubmatrixState
         self.state = kind(parameter, wrapped)
         self.mask_shape: tuple[int, ...] | None = None
+        self.had_mask = False
         self._begin(updates)
 
     def _begin(self, updates: int | None) -> None:
@@ -126,6 +128,16 @@ class MaskedParameter:
         if rule is None:
             return Mode.PUT_BACK
         return Mode.BY_RULE if ages.active else Mode.ON_OTHERS
+
+    @property
+    def name(self) -> str:
+        """The parameter's name for messages."""
+        return self.state.wrapped.name_of(self.parameter)
+
+    @property
+    def is_packed(self) -> bool:
+        """True if the optimizer keeps state of active entries alone, which the update rule moves."""
+        return self.rule is not None and self.ages.index is not None
 
     def mask(self) -> Tensor:
         """Return the mask as it was set."""
@@ -205,6 +217,7 @@ class MaskedParameter:
             PolicyError: If an option does not exist, or some entries of the parameter cannot be frozen.
         """
         options = self.options.changed(frozen_state=frozen_state, bias_correction=bias_correction)
+        self.had_mask = True
         self.follow()
         self.state.take_over()
         shape = None if mask is None else tuple(mask.shape)
@@ -320,7 +333,7 @@ class MaskedParameter:
         self.options, self.mask_shape = options, mask_shape
         self._begin(updates)
         if not begun:
-            self.state.wrapped.optimizer.state.pop(self.parameter, None)
+            self.state.wrapped.optimizer.state[self.parameter] = {}
         mask = ages > 0 if mask_shape is None else coarse_mask(ages > 0, mask_shape)
         signed, own = self._local(ages), self._local(mask)
         restored = Ages.of(signed, own, since, self.ages.shape)

@@ -212,14 +212,18 @@ class ParameterState:
         """
         rule = self.wrapped.rule
         assert rule is not None
-        made: dict[str, Any] = {}
-        for name, value in rule.tensor_state(group, updates).items():
-            if self.values.get(name) is None:
-                made[name] = self._number(group, value)
+        counts = self.counts(group, updates).items()
+        made: dict[str, Any] = {name: each for name, each in counts if self.values.get(name) is None}
         for name, start in rule.state(group).items():
             if self.values.get(name) is None:
                 made[name] = self._filled(start, packed)
         return made
+
+    def counts(self, group: Group, updates: int) -> dict[str, Tensor]:
+        """Return what the rule keeps once for the tensor, after a number of updates."""
+        rule = self.wrapped.rule
+        counts = {} if rule is None else rule.tensor_state(group, updates)
+        return {name: self._number(group, value) for name, value in counts.items()}
 
     def _number(self, group: Group, value: float) -> Tensor:
         """Return a count as torch's optimizers store it."""
@@ -297,7 +301,7 @@ class ParameterState:
         """Remove all state; return False if the optimizer's step would not create it again."""
         if isinstance(self.wrapped.optimizer, torch.optim.Adagrad):
             return False  # torch 2.11 creates it in the constructor only
-        self.wrapped.optimizer.state.pop(self.parameter, None)
+        self.wrapped.optimizer.state[self.parameter] = {}
         return True
 
     def empty(self, drop: bool) -> None:

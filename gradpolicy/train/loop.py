@@ -363,9 +363,6 @@ class _Loop(TrainingPolicies):
     def _before_step(
         self, optimizer: MaskedOptimizer, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if optimizer.is_probed:
-            # No masks are set for it: torch loads no state of tensors that are frozen as a whole.
-            return None
         if optimizer not in self._counts:
             self._check_parameters()
             if self.scaler is None:

@@ -417,12 +417,11 @@ class TrainingPolicies:
     def _put_state(self, optimizer: MaskedOptimizer, saved: dict[str, Any], state: dict[str, Any]) -> None:
         """Add the state of the policies to an optimizer's state_dict.
 
-        A dense one may go through ``torch.distributed.checkpoint``, which loads tensors only in the sizes
-        that they have in the loading run, but bytes of any length.
+        It may go through ``torch.distributed.checkpoint``, which loads tensors only in the sizes that they
+        have in the loading run, but bytes of any length.
         """
-        if optimizer.saves_dense:
-            torch.save(state, written := io.BytesIO())
-        saved["param_groups"][0][STATE] = written.getvalue() if optimizer.saves_dense else state
+        torch.save(state, written := io.BytesIO())
+        saved["param_groups"][0][STATE] = written.getvalue()
 
     def _take_state(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Take the state of the policies out of a state_dict that an optimizer is about to load."""

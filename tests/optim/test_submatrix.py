@@ -142,7 +142,7 @@ def test_a_step_that_fails_leaves_groups_and_weights_as_they_were():
     with pytest.raises(ValueError, match="Coefficients"):
         optimizer.step()
     assert optimizer.param_groups[0]["params"] == [weight]
-    assert not optimizer.state
+    assert not any(optimizer.state.values())
     assert torch.equal(weight.detach(), torch.ones(4, 3))
 
 
