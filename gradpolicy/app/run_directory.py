@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from omegaconf import DictConfig
 from gradpolicy.app.messages import wrong_input_errors
 from gradpolicy.app.processes import is_first_rank, under_srun, under_torchrun
 from gradpolicy.errors import PolicyError, brief, warn_user
+from gradpolicy.whole_file import is_inside
 
 KEY = "hydra.run.dir"
 # A directory named after the time is for one run. Any other name was chosen by the user, and that directory
@@ -21,6 +23,10 @@ KEY = "hydra.run.dir"
 TIME_IN_NAME = ("${started:", "${now:")
 # The lock file, which exists as long as a process writes to the directory.
 LOCK, HOLDER = ".lock", "process"
+# What a run writes into its directory.
+WRITTEN = re.compile(
+    r".*\.(csv|db|html|jsonl?|log|safetensors|txt|yaml)|\.hydra|checkpoints|csv|masks|mlflow|pictures|tensorboard"
+)
 _locked: set[Path] = set()
 
 
@@ -36,14 +42,15 @@ def claimed_directory(node: DictConfig, key: str) -> Iterator[Path]:
         key: The key of that directory, for messages.
 
     Raises:
-        PolicyError: If it cannot be created or written to, another process runs in it, or it is named after
-            the time and has another run.
+        PolicyError: If it cannot be created or written to, another process runs in it, it is named after the
+            time and holds another run, or a link in it leads out of it.
     """
     wanted = Path(node.dir).absolute()
     may_hold_run = under_srun() or under_torchrun() or is_fixed(node)
     with locked(wanted, key):
         if not (may_hold_run or is_unused(wanted)):
             raise PolicyError(f"{key}: {brief(str(wanted), most=120)} has another run; start this one again")
+        check_links(wanted, key)
         yield wanted
 
 
@@ -118,6 +125,21 @@ def _lock(directory: Path, key: str) -> IO[str]:
 
 def _is_lock(path: Path) -> bool:
     return path.is_file() and path.read_bytes()[:8] in (b"", f"{HOLDER} ".encode())
+
+
+def check_links(directory: Path, key: str) -> None:
+    """Check that a run writes to its directory alone, and not through links or into pipes in it.
+
+    Raises:
+        PolicyError: For a link that leads out of the directory, and for what is no file.
+    """
+    here = directory.iterdir() if directory.is_dir() else ()
+    written = (path for path in here if WRITTEN.fullmatch(path.name))
+    for path in (below for each in written for below in (each, *each.rglob("*"))):
+        inside = is_inside(path, directory)
+        if not inside or (os.path.exists(path) and not (path.is_file() or path.is_dir())):
+            what = "is neither a file nor a directory" if inside else "is a link out of the directory"
+            raise PolicyError(f"{key}: {brief(str(path), most=160)} {what}; a run would write to it")
 
 
 class RunDirectory:

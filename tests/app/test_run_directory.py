@@ -140,6 +140,22 @@ def test_a_lock_that_is_something_else_is_left_alone(tmp_path: Path, kind: str) 
     assert lock.exists()
 
 
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "record.jsonl", "train.log", "checkpoints", "csv/version_0", "pictures/p.png"]
+)
+def test_no_run_writes_through_a_link_out_of_its_directory(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "run" / name
+    path.parent.mkdir(parents=True)
+    path.symlink_to(tmp_path / "precious")
+    wrong = rf"^hydra\.run\.dir: {path} is a link out of the directory"
+    with pytest.raises(PolicyError, match=wrong), claimed(tmp_path / "run"):
+        pass
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(PolicyError, match=f"{path} is neither a file"), claimed(tmp_path / "run"):
+        pass
+
+
 def test_a_directory_is_free_as_soon_as_the_process_in_it_was_killed(
     tmp_path: Path, holder: subprocess.Popen
 ) -> None:
