@@ -170,7 +170,10 @@ def run_job(source: Source, options: argparse.Namespace, config: DictConfig, set
     """Run one job; one that is resumed runs in the directory of the run that it continues."""
     more = [] if is_first_rank() else ["hydra.output_subdir=null"]
     if settings.train and not settings.plan_only:
-        more += resumed_overrides(config, settings)
+        resumed = resumed_overrides(config, settings)
+        if resumed:
+            options.overrides = [each for each in options.overrides if not each.startswith("ckpt_path=")]
+        more += resumed
     with claimed_directory(config.hydra.run, KEY) as directory:
         run_by_hydra(Job(in_sweep=False), source, options, *more, f"{KEY}={quoted(str(directory))}")
 
