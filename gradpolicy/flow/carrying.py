@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +64,9 @@ class GradientPath:
     is_index: bool = False
     lost_in: str = ""
     version: int = 0
+
+    # True once eager code has made a path; until then calls need not search their arguments for one.
+    exists: ClassVar[bool] = False
 
     def __reduce__(self) -> tuple:
         # Paths are neither copied nor saved with their tensor.
@@ -134,6 +137,7 @@ def start_path(
 def set_path(tensor: Tensor, path: GradientPath) -> Tensor:
     """Attach a path to a discrete tensor, and return the tensor."""
     if not is_traced():
+        GradientPath.exists = True
         path.version = tensor._version
     setattr(tensor, _NAME, path)
     return tensor

@@ -434,7 +434,8 @@ class DispatchMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if is_traced():
             func = as_in_tables(func)
-        if paths := paths_in(args, kwargs):
+        # In compiled code the search is free.
+        if (is_traced() or GradientPath.exists) and (paths := paths_in(args, kwargs)):
             return carry(self._call, func, args, kwargs, paths)
         return self._call(func, args, kwargs)
 
