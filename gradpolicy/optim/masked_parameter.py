@@ -225,7 +225,13 @@ class MaskedParameter:
             mask = torch.ones((1,) * self.parameter.dim(), dtype=torch.bool, device=self.parameter.device)
         own, before, forget = self._local(mask), self.ages, options.forget
         frozen_everywhere = self._freezes_all(mask, own)
-        if (options, shape) == (self.options, self.mask_shape) and bool((own == before.mask).all()):
+        unchanged = (options, shape, frozen_everywhere) == (
+            self.options,
+            self.mask_shape,
+            self.frozen_everywhere,
+        )
+        # A process without entries cannot tell by its own part of the mask.
+        if unchanged and bool((own == before.mask).all()):
             return
         self.options, ages = options, before.turned(own, forget=forget)
         part = self._part(ages)
