@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -63,7 +64,7 @@ class Ages:
 
     # --- properties
 
-    @property
+    @functools.cached_property
     def entries(self) -> int:
         """Number of entries."""
         return prod(self.shape)
@@ -90,7 +91,7 @@ class Ages:
         """No entry's age is above this."""
         return self.most + self.since
 
-    @property
+    @functools.cached_property
     def slice_dims(self) -> int:
         """Leading dimensions that mask and ages tell apart: a slice is all of an entry's other dimensions."""
         if self.dims is not None:
@@ -98,7 +99,7 @@ class Ages:
         coarse = self.before.shape if isinstance(self.before, Tensor) else ()
         return max([0, *(dim + 1 for own in (self.mask_shape, coarse) for dim, n in enumerate(own) if n > 1)])
 
-    @property
+    @functools.cached_property
     def slice_size(self) -> int:
         """Number of entries in a slice."""
         return prod(self.shape[self.slice_dims :])
@@ -183,6 +184,11 @@ class Ages:
         return replace(self, before=before, flags=flags, index=index)
 
     # --- masks
+
+    def is_mask(self, mask: Tensor) -> bool:
+        """Return True if this mask is set."""
+        own = self.mask
+        return torch.equal(own, mask) if own.shape == mask.shape else bool((own == mask).all())
 
     def turned(self, mask: Tensor, *, forget: bool = False) -> Ages:
         """Return the ages under another mask.

@@ -224,14 +224,11 @@ class MaskedParameter:
         if mask is None:
             mask = torch.ones((1,) * self.parameter.dim(), dtype=torch.bool, device=self.parameter.device)
         own, before, forget = self._local(mask), self.ages, options.forget
-        frozen_everywhere = self._freezes_all(mask, own)
-        unchanged = (options, shape, frozen_everywhere) == (
-            self.options,
-            self.mask_shape,
-            self.frozen_everywhere,
-        )
+        sharded = is_sharded(self.parameter)
+        frozen_everywhere = sharded and _freezes_all(mask)
         # A process without entries cannot tell by its own part of the mask.
-        if unchanged and bool((own == before.mask).all()):
+        same = not sharded or frozen_everywhere == self.frozen_everywhere
+        if same and (options, shape) == (self.options, self.mask_shape) and before.is_mask(own):
             return
         self.options, ages = options, before.turned(own, forget=forget)
         part = self._part(ages)
@@ -240,7 +237,7 @@ class MaskedParameter:
             check_entries_can_freeze(optimizer, self.group, self.parameter)
             warn_of_putting_back(optimizer, forget)
         self.state.of_entries(before)  # raises before anything changes
-        self.frozen_everywhere = frozen_everywhere
+        self.frozen_everywhere = frozen_everywhere or self._has_none(ages)
         self._take(before, ages, part)
         if ages.is_partial and forget and self.rule is None and part is None:
             reset_frozen(self)
@@ -343,7 +340,8 @@ class MaskedParameter:
         mask = ages > 0 if mask_shape is None else coarse_mask(ages > 0, mask_shape)
         signed, own = self._local(ages), self._local(mask)
         restored = Ages.of(signed, own, since, self.ages.shape)
-        self.frozen_everywhere = self._freezes_all(mask, own)
+        sharded = is_sharded(self.parameter)
+        self.frozen_everywhere = _freezes_all(mask) if sharded else self._has_none(restored)
         if restored.active or self.options.frozen_state == "drop" or self.rule is None or not own.numel():
             self._take(self.ages, restored, self._part(restored))
         else:
@@ -356,8 +354,11 @@ class MaskedParameter:
         own = local_mask(mask, self.parameter).to(self.ages.device)
         return own.unsqueeze(-1) if self.parameter.is_complex() else own
 
-    def _freezes_all(self, mask: Tensor, own: Tensor) -> bool:
-        """Return True if no entry is active on any process; of a sharded parameter all must call this."""
-        if not is_sharded(self.parameter):
-            return self.ages.entries > 0 and not own.any()
-        return not int(full_tensor(mask.int().sum() if is_sharded(mask) else mask.count_nonzero()))
+    def _has_none(self, ages: Ages) -> bool:
+        """Return True if a parameter that is not sharded has entries, and none of them is active."""
+        return not is_sharded(self.parameter) and ages.entries > 0 and not ages.active
+
+
+def _freezes_all(mask: Tensor) -> bool:
+    """Return True if no entry is active on any process; for a sharded mask all must call this."""
+    return not int(full_tensor(mask.int().sum() if is_sharded(mask) else mask.count_nonzero()))

@@ -23,8 +23,8 @@ CHUNK = 1 << 17
 """Entries that a CPU moves at a time, where it must copy them or has no compiler."""
 FEW = 0.25
 """The share of active rows up to which a CPU copies them, instead of moving all."""
-JOINED = 1 << 22
-"""Entries of tensors on an accelerator that are joined for one call."""
+JOINED, SMALL = 1 << 22, 1 << 14
+"""Entries that are joined for one call: of all tensors on an accelerator, of small ones on a CPU."""
 BACKEND: Any = "inductor"
 _FIRST_AGES, _MOST_TABLES = 1024, 64
 _log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ def update(rule: UpdateRule, group: Group, scale: float, tensors: Sequence[Entri
     # Inductor decides by the first tensor that it sees whether threads share the work.
     tensors = sorted(tensors, key=lambda each: -each.parameter.numel()) if compiles else tensors
     pieces = (piece for each in tensors for piece in _pieces(rule, group, each, compiles))
-    for piece in pieces if on_cpu(first) else _joined(pieces):
+    for piece in _joined(pieces, SMALL if on_cpu(first) else JOINED):
         _call(rule, settings, piece, compiles and piece.parameter.numel() > 1)
         for write in piece.write_back:
             write()
@@ -257,15 +257,22 @@ def _chunks(piece: _Piece) -> Iterator[_Piece]:
         yield _mapped(piece, cut)
 
 
-def _joined(pieces: Iterator[_Piece]) -> Iterator[_Piece]:
-    """Yield pieces flat and joined, so that an accelerator has few of them."""
+def _joined(pieces: Iterator[_Piece], most: int) -> Iterator[_Piece]:
+    """Yield pieces of at most so many entries flat and joined, so that there are few calls."""
     alike: dict[Any, list[_Piece]] = {}
+    entries: dict[Any, int] = {}
     for piece in pieces:
-        pattern = [each if each is None else each.dtype for each in piece.tensors()]
-        key = (*piece.constants, *piece.state, *pattern)
+        size = piece.parameter.numel()
+        if size > most:
+            yield piece
+            continue
+        forms = [each if each is None else each.dtype for each in piece.tensors()]
+        key = (*piece.constants, *piece.state, *forms)
         alike.setdefault(key, []).append(piece)
-        if sum(each.parameter.numel() for each in alike[key]) >= JOINED:
+        entries[key] = entries.get(key, 0) + size
+        if entries[key] >= JOINED:
             yield _join(alike.pop(key))
+            del entries[key]
     yield from map(_join, alike.values())
 
 

@@ -77,7 +77,7 @@ def test_without_a_compiler_one_warning_says_that_updates_are_not_compiled(compi
 
 
 @pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
-def test_tensors_on_an_accelerator_move_flat_and_joined(monkeypatch, frozen_state):
+def test_joined_tensors_move_as_alone(monkeypatch, frozen_state):
     joined, join = [], moving._join
 
     def counted(pieces):
@@ -85,11 +85,14 @@ def test_tensors_on_an_accelerator_move_flat_and_joined(monkeypatch, frozen_stat
         return join(pieces)
 
     monkeypatch.setattr(moving, "_join", counted)
+    monkeypatch.setattr(moving, "SMALL", 1)
     expected = trained(frozen_state, False)
-    assert not joined
-    monkeypatch.setattr(moving, "on_cpu", lambda tensor: False)
+    assert max(joined, default=1) == 1
+    monkeypatch.setattr(moving, "SMALL", 1 << 14)
     torch.testing.assert_close(trained(frozen_state, False), expected)
     assert max(joined) > 1
+    monkeypatch.setattr(moving, "on_cpu", lambda tensor: False)  # as on an accelerator
+    torch.testing.assert_close(trained(frozen_state, False), expected)
 
 
 def test_a_mask_that_is_set_again_changes_no_bit():

@@ -43,7 +43,7 @@ class Adam(UpdateRule):
         """See `UpdateRule.update`."""
         sign, decay, shrink, rest1, beta2, rest2, lr, eps, _ = settings
         collected1, collected2 = numbers
-        root = collected2**0.5
+        root = collected2.sqrt()
         gradient = sign * gradient + decay * parameter
         first = state["exp_avg"] + (gradient - state["exp_avg"]) * rest1
         second = largest = state["exp_avg_sq"] * beta2 + gradient * gradient * rest2
