@@ -157,6 +157,11 @@ class ReportRow:
         return dict(sorted(self.opaque))
 
     @property
+    def compiled(self) -> bool:
+        """True if the counts include compiled code, which is counted once per compilation."""
+        return Forward.COMPILED in self.forward
+
+    @property
     def operations_met(self) -> frozenset[str]:
         """The names of all operations that ran where the policy acts."""
         ran = (Outcome.ACTED, Outcome.PLAIN, Outcome.WITHOUT_GRADIENT, Outcome.DISCRETE)
@@ -170,7 +175,7 @@ class ReportRow:
     @property
     def idle(self) -> list[str]:
         """The matched modules whose forward should have run and did not."""
-        if self.operations and Forward.COMPILED in self.forward:
+        if self.operations and self.compiled:
             return []
         ran = self.places_with(Outcome.ACTED, Outcome.WITHOUT_GRADIENT, Outcome.OFF)
         ran |= {f"module {name!r}" for name in self.entered}
@@ -358,7 +363,7 @@ def _matched(row: ReportRow) -> str:
         return str(row.operations_matched or "–")
     matched = row.matched
     counts = ", ".join(f"{operation} × {matched.get(operation, 0)}" for operation in row.operations)
-    return f"{counts} (compiled: once a trace)" if Forward.COMPILED in row.forward else counts
+    return f"{counts} (compiled: once a trace)" if row.compiled else counts
 
 
 def _operations(names: list[str]) -> str:
