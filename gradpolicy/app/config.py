@@ -219,6 +219,17 @@ def hydra_at(source: Source) -> Iterator[None]:
             HydraConfig.instance().cfg = former
 
 
+@contextmanager
+def hydra_config(config: DictConfig) -> Iterator[None]:
+    """Let resolvers such as `${hydra:job.name}` read a composed config in the block."""
+    former = HydraConfig.instance().cfg
+    HydraConfig.instance().set_config(config)
+    try:
+        yield
+    finally:
+        HydraConfig.instance().cfg = former
+
+
 def check_job(config: DictConfig) -> Settings:
     """Return the part of a composed job without Hydra's, resolved and checked.
 

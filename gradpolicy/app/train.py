@@ -22,6 +22,7 @@ from gradpolicy.app.config import (
     compose_job,
     fixed_overrides,
     hydra_at,
+    hydra_config,
     jobs_of,
 )
 from gradpolicy.app.messages import (
@@ -77,10 +78,11 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
             config = compose_job(source, fixed_overrides(options.overrides))
             show_traceback = OmegaConf.select(config, "extras.traceback") is True
             settings = check_jobs(source, options, config)
-        if settings is None:
-            run_sweep(source, options, config)
-        else:
-            run_job(source, options, config, settings)
+        with hydra_config(config):
+            if settings is None:
+                run_sweep(source, options, config)
+            else:
+                run_job(source, options, config, settings)
         return 0
     except (KeyboardInterrupt, SystemExit) as leaving:
         # Lightning raises SystemExit if Ctrl-C interrupts training.
