@@ -22,7 +22,7 @@ train: $(VENV)/.train-installed
 	$(BIN)/python train.py $(ARGS)
 
 test: $(VENV)/.test-installed lint
-	$(PYTEST) --numprocesses=2 --dist=worksteal -m "not slow" $(ARGS)
+	$(PYTEST) --numprocesses=3 --dist=worksteal -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/.test-installed
 	$(PYTEST) --numprocesses=2 --dist=loadgroup -m slow $(ARGS)

@@ -57,7 +57,10 @@ class Ages:
             since: The updates of active entries since it was set, which are in the numbers.
             shape: Shape of the entries.
         """
-        ages = torch.where(signed > 0, (signed.to(WIDE) - since).clamp(min=1), -signed.to(WIDE)) - 1
+        active = signed[signed > 0].to(WIDE)
+        # Another process, whose entries kept their mask for longer, may have saved the number.
+        since = min(since, int(active.min()) - 1) if active.numel() else since
+        ages = torch.where(signed > 0, signed.to(WIDE) - since, -signed.to(WIDE)) - 1
         coarse = ages[tuple(slice(size) for size in mask.shape)]
         ages = coarse if torch.equal(coarse.expand_as(ages), ages) else ages
         return cls(shape, tuple(signed.shape), *_simplest(ages), 0).turned(mask)._at(since)
