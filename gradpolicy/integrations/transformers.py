@@ -16,6 +16,7 @@ from transformers.trainer_utils import IntervalStrategy
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim.prepared import innermost, put_inside
 from gradpolicy.policies import Policy
+from gradpolicy.train.step_in_backward import StepInBackward, refused
 from gradpolicy.train.training_run import Driven, Run, flat_parameters_refused, needs_masks
 
 
@@ -47,6 +48,8 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         agreement_every: With several processes, the number of updates between comparisons of the checksums of
             masks, ages and weights; None for no comparisons.
         layers: Print what trains, layer by layer, before the first update.
+        step_in_backward: Update each parameter in the backward pass as soon as its gradient is complete, and
+            free the gradient. Of freeze policies only the active shares are logged then.
 
     Attributes:
         run: The run, which has the masked optimizer, the freezer and the flow policies on the model.
@@ -75,9 +78,10 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         log: bool = True,
         agreement_every: int | None = 100,
         layers: bool | None = True,
+        step_in_backward: bool = False,
     ) -> None:
         self.run = Run(policies, seed=seed, agreement_every=agreement_every, layers=layers)
-        self.log_policies = log
+        self.log_policies, self.step_in_backward = log, step_in_backward
         self._evaluated: dict[str, float] = {}
 
     # ---- installing and removing
@@ -86,6 +90,8 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         """Check that the Trainer's settings are supported, before anything is prepared."""
         trainer = _calling_trainer()
         _check_supported(trainer)
+        if self.step_in_backward:
+            _check_step_in_backward(trainer)
         if _loads_before_callbacks(trainer):
             self._install_when_prepared(trainer)
 
@@ -118,6 +124,8 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         trainer = _calling_trainer()
         self._evaluated = {}
         _check_supported(trainer)
+        if self.step_in_backward:
+            _check_step_in_backward(trainer)
         if not _loads_before_callbacks(trainer):
             assert trainer.model is not None
             self._install(trainer, trainer.model, trainer.model_wrapped, trainer.optimizer)
@@ -168,7 +176,10 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
             wrapped=getattr(wrapped, "_orig_mod", wrapped),
             toggle_requires_grad=toggles,
             observes_at_step=_is_deepspeed(trainer),
+            masks_all=self.step_in_backward,
         )
+        if self.step_in_backward:
+            self.run.hooks.append(StepInBackward(self.run.masked_optimizers, self.policies))
         if not _is_deepspeed(trainer):
             put_inside(prepared, *optimizers)
             self._observe_before_clipping(trainer)
@@ -349,6 +360,26 @@ def _check_supported(trainer: Trainer) -> None:
             "GradientPoliciesCallback: nn.DataParallel copies the model for each forward pass, without its "
             f"policies; {instead}"
         )
+
+
+def _check_step_in_backward(trainer: Trainer) -> None:
+    """Check that nothing in the Trainer's settings needs all gradients at once.
+
+    Raises:
+        PolicyError: If something does.
+    """
+    args = trainer.args
+    if _is_deepspeed(trainer):
+        raise refused("DeepSpeed, whose engine steps", "FSDP2 or one process")
+    if args.gradient_accumulation_steps != 1:
+        raise refused(f"gradient_accumulation_steps={args.gradient_accumulation_steps}", "1")
+    if args.max_grad_norm:
+        raise refused(
+            f"max_grad_norm={args.max_grad_norm} (the Trainer clips at 1.0 by default)",
+            "max_grad_norm=0, and gp.Clip to bound gradients",
+        )
+    if args.fp16:
+        raise refused("fp16=True with its GradScaler", "bf16=True or float32")
 
 
 def _is_deepspeed(trainer: Trainer) -> bool:

@@ -19,7 +19,7 @@ from gradpolicy.optim.prepared import innermost, is_prepared, put_inside
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.rules.registry import keyword_names
 from gradpolicy.tensors.sharding import is_sharded
-from gradpolicy.train.step_in_backward import StepInBackward, check_process_group, refused
+from gradpolicy.train.step_in_backward import StepInBackward, refused
 from gradpolicy.train.training_run import Run
 from gradpolicy.where import named_parameters
 
@@ -213,9 +213,7 @@ def _install(run: Run, model: nn.Module, given: Sequence[Any], *, toggle_require
 def _step_in_backward(run: Run, scaler: Any) -> None:
     """Update each parameter as soon as its gradient is complete."""
     if scaler is not None:
-        raise refused("GradScaler", "train in bfloat16 or float32")
-    trained = [p for each in run.masked_optimizers for group in each.param_groups for p in group["params"]]
-    check_process_group(sharded=all(map(is_sharded, trained)))
+        raise refused("GradScaler", "training in bfloat16 or float32")
     run.hooks.append(StepInBackward(run.masked_optimizers, run.policies))
 
 

@@ -27,6 +27,7 @@ from gradpolicy.tensors.packed_mask import pack_masks, unpack_masks
 from gradpolicy.train.measurements import Measured, Measurements, summary
 from gradpolicy.train.notices import Notices
 from gradpolicy.train.ranks import Ranks
+from gradpolicy.train.step_in_backward import StepInBackward
 from gradpolicy.where import named_parameters, once_each, pick_each
 
 STATE = "gradient_policies"
@@ -412,7 +413,7 @@ class Run:
         """Return the numbers of the last update that was measured, once; empty if there are none."""
         measured, self.measured = self.measured, None
         numbers = summary(measured) if measured is not None else {}
-        if measured is not None and self._partitioned is not None and self.freezer is not None:
+        if measured is not None and not self._has_gradients and self.freezer is not None:
             for name in self.freezer.policies:
                 numbers[f"policy/{name}/active_share"] = self.freezer.active_share(name)
         return numbers
@@ -421,10 +422,16 @@ class Run:
         """Return the numbers for loggers: each at its first measurement, and again once it has changed."""
         return self._start_measuring().varying(numbers)
 
+    @property
+    def _has_gradients(self) -> bool:
+        """False if gradients are partitioned, or are freed before the step."""
+        freed = any(isinstance(each, StepInBackward) for each in self.hooks)
+        return self._partitioned is None and not freed
+
     def _start_measuring(self) -> Measurements:
         if self.measurements is None:
-            # Of partitions only the active shares are known.
-            freezer = self.freezer if self._partitioned is None else None
+            # Without gradients only the active shares are known.
+            freezer = self.freezer if self._has_gradients else None
             self.measurements = Measurements(freezer, self.installed)
         return self.measurements
 

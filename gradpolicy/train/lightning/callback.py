@@ -14,6 +14,7 @@ from gradpolicy.policies import Policy
 from gradpolicy.train.lightning.trainer_parts import STEP_METHODS, callbacks_of
 from gradpolicy.train.lightning.weight_averaging import check_weight_averaging
 from gradpolicy.train.measurements import summary
+from gradpolicy.train.step_in_backward import StepInBackward, refused
 from gradpolicy.train.training_run import Driven, Run, needs_masks
 
 # Entry points of the LightningModule itself, whose forward Lightning replaces temporarily.
@@ -50,6 +51,8 @@ class GradientPolicies(Driven, Callback):
         agreement_every: With several processes, the number of updates between comparisons of the checksums of
             masks, ages and weights; None for no comparisons.
         layers: Print what trains, layer by layer, before the first update.
+        step_in_backward: Update each parameter in the backward pass as soon as its gradient is complete, and
+            free the gradient. Of freeze policies only the active shares are logged then.
 
     Attributes:
         run: The run, which has its optimizers, the freezer of a fit and the flow policies on the model.
@@ -79,9 +82,10 @@ class GradientPolicies(Driven, Callback):
         log: bool = True,
         agreement_every: int | None = 100,
         layers: bool = True,
+        step_in_backward: bool = False,
     ) -> None:
         self.run = Run(policies, seed=seed, agreement_every=agreement_every, layers=layers)
-        self.log_policies = log
+        self.log_policies, self.step_in_backward = log, step_in_backward
         self.sinks = self.run.sinks
         # The evaluation that is measured.
         self._evaluated: str | None = None
@@ -96,6 +100,8 @@ class GradientPolicies(Driven, Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install all policies, now that the model is on its device and wrapped, and the optimizers exist."""
         strategy, run = trainer.strategy, self.run
+        if self.step_in_backward:
+            _check_step_in_backward(trainer)
         if not isinstance(strategy, DeepSpeedStrategy):
             # The same configuration also runs on one process, which sends nothing.
             strategy.optimizers = run.install(
@@ -104,7 +110,11 @@ class GradientPolicies(Driven, Callback):
                 wrapped=strategy.model,
                 entry_points=STEP_POINTS,
                 observes_at_step=False,
+                masks_all=self.step_in_backward,
             )
+            if self.step_in_backward:
+                # The trainer passes each step a closure, which it calls once.
+                run.hooks.append(StepInBackward(run.masked_optimizers, self.policies, allow_closures=True))
         elif needs_masks(self.policies):
             from gradpolicy.integrations.deepspeed import partitioned  # takes seconds
 
@@ -243,6 +253,24 @@ class GradientPolicies(Driven, Callback):
         is_sanity_check = phase == "validate" and trainer.sanity_checking
         logs = self.log_policies and bool(trainer.loggers) and phase in ("fit", "test")
         return not is_sanity_check and (logs or bool(self.sinks))
+
+
+def _check_step_in_backward(trainer: Trainer) -> None:
+    """Check that nothing in the trainer needs all gradients at once.
+
+    Raises:
+        PolicyError: If something does.
+    """
+    if isinstance(trainer.strategy, DeepSpeedStrategy):
+        raise refused("DeepSpeed, whose engine steps", "another strategy")
+    if trainer.accumulate_grad_batches != 1:
+        raise refused(f"accumulate_grad_batches={trainer.accumulate_grad_batches}", "1")
+    if trainer.gradient_clip_val:
+        raise refused(
+            f"gradient_clip_val={trainer.gradient_clip_val}", "None, and gp.Clip to bound gradients"
+        )
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise refused("a GradScaler", "precision=bf16-mixed or 32-true")
 
 
 def _loss_scale(trainer: Trainer) -> float:
