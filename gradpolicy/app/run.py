@@ -131,9 +131,9 @@ def plan_and_run(
             if is_first_rank():
                 if settings.plan_only or settings.extras.plan:
                     reporter.plan = make_run_plan(subject, settings.seed)
-                    policies.run.notices.shown = frozenset(reporter.plan.warnings)
+                    policies.shown_warnings = frozenset(reporter.plan.warnings)
                     console.print(reporter.plan)
-                    policies.run.notices.layers = False  # the plan has them
+                    policies.layers = False  # the plan has them
                 if settings.extras.print_config:
                     print_config(container, console)
             if settings.plan_only:

@@ -5,7 +5,7 @@ from torch import Tensor
 from gradpolicy.freezing.bindings import Bindings
 from gradpolicy.freezing.bound_policy import masks_never_change
 from gradpolicy.freezing.combined_masks import CombinedMasks
-from gradpolicy.freezing.requires_grad import RequiresGrad
+from gradpolicy.freezing.requires_grad import RequiresGrad, is_turned_off
 from gradpolicy.freezing.row_gradients import RowGradients
 from gradpolicy.tensors.sharding import is_sharded
 
@@ -68,6 +68,18 @@ class ComputedGradients:
         """Start again with the parameters that the optimizers have now."""
         self._requires_grad.restore()
         self._requires_grad, self._wanted = self._new_requires_grad(), set()
+
+    @property
+    def skips(self) -> bool:
+        """True if some gradients are not computed in this update."""
+        return self._rows.active or any(map(is_turned_off, self._bindings.parameters.values()))
+
+    def compute_all(self) -> None:
+        """Compute all gradients from now on."""
+        self._toggle = False
+        self.dropped.clear()
+        self._requires_grad.restore()
+        self._rows.release()
 
     def restore(self) -> None:
         """Restore ``requires_grad`` of all parameters."""

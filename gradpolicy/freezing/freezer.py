@@ -104,14 +104,14 @@ class Freezer:
 
     @torch.no_grad()
     def begin_step(self, step: int, epoch: int = 0, phase: str = "fit") -> None:
-        """Set the masks of an effective step. Another call has no effect, unless there are new metrics.
+        """Set the masks of an effective step. Another call with the same step has no effect.
 
         Args:
             step: The number of effective optimizer steps so far.
             epoch: The number of completed epochs.
             phase: The current phase.
         """
-        if step == self._step and epoch == self._now[1]:
+        if step == self._step:
             return
         self._join()
         bound = self._bindings.policies.values()
@@ -178,19 +178,11 @@ class Freezer:
         return set().union(*(each.gradient_names(*self._now) for each in bound))
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        """Pass the metrics of a validation to the sources of the policies in effect.
-
-        They may change the masks of the current step: call :meth:`begin_step` again.
-        """
-        self.reconsider()
+        """Pass the metrics of a validation to the sources of the policies in effect."""
         for name, each in self._bindings.policies.items():
             if each.in_effect:
                 with under(f"policy.{name}"):
                     each.source.report(metrics)
-
-    def reconsider(self) -> None:
-        """Ask the sources once more at the next :meth:`begin_step`, even if it is of the same step."""
-        self._step = None
 
     def is_finished(self, step: int, epoch: int) -> bool:
         """Return True if a source ends the training after this number of updates and epochs."""
@@ -207,6 +199,15 @@ class Freezer:
         """Set all masks again at the next update."""
         self._masks.current.clear()
         self._step = None
+
+    @property
+    def skips_gradients(self) -> bool:
+        """True if some gradients are not computed in the current update."""
+        return self._gradients.skips
+
+    def keep_requires_grad(self) -> None:
+        """Keep ``requires_grad`` enabled, and compute full gradients of all parameters."""
+        self._gradients.compute_all()
 
     def restore(self) -> None:
         """Restore ``requires_grad`` and the settings of all parameters. Masks do not change."""

@@ -34,7 +34,7 @@ from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.train.loop import Policies
 from gradpolicy.train.loop import training as plain_training
-from gradpolicy.train.training_run import STATE
+from gradpolicy.train.training_policies import STATE
 
 
 @contextmanager
@@ -79,7 +79,9 @@ def training(
     }
     try:
         with ExitStack() as stack:
-            stack.enter_context(plain_training(engine, optimizer, named, seed, **settings))
+            with optimizer.whole_parameters(values=True):
+                stack.enter_context(plain_training(engine, optimizer, named, seed, **settings))
+            optimizer.hook_gradients()
             yield optimizer
     finally:
         optimizer.release()

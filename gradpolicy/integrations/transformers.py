@@ -1,40 +1,37 @@
 """The callback for Hugging Face's Trainer and its subclasses, such as TRL's SFTTrainer."""
 
-import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable
 from functools import wraps
 from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, is_compiled_module
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
 from gradpolicy.errors import PolicyError
+from gradpolicy.flow.policy_checks import is_cut
 from gradpolicy.optim.prepared import innermost, put_inside
-from gradpolicy.policies import Policy
-from gradpolicy.train.step_in_backward import StepInBackward, refused
-from gradpolicy.train.training_run import Driven, Run, flat_parameters_refused, needs_masks
+from gradpolicy.train.measurements import Measured
+from gradpolicy.train.training_policies import TrainingPolicies, calling, flat_parameters_refused
 
 
-class GradientPoliciesCallback(Driven, TrainerCallback):
+class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
     """Trains under gradient policies with Hugging Face's Trainer.
 
     The callback does the following:
 
     - at the start of training: flow policies are installed on the model; if there are freeze policies, the
       optimizer that accelerate has prepared is wrapped in :class:`~gradpolicy.MaskedOptimizer`;
-    - then, and at the end of each update for the next one: schedules are evaluated and new masks are set;
-    - in the backward pass: gradients of frozen entries are zeroed, so that they are neither in the clipped
-      norm nor in the logged ``grad_norm``; if a mask source needs the gradients, it gets them after they are
-      unscaled and before they are clipped;
+    - before the first batch of each update: schedules are evaluated and new masks are set;
+    - after the gradients are unscaled and before they are clipped: mask sources get the gradients, and those
+      of frozen entries are zeroed, so that they are neither in the clipped norm nor in the logged
+      ``grad_norm``; under DeepSpeed they are zeroed as they are computed;
     - when the Trainer logs: measurements of the policies are added, for all of its trackers;
     - when it saves: masks, ages and the state of mask sources are saved with the optimizer's state;
-    - when training ends: everything is removed from the model and the optimizer. If it fails, the next
-      training or :meth:`remove` does so.
+    - when training ends, or fails: everything is removed from the model and the optimizer.
 
     Policies are active during training. The Trainer's evaluation computes no gradients, so a policy for the
     phases ``validate``, ``test`` or ``predict`` has no effect there.
@@ -48,11 +45,11 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         agreement_every: With several processes, the number of updates between comparisons of the checksums of
             masks, ages and weights; None for no comparisons.
         layers: Print what trains, layer by layer, before the first update.
-        step_in_backward: Update each parameter in the backward pass as soon as its gradient is complete, and
-            free the gradient. Of freeze policies only the active shares are logged then.
 
     Attributes:
-        run: The run, which has the masked optimizer, the freezer and the flow policies on the model.
+        installed: The flow policies on the model, during training.
+        freezer: The freezer, which runs the freeze policies.
+        masked_optimizers: The optimizer, if freeze policies match its parameters.
 
     Raises:
         PolicyError: If an entry is not a policy; when training starts, if a pattern matches nothing, two
@@ -68,30 +65,33 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
     """
 
     _trainer: Trainer | None = None
+    _measures = False
+    _measured: Measured | None = None
     _has_taken = False
-
-    def __init__(
-        self,
-        policies: Mapping[str, Policy | None] | None = None,
-        *,
-        seed: int = 0,
-        log: bool = True,
-        agreement_every: int | None = 100,
-        layers: bool | None = True,
-        step_in_backward: bool = False,
-    ) -> None:
-        self.run = Run(policies, seed=seed, agreement_every=agreement_every, layers=layers)
-        self.log_policies, self.step_in_backward = log, step_in_backward
-        self._evaluated: dict[str, float] = {}
 
     # ---- installing and removing
 
     def on_init_end(self, *_: Any, **kwargs: Any) -> None:
-        """Check that the Trainer's settings are supported, before anything is prepared."""
+        """Check that the Trainer's settings are supported, before anything is prepared.
+
+        Also make sure that policies are removed if training fails, for which there is no event.
+        """
         trainer = _calling_trainer()
         _check_supported(trainer)
-        if self.step_in_backward:
-            _check_step_in_backward(trainer)
+        train = trainer.train
+
+        @wraps(train)
+        def train_and_remove(*arguments: Any, **settings: Any) -> Any:
+            try:
+                return train(*arguments, **settings)
+            except RuntimeError as error:
+                if is_cut(error):
+                    self._check_cuts()
+                raise
+            finally:
+                self.remove()
+
+        trainer.train = train_and_remove  # type: ignore[method-assign]
         if _loads_before_callbacks(trainer):
             self._install_when_prepared(trainer)
 
@@ -117,15 +117,11 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
 
         trainer.accelerator.prepare = prepare_and_install
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
         """Install all policies: the model and the optimizer are prepared, and a checkpoint is loaded."""
         trainer = _calling_trainer()
-        self._evaluated = {}
+        self._evaluated: dict[str, float] = {}
         _check_supported(trainer)
-        if self.step_in_backward:
-            _check_step_in_backward(trainer)
         if not _loads_before_callbacks(trainer):
             assert trainer.model is not None
             self._install(trainer, trainer.model, trainer.model_wrapped, trainer.optimizer)
@@ -136,18 +132,13 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
             )
         for name, policy in self.policies.items():
             if "fit" not in policy.when.phases:
-                self.run.notices.warn(
+                self._warn(
                     f"policy.{name}: does nothing in the phases {', '.join(policy.when.phases)}, where the "
                     "Trainer takes no gradients; put it on the model with gradpolicy.install"
                 )
         # Trackers must run after this callback, to get the values that it adds to the logs.
         others = [each for each in trainer.callback_handler.callbacks if each is not self]
         trainer.callback_handler.callbacks = [self, *others]
-        self.run.count_from(state.global_step)
-        if self.log_policies:
-            every = _steps_of_epoch(args, kwargs.get("train_dataloader"))
-            self.run.measure(lambda updates: _logs_after(updates + 1, args, state, every))
-        self.run.begin(int(state.epoch or 0))
 
     def _install(self, trainer: Trainer, model: nn.Module, wrapped: nn.Module | None, prepared: Any) -> None:
         """Install all policies.
@@ -160,41 +151,22 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         """
         self.remove()  # auto_find_batch_size starts again after running out of memory
         self._trainer = trainer
+        self._install_flow(model)
+        optimizer = innermost(prepared)
         # Code would be recompiled each time requires_grad changes.
         toggles = not is_compiled_module(wrapped)
-        optimizers: list[Any] = [innermost(prepared)]
-        if _is_deepspeed(trainer):
-            optimizers = []
-            if needs_masks(self.policies):
-                from gradpolicy.integrations.deepspeed import partitioned  # importing DeepSpeed takes seconds
+        if self.optimizer_policies and _is_deepspeed(trainer):
+            from gradpolicy.integrations.deepspeed import partitioned  # importing DeepSpeed takes seconds
 
-                optimizers = [partitioned(wrapped, self.policies)]
-                toggles = toggles and optimizers[0].allows_unused_parameters
-        optimizers = self.run.install(
-            model,
-            optimizers,
-            wrapped=getattr(wrapped, "_orig_mod", wrapped),
-            toggle_requires_grad=toggles,
-            observes_at_step=_is_deepspeed(trainer),
-            masks_all=self.step_in_backward,
-        )
-        if self.step_in_backward:
-            self.run.hooks.append(StepInBackward(self.run.masked_optimizers, self.policies))
+            optimizer = partitioned(wrapped, self.policies)
+            self._install_in_engine(model, optimizer, toggle_requires_grad=toggles)
+        elif self.optimizer_policies:
+            (optimizer,) = self._install_freeze(model, [optimizer], toggle_requires_grad=toggles)
+            put_inside(prepared, optimizer)
+        self._check_installed(model, [optimizer])
+        self._join_ranks(model, getattr(wrapped, "_orig_mod", wrapped))
         if not _is_deepspeed(trainer):
-            put_inside(prepared, *optimizers)
             self._observe_before_clipping(trainer)
-        if not is_compiled_module(wrapped):
-            self.run.hooks.append(model.register_forward_hook(self._check_cuts))
-
-    def _check_cuts(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
-        """Check that no policy cuts the loss off from all parameters; torch's own error is less clear."""
-        tensors = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
-        if torch.is_grad_enabled() and tensors and not any(each.requires_grad for each in tensors):
-            try:
-                self.run.notices.cuts()
-            except PolicyError:
-                self.remove()
-                raise
 
     def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         """Remove everything from the model and the optimizer."""
@@ -203,11 +175,14 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         self._remove(quiet=False)
 
     def remove(self) -> None:
-        """Remove everything from the model and the optimizer, after training has failed."""
-        self._remove(quiet=True)
+        """Remove everything from the model and the optimizer.
 
-    def _remove(self, *, quiet: bool) -> None:
-        self.run.remove(quiet=quiet)
+        This is needed only for a callback of ``trainer.add_callback``, after training has failed.
+        """
+        self._remove()
+
+    def _remove(self, *, quiet: bool = True) -> None:
+        super()._remove(quiet=quiet)
         trainer, self._trainer = self._trainer, None
         if trainer is None:
             return
@@ -220,17 +195,19 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
 
     # ---- training
 
-    def on_epoch_begin(
+    def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Prepare the update for the new epoch."""
-        self.run.begin(int(state.epoch or 0))
-
-    def on_step_begin(self, *_: Any, **kwargs: Any) -> None:
-        """Set the loss scale, which may have changed since the last update."""
+        """Update the policies before the first batch of each update."""
         assert self._trainer is not None
         self._has_taken = False
-        self.run.start_batch(_loss_scale(self._trainer))
+        self._begin_update(self.updates(state), int(state.epoch or 0))
+        self._measures = self.log_policies and self._logs_after_this(args, state)
+        if self.installed is not None:
+            self.installed.set_loss_scale(_loss_scale(self._trainer))
+            self.installed.measure_norms(self._measures)
+        if self._measures:
+            self._start_measuring().begin()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -255,16 +232,20 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Stop if a mask source ends the training."""
-        if not self.run.optimizers:
-            self.run.end()
+        """Check after the first update that every operation ran."""
+        assert self._trainer is not None
+        assert self._trainer.model is not None
+        trains = (parameter.requires_grad for parameter in self._trainer.model.parameters())
+        self._check_operations_met("fit", thaws=not all(trains))
+        if self._measures:
+            self._measured = self._measure("fit", self.updates(state))
         self._stop_if_finished(state, control)
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Hand what was evaluated during the training to mask sources, such as phases that end by it."""
-        if self._trainer is None:
+        if self._trainer is None or self.freezer is None:
             return
         # The Trainer evaluates each of several datasets by itself.
         self._evaluated |= kwargs["metrics"]
@@ -272,11 +253,11 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         names = datasets if isinstance(datasets, dict) else ()
         if all(f"eval_{name}_runtime" in self._evaluated for name in names):
             metrics, self._evaluated = self._evaluated, {}
-            self.run.report(metrics)
+            self.freezer.report(metrics)
             self._stop_if_finished(state, control)
 
     def _stop_if_finished(self, state: TrainerState, control: TrainerControl) -> None:
-        if self.run.is_finished(int(state.epoch or 0)):
+        if self.freezer is not None and self.freezer.is_finished(self.updates(state), int(state.epoch or 0)):
             control.should_training_stop = True
 
     def on_log(
@@ -288,11 +269,16 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Add measurements of the policies to the values that the Trainer logs."""
-        if logs is None or "loss" not in logs or self._trainer is None:
+        if logs is None or "loss" not in logs or self._measured is None:
             return
-        numbers = self.run.varying(self.run.take_measured())
+        numbers = self._start_measuring().varying(self._summary(self._measured))
+        self._measured = None
         logs.update(numbers)
         state.log_history[-1].update(numbers)
+
+    def updates(self, state: TrainerState) -> int:
+        """Return the number of updates; if no optimizer is masked, the Trainer's number."""
+        return self.masked_optimizers[0].effective_steps if self.masked_optimizers else state.global_step
 
     def _observe_before_clipping(self, trainer: Trainer) -> None:
         """Process the gradients when accelerate has unscaled them, before clipping.
@@ -304,11 +290,68 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         def unscale_gradients(optimizer: Any = None) -> None:
             if not self._has_taken:
                 unscale(optimizer)
-                self._has_taken = True
-                for each in self.masked_optimizers:
-                    self.run.gradients(each)
+                self._take_gradients()
 
         trainer.accelerator.unscale_gradients = unscale_gradients
+
+    def _take_gradients(self) -> None:
+        """Pass the gradients to sources, and zero those of frozen entries."""
+        self._has_taken = True
+        for optimizer in self.masked_optimizers:
+            assert self.freezer is not None
+            if self._measures:
+                self._start_measuring().take_gradients(optimizer, "gradient_norm_before")
+            self.freezer.observe(optimizer)
+            optimizer.mask_gradients()
+            if self._measures:
+                self._start_measuring().take_gradients(optimizer, "gradient_norm_after")
+
+    def _logs_after_this(self, args: TrainingArguments, state: TrainerState) -> bool:
+        """Return True if the Trainer logs its loss after the update that is being prepared."""
+        assert self._trainer is not None
+        if args.logging_strategy == IntervalStrategy.EPOCH:
+            return bool(self._trainer.accelerator.gradient_state.end_of_dataloader)
+        step = state.global_step + 1
+        return args.logging_strategy == IntervalStrategy.STEPS and (
+            step % state.logging_steps == 0 or (step == 1 and args.logging_first_step)
+        )
+
+    # ---- checkpoints
+
+    def _install_freeze(
+        self,
+        model: nn.Module,
+        optimizers: Iterable[torch.optim.Optimizer],
+        *,
+        toggle_requires_grad: bool = True,
+    ) -> list[torch.optim.Optimizer]:
+        """Wrap the optimizer, into which the Trainer has already loaded a checkpoint unless it is sharded."""
+        (optimizer,) = optimizers
+        # A plain optimizer keeps unknown values in its param groups: masks, and the state of the policies.
+        saved = optimizer.state_dict()
+        wrapped = super()._install_freeze(model, [optimizer], toggle_requires_grad=toggle_requires_grad)
+        (masked,) = self.masked_optimizers
+        self._hooks.append(masked.register_load_state_dict_pre_hook(self._take_state))
+        self._hooks.append(masked.register_load_state_dict_post_hook(self._restore))
+        masked.load_state_dict(saved)
+        self._hooks.append(masked.register_state_dict_post_hook(self._save))
+        return wrapped
+
+    def _save(self, optimizer: Any, saved: dict[str, Any]) -> None:
+        """Add the state of the policies to the optimizer's state_dict."""
+        assert self._trainer is not None
+        state = {**self.state_dict(), "global_step": self._trainer.state.global_step}
+        self._put_state(optimizer, saved, state)
+
+    def _restore(self, optimizer: Any) -> None:
+        """Restore the policies from the state that came with the optimizer's."""
+        assert self._trainer is not None
+        state, steps = self._loaded.pop(optimizer), self._trainer.state.global_step
+        if state.get("global_step") == steps:
+            self._apply_restored(state)
+        else:
+            optimizer.effective_steps = 0
+        optimizer.effective_steps = optimizer.effective_steps or steps
 
 
 def _calling_trainer() -> Trainer:
@@ -317,28 +360,10 @@ def _calling_trainer() -> Trainer:
     Raises:
         PolicyError: If there is none.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, Trainer):
-            return caller
-        frame = frame.f_back
-    raise PolicyError("GradientPoliciesCallback: no Trainer calls it; give it to one as callbacks=[...]")
-
-
-def _steps_of_epoch(args: TrainingArguments, loader: Any) -> int:
-    """Return the number of updates of an epoch; 1 if the loader does not know its length."""
-    batches = len(loader) if hasattr(loader, "__len__") else 1
-    return -(-batches // args.gradient_accumulation_steps)
-
-
-def _logs_after(step: int, args: TrainingArguments, state: TrainerState, steps_of_epoch: int) -> bool:
-    """Return True if the Trainer logs its loss after an update."""
-    if args.logging_strategy == IntervalStrategy.EPOCH:
-        return step % steps_of_epoch == 0
-    return args.logging_strategy == IntervalStrategy.STEPS and (
-        step % state.logging_steps == 0 or (step == 1 and args.logging_first_step)
-    )
+    trainer = calling(Trainer)
+    if trainer is None:
+        raise PolicyError("GradientPoliciesCallback: no Trainer calls it; give it to one as callbacks=[...]")
+    return trainer
 
 
 def _check_supported(trainer: Trainer) -> None:
@@ -360,26 +385,6 @@ def _check_supported(trainer: Trainer) -> None:
             "GradientPoliciesCallback: nn.DataParallel copies the model for each forward pass, without its "
             f"policies; {instead}"
         )
-
-
-def _check_step_in_backward(trainer: Trainer) -> None:
-    """Check that nothing in the Trainer's settings needs all gradients at once.
-
-    Raises:
-        PolicyError: If something does.
-    """
-    args = trainer.args
-    if _is_deepspeed(trainer):
-        raise refused("DeepSpeed, whose engine steps", "FSDP2 or one process")
-    if args.gradient_accumulation_steps != 1:
-        raise refused(f"gradient_accumulation_steps={args.gradient_accumulation_steps}", "1")
-    if args.max_grad_norm:
-        raise refused(
-            f"max_grad_norm={args.max_grad_norm} (the Trainer clips at 1.0 by default)",
-            "max_grad_norm=0, and gp.Clip to bound gradients",
-        )
-    if args.fp16:
-        raise refused("fp16=True with its GradScaler", "bf16=True or float32")
 
 
 def _is_deepspeed(trainer: Trainer) -> bool:

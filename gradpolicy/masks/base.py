@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -71,8 +71,6 @@ class MaskSource:
     keeps_masks: bool = False
     # The model, for sources that need more than the parameters; set before setup.
     model: nn.Module | None = None
-    # Sets the masks of the current update once more; a source calls it in report(), if these have changed.
-    reconsider: Callable[[], None] | None = None
     # True if the source needs gradients of the current step; set before the forward pass.
     gathers: bool = True
     # The names of settings that settings() returns, without learning rates.

@@ -254,8 +254,6 @@ class Phases(LayerSource):
         improved = phase.is_better(value, self._reference, phase.min_delta)
         self._reference = value if improved else self._reference
         self._waited = 0 if improved else self._waited + 1
-        if self.reconsider is not None:
-            self.reconsider()
 
     def finish(self) -> None:
         """Restore the best weights of the last phase, and warn of phases that never started."""

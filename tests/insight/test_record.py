@@ -46,8 +46,6 @@ class Reference(Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.weights = {name: p.detach().clone() for name, p in self.parameters.items()}
-        optimizer = trainer.optimizers[0]
-        self.now = {name: optimizer.get_mask(p).expand(p.shape) for name, p in self.parameters.items()}
 
     def on_after_backward(self, trainer, pl_module):
         self.gradients = {name: p.grad.clone() for name, p in self.parameters.items()}
@@ -55,7 +53,7 @@ class Reference(Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         optimizer = trainer.optimizers[0]
         for name, parameter in self.parameters.items():
-            mask = self.now[name]
+            mask = optimizer.get_mask(parameter).expand(parameter.shape)
             before, gradient = self.weights[name], self.gradients[name]
             state = optimizer.state[parameter]
             moved = parameter.detach() - before

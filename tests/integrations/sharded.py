@@ -183,7 +183,7 @@ def facts(model: nn.Module, optimizer: gp.MaskedOptimizer) -> Facts:
 def count_moved(before: Facts, after: Facts) -> int:
     """How many entries have changed that the masks of the step between had frozen."""
     weights = before["weights"].items()
-    return sum(int(((old != after["weights"][name]) & ~before["masks"][name]).sum()) for name, old in weights)
+    return sum(int(((old != after["weights"][name]) & ~after["masks"][name]).sum()) for name, old in weights)
 
 
 def train(

@@ -80,9 +80,6 @@ def train(engine: Any, optimizer: gp.MaskedOptimizer, steps: range, factor: floa
     rank, size = dist.get_rank(), dist.get_world_size()
     for step in steps:
         before = whole_weights(engine.module)
-        masks = {
-            name: optimizer.get_mask(p) for name, p in engine.module.named_parameters() if p.requires_grad
-        }
         x, y = data(step)
         for part in range(engine.gradient_accumulation_steps()):
             own = slice(size * part + rank, None, size * engine.gradient_accumulation_steps())
@@ -90,9 +87,9 @@ def train(engine: Any, optimizer: gp.MaskedOptimizer, steps: range, factor: floa
             engine.backward(cross_entropy(engine(factor * x[own].to(dtype)).float(), y[own]))
             engine.step()
         after = whole_weights(engine.module)
-        for name in after:
-            if name in masks:
-                frozen = ~masks[name].expand(before[name].shape)
+        for name, parameter in engine.module.named_parameters():
+            if parameter.requires_grad:
+                frozen = ~optimizer.get_mask(parameter).expand(before[name].shape)
                 assert torch.equal(after[name][frozen], before[name][frozen]), name
             else:
                 assert torch.equal(after[name], before[name]), name

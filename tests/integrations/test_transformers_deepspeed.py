@@ -73,14 +73,13 @@ class Watch(TrainerCallback):
         self.policies, self.killed_at, self.moved = policies, killed_at, 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.before, optimizer = whole_weights(model), self.policies.masked_optimizers[0]
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.masks = {name: optimizer.get_mask(p) for name, p in trained.items()}
+        self.before = whole_weights(model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        after = whole_weights(model)
-        for name, mask in self.masks.items():
-            active = mask.expand(after[name].shape)
+        after, optimizer = whole_weights(model), self.policies.masked_optimizers[0]
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        for name, parameter in trained.items():
+            active = optimizer.get_mask(parameter).expand(after[name].shape)
             self.moved += int(((after[name] != self.before[name]) & ~active).sum())
         if state.global_step == self.killed_at and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)

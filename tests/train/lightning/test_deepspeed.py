@@ -66,13 +66,12 @@ class Watch(Callback):
         self.policies, self.moved = policies, 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        self.before, (optimizer,) = whole_weights(pl_module), self.policies.masked_optimizers
-        self.masks = {name: optimizer.get_mask(p) for name, p in pl_module.named_parameters()}
+        self.before = whole_weights(pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        after = whole_weights(pl_module)
-        for name, mask in self.masks.items():
-            frozen = ~mask.expand(after[name].shape)
+        after, (optimizer,) = whole_weights(pl_module), self.policies.masked_optimizers
+        for name, parameter in pl_module.named_parameters():
+            frozen = ~optimizer.get_mask(parameter).expand(after[name].shape)
             self.moved += int(((after[name] != self.before[name]) & frozen).sum())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
