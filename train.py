@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from gradpolicy.app.cli import main
+from gradpolicy.commands.cli import main
 
 
 def start() -> int:

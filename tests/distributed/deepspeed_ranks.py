@@ -1,5 +1,6 @@
 """Ranks that run DeepSpeed, on CPUs too: where it is not installed, these tests are skipped."""
 
+import functools
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -15,20 +16,22 @@ NEEDS_DEEPSPEED = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
 )
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+# Importing DeepSpeed takes seconds, and a minute on a busy machine.
+PATIENCE = 300.0
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[ProcessPool]:
+def ranks() -> Iterator[functools.partial]:
     """Two processes joined by gloo."""
     with ProcessPool(2, "gloo") as pool:
-        yield pool
+        yield functools.partial(pool, timeout=PATIENCE)
 
 
 @pytest.fixture(scope="module")
-def gpu() -> Iterator[ProcessPool]:
+def gpu() -> Iterator[functools.partial]:
     """One process with a GPU, in the environment that torchrun gives it."""
     with ProcessPool(1, "nccl") as pool:
-        yield pool
+        yield functools.partial(pool, timeout=PATIENCE)
 
 
 def use_deepspeed_on_cpus() -> None:

@@ -1,0 +1,1 @@
+"""Several processes: agreement of ranks, DDP's reducer, sharded checkpoints."""

@@ -1,1 +1,0 @@
-"""One training run under policies, and what drives it: loops, Lightning, processes."""
