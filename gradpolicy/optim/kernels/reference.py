@@ -81,10 +81,14 @@ class Kernels:
             columns = [_columns(*pair) for pair in zip(batch, places, strict=True)]
             joined = [torch.cat(own) for own in zip(*columns, strict=True)] if len(batch) > 1 else columns[0]
             rows = numbers[first.uncounted :] if first.age is None else numbers[first.age : first.age + 1]
+            by_age = rows.data.unbind(1)
+            if function is not _update:
+                # Dynamo takes equal sizes, such as the number of columns and a block, for one number.
+                by_age = tuple(column.clone() for column in by_age)
             for part in _stretches(len(joined[0]), numbers.device, first.block):
                 parameter, gradient, ages, *values = (each.data[part] for each in joined)
                 state = dict(zip(first.state, values, strict=True))
-                function(rule, parameter, gradient, ages, state, constants, rows.data)
+                function(rule, parameter, gradient, ages, state, constants, by_age)
             if len(batch) > 1:
                 sizes = [len(own[0]) for own in columns]
                 for place in (0, *range(3, len(joined))):
@@ -230,15 +234,15 @@ def _update(
     ages: Tensor,
     state: State,
     settings: tuple[Any, ...],
-    numbers: Tensor,
+    numbers: tuple[Tensor, ...],
 ) -> None:
     """Update the active rows, in place."""
-    dtype = numbers.dtype
-    if numbers.shape[0] == 1:  # all entries share one row
-        own = numbers[0].unbind()
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    if all(len(column) == 1 for column in numbers):  # all entries share one row
+        own = tuple(column[0] for column in numbers)
     else:
         rows = (ages.long() - 1).clamp(min=0)
-        own = tuple(column[rows] for column in numbers.unbind(1))
+        own = tuple(column[rows] for column in numbers)
     # Inductor vectorises comparisons of floats, but not of short integers.
     active = ages.to(torch.float32) > 0
     values = {name: value.to(dtype) for name, value in state.items()}
