@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from gradpolicy.commands.cli import main
+from gradpolicy.app.cli import main
 
 
 def start() -> int:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from gradpolicy.flow.install import install as install
     from gradpolicy.flow.override import gradient_override as gradient_override
     from gradpolicy.insight import curvature as curvature
-    from gradpolicy.lightning.callback import GradientPolicies as GradientPolicies
     from gradpolicy.optim import MaskedOptimizer as MaskedOptimizer
     from gradpolicy.optim import Optimizers as Optimizers
     from gradpolicy.optim import UpdateRule as UpdateRule
@@ -49,7 +48,8 @@ if TYPE_CHECKING:
     from gradpolicy.rules import rule_names as rule_names
     from gradpolicy.rules.derivative import gradient_of as gradient_of
     from gradpolicy.rules.registry import Call as Call
-    from gradpolicy.training_loop import training as training
+    from gradpolicy.train.lightning.callback import GradientPolicies as GradientPolicies
+    from gradpolicy.train.loop import training as training
 
 __version__ = "0.1.0"
 
@@ -57,7 +57,7 @@ __version__ = "0.1.0"
 # errors in a command line are reported at once.
 _NAMES = {
     "flow": "apply gradient_override install gradcheck_rule",
-    "lightning.callback": "GradientPolicies",
+    "train.lightning.callback": "GradientPolicies",
     "optim": "MaskedOptimizer Optimizers UpdateRule update_rule",
     "planning.plan": "plan",
     "policies": "Clip Deconv Freeze Guided Reverse Scale Stop StraightThrough Train UseRule",
@@ -65,7 +65,7 @@ _NAMES = {
     "rules": "Rule get_rule rule rule_names",
     "rules.derivative": "gradient_of",
     "rules.registry": "Call",
-    "training_loop": "training",
+    "train.loop": "training",
 }
 _HOMES = {name: f"gradpolicy.{module}" for module, names in _NAMES.items() for name in names.split()}
 _MODULES = {

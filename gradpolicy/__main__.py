@@ -2,7 +2,7 @@
 
 import sys
 
-from gradpolicy.commands.cli import main
+from gradpolicy.app.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -39,7 +39,7 @@ def check_share(key: str, value: object) -> float:
         PolicyError: For anything else.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
-        raise PolicyError(f"{key}: must be a number between 0 and 1, got {shown(value)}")
+        raise PolicyError(f"{key}: expected a number between 0 and 1, got {shown(value)}")
     return float(value)
 
 
@@ -50,7 +50,7 @@ def check_number(key: str, value: object) -> float:
         PolicyError: For anything else.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise PolicyError(f"{key}: must be a number of at least 0, got {shown(value)}")
+        raise PolicyError(f"{key}: expected a number of at least 0, got {shown(value)}")
     return float(value)
 
 
@@ -61,7 +61,7 @@ def check_flag(key: str, value: object) -> bool:
         PolicyError: For anything else.
     """
     if not isinstance(value, bool):
-        raise PolicyError(f"{key}: must be True or False, got {shown(value)}")
+        raise PolicyError(f"{key}: expected True or False, got {shown(value)}")
     return value
 
 
@@ -72,14 +72,14 @@ def check_whole(key: str, value: object, *, least: int, most: int | None = None)
         PolicyError: For anything else.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise PolicyError(f"{key}: must be a whole number of at least {least}, got {shown(value)}")
+        raise PolicyError(f"{key}: expected an integer of at least {least}, got {shown(value)}")
     if most is not None and value > most:
-        raise PolicyError(f"{key}: must be at most {most}, got {shown(value)}")
+        raise PolicyError(f"{key}: expected at most {most}, got {shown(value)}")
     return value
 
 
 def check_sizes(owner: str, **sizes: object) -> None:
-    """Check whole numbers of at least 1.
+    """Check integers of at least 1.
 
     Args:
         owner: The class that has these arguments.

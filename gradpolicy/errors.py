@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -105,9 +105,8 @@ def brief(text: str, most: int = 80) -> str:
 
 def warn_user(message: str) -> None:
     """Give a warning whose location is the nearest caller outside of this package."""
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        level, frame = level + 1, frame.f_back
+    files = [frame.filename for frame in reversed(traceback.extract_stack())]
+    level = next((depth for depth, file in enumerate(files, 1) if not file.startswith(_PACKAGE)), 1)
     warnings.warn(message, stacklevel=level)
 
 
@@ -118,7 +117,7 @@ def check_named(policies: object) -> None:
         PolicyError: If they are not.
     """
     if not isinstance(policies, Mapping):
-        raise PolicyError(f"policies: must be a dict from names to policies, got {type(policies).__name__}")
+        raise PolicyError(f"policies: expected a dict from names to policies, got {type(policies).__name__}")
 
 
 class KnowsItsArguments:

@@ -28,6 +28,8 @@ ModulePatterns = ModulePattern | Iterable[ModulePattern] | None
 Operations = str | Iterable[str | Callable] | Callable | None
 NamePatterns = str | Iterable[str] | None
 RuleLike = str | Rule | RuleFunction
+# Arguments of an operation or a forward: positions or names.
+Arguments = int | str | Iterable[int | str] | None
 # Outputs of a module: indices, keys or attributes.
 Outputs = int | str | Iterable[int | str] | None
 WhenLike = When | Mapping[str, Any] | None
@@ -71,7 +73,7 @@ class FlowPolicy(Policy, RulePlacement):
 
     The arguments determine where it acts:
 
-    - ``ops``: at these operations, in the whole model or within ``modules`` only;
+    - ``ops``: at these operations, in the full model or within ``modules`` only;
     - ``modules`` alone: ``at`` the input or output of these modules, or ``"through"`` them;
     - ``params``: at the gradients of these parameters.
 
@@ -86,8 +88,8 @@ class FlowPolicy(Policy, RulePlacement):
         at: ``"input"``: the gradient that the module passes back; the module's own parameters get their
             ordinary gradient. ``"output"``: the gradient that the module receives, which also affects its
             parameters. ``"through"``: the rule replaces the gradient from the module's output to its input.
-        argument: The one argument on which it acts, by name or position (0 is the first): of the operations
-            with ``ops``, otherwise of the modules' forward. Default: all.
+        argument: The arguments on which it acts, by name or position (0 is the first): of the operations with
+            ``ops``, otherwise of the modules' forward. Default: all.
         output: With ``at="through"``: the outputs whose gradient the rule computes, by index, key or
             attribute. Default: every floating-point one. Other outputs keep their own gradients.
         calls: The calls on which it acts, counted from 0. Default: all. With ``ops``: calls of each operation
@@ -97,12 +99,12 @@ class FlowPolicy(Policy, RulePlacement):
         when: When the policy is active.
 
     Raises:
-        PolicyError: If no place is given, or the arguments contradict each other.
+        PolicyError: If no location is given, or the arguments contradict each other.
     """
 
     INSIDE = ("none", "own")
 
-    # True if at operations it modifies the own gradient, for every input, instead of replacing it.
+    # True if at operations it modifies the operation's gradient, for every input, instead of replacing it.
     own = False
 
     def __init__(
@@ -113,7 +115,7 @@ class FlowPolicy(Policy, RulePlacement):
         ops: Operations = None,
         params: NamePatterns = None,
         at: str = "input",
-        argument: int | str | None = None,
+        argument: Arguments = None,
         output: Outputs = None,
         inside: str = "none",
         calls: int | Iterable[int] | None = None,
@@ -124,65 +126,66 @@ class FlowPolicy(Policy, RulePlacement):
         self.ops = as_patterns(ops)
         self.params = as_patterns(params)
         self.at = at
-        self.argument = argument
+        self.argument = as_patterns(argument)
         self.output = as_patterns(output)
         self.inside = inside
         self.calls = as_patterns(calls)
         self.rule = replace(rule, own=True) if self.own and self.ops else rule
-        kind = type(self).__name__
-        if self.rule.own and not self.ops:
-            raise PolicyError(
-                f"{kind}: rule {shown(rule.name)} changes operations' own gradients (own=True): name the "
-                "operations (ops=)"
-            )
-        if at not in PLACES:
-            raise unknown("boundary", str(at), PLACES, key=f"{kind}.at")
-        if inside not in self.INSIDE:
-            raise unknown("choice", str(inside), self.INSIDE, key=f"{kind}.inside")
-        self._check_module_settings(kind)
+        self._check()
+
+    def _check(self) -> None:
+        """Check the arguments on their own, and whether they go together.
+
+        Raises:
+            PolicyError: If they do not.
+        """
+        kind, rule = type(self).__name__, shown(self.rule.name)
+        if self.at not in PLACES:
+            raise unknown("boundary", str(self.at), PLACES, key=f"{kind}.at")
+        if self.inside not in self.INSIDE:
+            raise unknown("choice", str(self.inside), self.INSIDE, key=f"{kind}.inside")
+        for key, values in (("argument", self.argument), ("output", self.output)):
+            for value in values:
+                if isinstance(value, bool) or not isinstance(value, int | str):
+                    raise PolicyError(f"{kind}.{key}: expected a name or a number, got {shown(value)}")
+        for call in self.calls:
+            if isinstance(call, bool) or not isinstance(call, int) or call < 0:
+                raise PolicyError(f"{kind}.calls: expected integers of at least 0, got {shown(call)}")
         for operation in self.ops:
             if not (isinstance(operation, str) or callable(operation)):
                 raise PolicyError(
                     f"{kind}.ops: an operation is a name or a torch function, got {shown(operation)}"
                 )
-        if self.ops and argument is not None and rule.gradient_filter is not None:
-            raise PolicyError(
-                f"{kind}.argument: rule {shown(rule.name)} filters the incoming gradient, before there "
-                "is one for each argument; use a rule that modifies the operation's own gradients (own=True)"
-            )
-        if not (self.modules or self.ops or self.params):
-            raise PolicyError(f"{kind}: say where it acts: modules=, ops= or params=")
-        if self.params and (self.ops or self.modules):
-            raise PolicyError(f"{kind}: params= stands alone; it cannot go with modules= or ops=")
-        self._check_calls(kind)
-        missing = rule.missing_parameters()
-        if missing:
-            raise PolicyError(f"{kind}: rule {shown(rule.name)} needs a value for {', '.join(missing)}")
-
-    def _check_calls(self, kind: str) -> None:
-        for call in self.calls:
-            if isinstance(call, bool) or not isinstance(call, int) or call < 0:
-                raise PolicyError(f"{kind}.calls: must be whole numbers from 0 on, got {shown(call)}")
-        if self.calls and not self.ops:
-            raise PolicyError(f"{kind}.calls: goes with ops=, whose calls are meant")
-
-    def _check_module_settings(self, kind: str) -> None:
-        """Check the settings for module boundaries and for the path through a module."""
-        for key, value in (("argument", self.argument), *(("output", item) for item in self.output)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | str)):
-                raise PolicyError(f"{kind}.{key}: must be a name or a number, got {shown(value)}")
-        if isinstance(self.argument, int) and self.argument < 0:
-            raise PolicyError(f"{kind}.argument: positions count from 0, got {self.argument}")
-        if self.at == "output" and self.argument is not None:
-            raise PolicyError(f"{kind}.argument: is of the input, and at='output' means the other side")
-        if self.at != "through" and self.output:
-            raise PolicyError(f"{kind}.output: goes with at='through'")
-        if self.at != "through" and self.inside != self.INSIDE[0]:
-            raise PolicyError(f"{kind}.inside: goes with at='through'")
-        if (self.ops or self.params) and self.at == "through":
-            raise PolicyError(f"{kind}: at='through' goes with modules= alone, not with ops= or params=")
-        if self.params and self.argument is not None:
-            raise PolicyError(f"{kind}: argument= goes with modules= or ops=, not with params=")
+        through = self.at == "through"
+        negative = [value for value in self.argument if isinstance(value, int) and value < 0]
+        filters = self.ops and self.argument and self.rule.gradient_filter is not None
+        missing = self.rule.missing_parameters()
+        refused = {
+            f": rule {rule} changes operations' own gradients (own=True): name the operations (ops=)": (
+                self.rule.own and not self.ops
+            ),
+            f".argument: positions count from 0, got {next(iter(negative), 0)}": negative,
+            ".argument: is of the input, and at='output' means the other side": (
+                self.argument and self.at == "output"
+            ),
+            ".output: goes with at='through'": self.output and not through,
+            ".inside: goes with at='through'": self.inside != self.INSIDE[0] and not through,
+            ": at='through' goes with modules= alone, not with ops= or params=": (
+                through and (self.ops or self.params)
+            ),
+            ": argument= goes with modules= or ops=, not with params=": self.argument and self.params,
+            f".argument: rule {rule} filters the incoming gradient, before there is one for each argument; "
+            "use a rule that modifies the operation's own gradients (own=True)": filters,
+            ": say where it acts: modules=, ops= or params=": not (self.modules or self.ops or self.params),
+            ": params= stands alone; it cannot go with modules= or ops=": (
+                self.params and (self.ops or self.modules)
+            ),
+            ".calls: goes with ops=, whose calls are meant": self.calls and not self.ops,
+            f": rule {rule} needs a value for {', '.join(missing)}": missing,
+        }
+        for message, is_wrong in refused.items():
+            if is_wrong:
+                raise PolicyError(f"{kind}{message}")
 
     def describe(self) -> list[str]:
         """Return the arguments that distinguish this policy from others of its class, as code."""
@@ -193,7 +196,7 @@ class FlowPolicy(Policy, RulePlacement):
         ]
         settings: tuple[tuple[str, Any, Any], ...] = (
             ("at", self.at, PLACES[0]),
-            ("argument", self.argument, None),
+            ("argument", self.argument[0] if len(self.argument) == 1 else list(self.argument), []),
             ("output", list(self.output), []),
             ("inside", self.inside, self.INSIDE[0]),
             ("calls", list(self.calls), []),
@@ -236,7 +239,7 @@ class Stop(FlowPolicy):
 
 
 class StraightThrough(FlowPolicy):
-    """Gives step functions, or whole modules, the gradient of a surrogate; forward values do not change.
+    """Gives step functions, or modules, the gradient of a surrogate; forward values do not change.
 
     ``StraightThrough(modules="quantizer")`` acts across the module: the gradient passes from its output to
     its input, and the module's own parameters get none (see ``inside`` of :class:`FlowPolicy`). If several
@@ -298,7 +301,7 @@ class Deconv(FlowPolicy):
 
 
 class Scale(FlowPolicy):
-    """Multiplies the gradient: ``grad_input = factor · grad``; at operations the own one, for every input.
+    """Multiplies the gradient: ``grad_input = factor · grad``; at operations for every input.
 
     Args:
         factor: A number; a function of the step (or epoch) count that returns one; or a tensor, such as a
@@ -314,7 +317,7 @@ class Scale(FlowPolicy):
 
 
 class Reverse(FlowPolicy):
-    """Reverses the gradient: ``grad_input = −factor · grad``; at operations the own one, for every input.
+    """Reverses the gradient: ``grad_input = −factor · grad``; at operations for every input.
 
     Args:
         factor: A number; a function of the step (or epoch) count that returns one; or a tensor, such as a
@@ -334,7 +337,7 @@ class Reverse(FlowPolicy):
 class Clip(FlowPolicy):
     """Clips the gradient by value or by norm. In fp16 training the bound is multiplied by the loss scale.
 
-    At operations it clips the own gradient of each input separately.
+    At operations it clips the operation's gradient of each input separately.
 
     Args:
         value: Every entry is clipped to ``[−value, value]``.
@@ -360,7 +363,7 @@ class Clip(FlowPolicy):
             raise PolicyError("Clip: give exactly one of value= and norm=")
         key, bound = ("value", value) if norm is None else ("norm", norm)
         if isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 < bound < math.inf:
-            raise PolicyError(f"Clip.{key}: must be a number above 0, got {shown(bound)}")
+            raise PolicyError(f"Clip.{key}: expected a number above 0, got {shown(bound)}")
         if per_sample and norm is None:
             raise PolicyError("Clip.per_sample: goes with norm=; clipping by value acts on each entry anyway")
         rule = (
@@ -434,7 +437,7 @@ class Freeze(Policy):
         frozen_state: What happens to the optimizer state of an entry while it is frozen: ``"keep"``,
             ``"zero"`` or ``"drop"``.
         bias_correction: ``"entry"`` (by each entry's age) or ``"tensor"`` (by the tensor's step count).
-        buffers: What happens to modules whose parameters it freezes as a whole: ``"move"`` (nothing: running
+        buffers: What happens to modules whose parameters it freezes completely: ``"move"`` (nothing: running
             statistics and dropout go on) or ``"eval"`` (they work as in evaluation: they normalise with their
             running statistics, and drop nothing).
         when: When the policy is active; at other times all its parameters train.
@@ -548,6 +551,6 @@ def _factor(key: str, value: object) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return value
     raise PolicyError(
-        f"{key}: must be a number, or a function of the step that returns one, or a "
+        f"{key}: expected a number, or a function of the step that returns one, or a "
         f"floating-point tensor; got {shown(value)}"
     )

@@ -98,7 +98,7 @@ class Rates(Policy):
         super().__init__(when)
         if not isinstance(params, Mapping) or not params:
             raise PolicyError(
-                f"Rates.params: must be a dict from globs to factors or settings, got {shown(params)}"
+                f"Rates.params: expected a dict from globs to factors or settings, got {shown(params)}"
             )
         self.params = {str(pattern): _checked(str(pattern), own) for pattern, own in params.items()}
         # True if a setting is a function of the count.

@@ -45,7 +45,7 @@ class Schedule(KnowsItsArguments, ABC):
 
     def _number(self, key: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise PolicyError(f"{type(self).__name__}.{key}: must be a finite number, got {shown(value)}")
+            raise PolicyError(f"{type(self).__name__}.{key}: expected a finite number, got {shown(value)}")
         return float(value)
 
 

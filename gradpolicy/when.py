@@ -40,8 +40,8 @@ class Window:
             raise unknown("unit", str(self.unit), UNITS, key=f"{key}.unit")
         check_whole(f"{key}.start", self.start, least=0)
         if self.stop is not None and not _is_above(self.stop, self.start):
-            limit = f"a whole number above start ({self.start})"
-            raise PolicyError(f"{key}.stop: must be {limit}, got {shown(self.stop)}")
+            limit = f"an integer above start ({self.start})"
+            raise PolicyError(f"{key}.stop: expected {limit}, got {shown(self.stop)}")
 
     def count(self, step: int, epoch: int) -> int:
         """Return the count in the window's unit."""
@@ -83,13 +83,6 @@ class Timetable(Window):
         super().check(key)
         if self.every is not None:
             check_whole(f"{key}.every", self.every, least=1)
-
-    def due(self, step: int, epoch: int) -> bool:
-        """Return True if the current step or epoch is one of the counts."""
-        if not self.contains(step, epoch):
-            return False
-        passed = self.count(step, epoch) - self.start
-        return passed == 0 if self.every is None else passed % self.every == 0
 
     def period(self, step: int, epoch: int) -> int:
         """Return the number of counts since the first one; −1 before it."""

@@ -12,7 +12,7 @@ from gradpolicy.imports import import_by_name
 ModulePattern = str | type[nn.Module]
 Named = TypeVar("Named", bound=Tensor)
 
-# The places at a module where a policy may act, and the operations that are step functions.
+# The locations at a module where a policy may act, and the operations that are step functions.
 BOUNDARIES = ("input", "output")
 PLACES = (*BOUNDARIES, "through")
 STEP_OPERATIONS = ("round", "floor", "ceil", "trunc", "sign", "heaviside")
@@ -64,7 +64,7 @@ def match_names(patterns: str | Iterable[str], names: Iterable[str], kind: str) 
     written = as_patterns(patterns)
     for pattern in written:
         if not isinstance(pattern, str):
-            raise PolicyError(f"{kind} pattern {shown(pattern)}: must be text")
+            raise PolicyError(f"{kind} pattern {shown(pattern)}: expected a string")
     wanted = [pattern for pattern in written if not pattern.startswith("!")] or ["*"]
     unwanted = [pattern[1:] for pattern in written if pattern.startswith("!")]
     for pattern in (*wanted, *unwanted):
@@ -200,7 +200,7 @@ def _match_modules(pattern: ModulePattern, modules: Mapping[str, nn.Module]) -> 
             )
         return found
     if not isinstance(pattern, str):
-        raise PolicyError(f"modules: must be a glob or a module class, got {shown(pattern)}")
+        raise PolicyError(f"modules: expected a glob or a module class, got {shown(pattern)}")
     found = [name for name in modules if fnmatchcase(name, pattern)]
     if found:
         return found

@@ -38,7 +38,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def is_inside(path: Path, directory: Path) -> bool:
-    """Return True if a path, with all links in it followed, lies in a directory."""
+    """Return True if a path, with all links in it followed, is in a directory."""
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(directory))
 
 

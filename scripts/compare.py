@@ -19,10 +19,10 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 
+from gradpolicy.app.processes import quoted
+from gradpolicy.app.train import main as train_main
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.insight.run_files import RESULT, Result
-from gradpolicy.launch.app import main as train_main
-from gradpolicy.launch.processes import quoted
 
 CONF = Path(__file__).parents[1] / "conf"
 # Runs print nothing; the progress of the comparison is shown instead.

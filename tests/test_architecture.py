@@ -80,7 +80,6 @@ def test_the_first_line_of_a_module_says_in_few_words_what_it_is() -> None:
 
 SHARED_NAMES = {
     "base.py": "what the files of its folder have in common",
-    "plan.py": "the subcommand, and the plan that it shows",
     "resume.py": "the subcommand, and what it does by Lightning",
 }
 
@@ -118,12 +117,69 @@ def test_lightning_and_hydra_are_known_to_few_rooms() -> None:
             if found:
                 known[found[1]].add(room_of(module))
     assert known == {
-        "lightning": {"lightning", "tasks", "insight", "launch"},
-        "hydra": {"launch"},
-        "accelerate": {"integrations"},
+        "lightning": {"train", "tasks", "insight", "app"},
+        "hydra": {"app"},
+        "accelerate": {"train"},
     }
 
 
 def test_the_callback_for_transformers_needs_neither_lightning_nor_hydra() -> None:
-    forbidden = {"lightning", "tasks", "insight", "launch", "commands"}
-    assert forbidden.isdisjoint(arrows()["integrations"])
+    reached, new = set(), {"gradpolicy.integrations.transformers"}
+    while new:
+        reached |= new
+        new = set().union(*map(imports_of, new)) - reached
+    for module in reached:
+        assert not re.search(r"^\s*(from|import) (lightning|hydra)\b", MODULES[module].read_text(), re.M), (
+            module
+        )
+
+
+# ---- private parts of other libraries
+
+OTHERS = {"torch", "lightning", "hydra", "omegaconf", "accelerate", "transformers", "deepspeed"}
+FRAMES = {"f_locals", "f_back", "__code__", "_getframe", "currentframe"}
+
+
+LOOPS = {"trainer", "fit_loop", "epoch_loop", "strategy", "accelerator", "engine", "connector"}
+
+
+def root_of(node: ast.expr) -> str | None:
+    """The name that a chain of attributes and calls begins with."""
+    while isinstance(node, ast.Attribute | ast.Call):
+        node = node.value if isinstance(node, ast.Attribute) else node.func
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith(("__", "_foreach", "_pytree"))
+
+
+def uses_a_private_part(node: ast.AST) -> bool:
+    if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in OTHERS:
+        assert node.module is not None
+        return "_pytree" not in node.module and any(
+            map(is_private, [*node.module.split("."), *(alias.name for alias in node.names)])
+        )
+    if isinstance(node, ast.Attribute):
+        owner = node.value.attr if isinstance(node.value, ast.Attribute) else root_of(node.value)
+        return node.attr in FRAMES or (
+            is_private(node.attr) and (root_of(node.value) in OTHERS or owner in LOOPS)
+        )
+    if isinstance(node, ast.Assign):
+        return any(
+            isinstance(target, ast.Attribute) and target.attr == "__class__" for target in node.targets
+        )
+    return False
+
+
+def test_private_parts_of_other_libraries_are_few_and_listed_with_a_reason() -> None:
+    used = {
+        str(MODULES[module].relative_to(PACKAGE)): lines
+        for module in MODULES
+        if (lines := {node.lineno for node in ast.walk(tree_of(module)) if uses_a_private_part(node)})
+    }
+    _, _, section = PAGE.partition("## Private parts of other libraries")
+    listed = set(re.findall(r"^\| `([\w/]+\.py)` \|", section.partition("\n## ")[0], flags=re.MULTILINE))
+    assert listed == used.keys(), "docs/architecture.md lists each file that uses a private part"
+    assert len(used) <= 10
+    assert sum(map(len, used.values())) <= 25, used

@@ -196,9 +196,9 @@ def test_the_plan_says_which_rates_there_are(stack, tokens) -> None:
 @pytest.mark.parametrize(
     ("rates", "match"),
     [
-        ({}, "must be a dict"),
-        ({"*": -1.0}, r"Rates\.params: '\*': lr: must be a number of at least 0, got -1.0"),
-        ({"*": {"lr": "fast"}}, r"lr: must be a number"),
+        ({}, "expected a dict"),
+        ({"*": -1.0}, r"Rates\.params: '\*': lr: expected a number of at least 0, got -1.0"),
+        ({"*": {"lr": "fast"}}, r"lr: expected a number"),
         ({"!head.*": 1.0}, "the first pattern that matches counts"),
         ({"haed.*": 1.0}, r"policy\.rates\.params: .*'haed\.\*' matches nothing; did you mean 'head"),
         ({"*": 1.0, "head.*": 2.0}, r"head\.\*: a pattern before it has all that it matches"),

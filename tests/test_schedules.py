@@ -69,10 +69,10 @@ def test_yaml_may_nest_a_schedule_within_a_rules_parameters():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Linear(0, 1, 0), r"Linear.steps: must be a whole number of at least 1, got 0"),
-        (lambda: Ganin(steps=1.5), "Ganin.steps: must be a whole number"),
-        (lambda: Constant("a"), "Constant.value: must be a finite number, got 'a'"),
-        (lambda: Cosine(math.nan, 1, 1), "Cosine.start: must be a finite number"),
+        (lambda: Linear(0, 1, 0), r"Linear.steps: expected an integer of at least 1, got 0"),
+        (lambda: Ganin(steps=1.5), "Ganin.steps: expected an integer"),
+        (lambda: Constant("a"), "Constant.value: expected a finite number, got 'a'"),
+        (lambda: Cosine(math.nan, 1, 1), "Cosine.start: expected a finite number"),
         (lambda: Exponential(-1, 1, 1), "Exponential: start and stop must be of one sign"),
         (lambda: Exponential(0, 1, 1), "Exponential: start and stop must be of one sign"),
         (lambda: Cubic(1.0, stp=0.1, steps=3), "Cubic: takes no argument 'stp'; did you mean 'stop'"),

@@ -41,11 +41,11 @@ def test_it_is_a_value():
     [
         ({"phases": ("fitt",)}, "when.phases: unknown phase 'fitt'; did you mean 'fit'?"),
         ({"unit": "steps"}, "when.unit: unknown unit 'steps'; did you mean 'step'"),
-        ({"start": -1}, "when.start: must be a whole number of at least 0, got -1"),
-        ({"start": 1.5}, "when.start: must be a whole number"),
-        ({"stride": 0}, "when.stride: must be a whole number of at least 1, got 0"),
-        ({"stride": True}, "when.stride: must be a whole number"),
-        ({"start": 5, "stop": 5}, r"when.stop: must be a whole number above start \(5\), got 5"),
+        ({"start": -1}, "when.start: expected an integer of at least 0, got -1"),
+        ({"start": 1.5}, "when.start: expected an integer"),
+        ({"stride": 0}, "when.stride: expected an integer of at least 1, got 0"),
+        ({"stride": True}, "when.stride: expected an integer"),
+        ({"start": 5, "stop": 5}, r"when.stop: expected an integer above start \(5\), got 5"),
     ],
 )
 def test_wrong_input_names_the_key(arguments, message):

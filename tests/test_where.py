@@ -42,7 +42,7 @@ def test_globs_select_names_in_their_order():
 
 
 def test_no_text_and_taking_everything_away_are_errors(model):
-    with pytest.raises(PolicyError, match="parameter pattern 3: must be text"):
+    with pytest.raises(PolicyError, match="parameter pattern 3: expected a string"):
         parameters([3])
     with pytest.raises(PolicyError, match="exclude everything"):
         parameters(["head.*", "!*weight"])
@@ -82,7 +82,7 @@ def test_a_shared_parameter_is_found_by_any_of_its_names(model):
         (nn.GELU, "module class 'GELU' matches nothing"),
         ("torch.nn.Linaer", "module pattern 'torch.nn.Linaer' matches nothing"),
         ("no_such_package.Linear", "matches nothing"),
-        (3, "must be a glob or a module class, got 3"),
+        (3, "expected a glob or a module class, got 3"),
     ],
 )
 def test_modules_that_do_not_exist(model, pattern, message):

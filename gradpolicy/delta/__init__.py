@@ -1,6 +1,6 @@
 """Delta files: only the weights that training changed, applied and reverted exactly.
 
-A file has the indices and values of the changes of each tensor: of single entries, of rows, or of the whole
+A file has the indices and values of the changes of each tensor: of single entries, of rows, or of the full
 tensor, whichever is smallest. New and old values are stored, so that :func:`revert` restores the bits of the
 base. The fingerprint of every tensor of the base is also stored, and another base is refused.
 

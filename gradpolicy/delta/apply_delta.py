@@ -6,7 +6,15 @@ from torch import nn
 
 from gradpolicy.delta.change import BASE, NEW
 from gradpolicy.delta.file import read
-from gradpolicy.delta.state import DTYPES, State, check_same_tensors, overwrite, print_of, tensors_of, whole
+from gradpolicy.delta.state import (
+    DTYPES,
+    State,
+    check_same_tensors,
+    full_cpu,
+    overwrite,
+    print_of,
+    tensors_of,
+)
 from gradpolicy.errors import PolicyError, shortened
 
 
@@ -56,7 +64,7 @@ def _move(model: nn.Module | State, path: str | Path, start: int, end: int) -> N
             continue
         if replaced is not None:
             continue
-        found = whole(tensor)
+        found = full_cpu(tensor)
         if print_of(found if change is None else change.written_to(found, BASE)) != expected:
             other_base.append(name)
         elif change is not None and not change.is_in(found, start):
@@ -73,6 +81,6 @@ def _move(model: nn.Module | State, path: str | Path, start: int, end: int) -> N
         state = needs if start == BASE else "is not applied to the model"
         raise PolicyError(f"delta: {path} {state}: see {shortened(other_side)}")
     for name, change in delta.changes.items():
-        overwrite(tensors[name], change.written_to(whole(tensors[name]), end))
+        overwrite(tensors[name], change.written_to(full_cpu(tensors[name]), end))
     for name, values in (delta.replaced if end == NEW else {}).items():
         overwrite(tensors[name], values)

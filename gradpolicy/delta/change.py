@@ -18,7 +18,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, eq=False)
 class TensorChange:
-    """The change of one tensor, in lines of equal width: single entries, rows, or the whole tensor.
+    """The change of one tensor, in lines of equal width: single entries, rows, or the full tensor.
 
     Args:
         shape: The tensor's shape.
@@ -73,7 +73,7 @@ class TensorChange:
 
 
 def widths_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the possible widths of lines of a tensor: the whole tensor, a row, an entry."""
+    """Return the possible widths of lines of a tensor: the full tensor, a row, an entry."""
     return math.prod(shape), math.prod(shape[1:]), 1
 
 

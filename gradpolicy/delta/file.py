@@ -23,11 +23,11 @@ from typing import Any
 
 from torch import Tensor
 
-from gradpolicy.checkpoint_file import check_kind
 from gradpolicy.checks import check_free
 from gradpolicy.delta.change import TensorChange, decode, encode, widths_of
 from gradpolicy.delta.state import DTYPES, Print, Prints, content_of, fingerprint
 from gradpolicy.errors import PolicyError, brief, shown, under
+from gradpolicy.tensors.checkpoint_file import check_kind
 from gradpolicy.whole_file import written_whole
 
 FORMAT = "gradpolicy.delta 2"
@@ -53,7 +53,7 @@ class Delta:
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of the whole base."""
+        """The fingerprint of the full base."""
         return fingerprint(self.base)
 
 
@@ -144,7 +144,7 @@ def _sort_metadata(path: Path) -> None:
 
 
 def read(path: str | Path) -> Delta:
-    """Read a file and check its whole content.
+    """Read a file and check all its content.
 
     Raises:
         PolicyError: If it cannot be read, is not a delta, or is damaged.
@@ -183,8 +183,8 @@ def _checked(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Delta:
         if kind == _WHOLE and name not in base:
             replaced[name] = tensors[key]
             continue
-        whole = {f"{_VALUES}:{name}", f"{_GAPS}:{name}"} <= tensors.keys()
-        if kind not in (_VALUES, _GAPS) or name not in base or not whole:
+        complete = {f"{_VALUES}:{name}", f"{_GAPS}:{name}"} <= tensors.keys()
+        if kind not in (_VALUES, _GAPS) or name not in base or not complete:
             raise ValueError(f"it holds {shown(key)}, which belongs to no tensor of the base")
         with under(shown(name)):
             changes[name] = _change(base[name], tensors[f"{_VALUES}:{name}"], tensors[f"{_GAPS}:{name}"])

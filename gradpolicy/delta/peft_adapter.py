@@ -1,6 +1,6 @@
 """Delta files as adapters of PEFT, and back: rows as TrainableTokens, entries as SHiRA.
 
-A directory has ``adapter_config.json`` and ``adapter_model.safetensors`` in PEFT's format. The delta lies
+A directory has ``adapter_config.json`` and ``adapter_model.safetensors`` in PEFT's format. The delta is
 beside them, because an adapter has neither the old values nor the base's digests.
 
 Source: peft 0.21.2, ``tuners/trainable_tokens`` and ``tuners/shira``.
@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradpolicy.checkpoint_file import check_kind
 from gradpolicy.checks import check_choice
 from gradpolicy.delta.change import NEW, TensorChange
 from gradpolicy.delta.file import Delta, read, write, write_safetensors
 from gradpolicy.delta.info import Info, describe
 from gradpolicy.delta.save import place_of, save
-from gradpolicy.delta.state import State, print_of, tensors_of, whole
+from gradpolicy.delta.state import State, full_cpu, print_of, tensors_of
 from gradpolicy.delta.weights import read_weights
 from gradpolicy.errors import PolicyError, brief, shortened, shown, under, unknown
+from gradpolicy.tensors.checkpoint_file import check_kind
 from gradpolicy.whole_file import write_text
 
 CONFIG, ADAPTER, DELTA = "adapter_config.json", "adapter_model.safetensors", "gradpolicy_delta.safetensors"
@@ -127,7 +127,7 @@ def _obstacle(delta: Delta) -> str | None:
         if bias in delta.base or bias in delta.replaced:
             return f"PEFT would drop {shown(bias)} (peft issue 3649)"
     for name in delta.replaced:
-        return f"{shown(name)}, which is replaced, has no place there"
+        return f"{shown(name)}, which is replaced, cannot be saved there"
     return None
 
 
@@ -208,11 +208,11 @@ def _rank(layers: dict[str, tuple[int, tuple[int, ...]]]) -> int:
 
 
 def _replaced_modules(delta: Delta) -> list[str]:
-    """Return the modules of the replaced tensors, which PEFT saves as a whole."""
+    """Return the modules of the replaced tensors, which PEFT saves completely."""
     prefixes = tuple(sorted({name[: name.rfind(".") + 1] for name in delta.replaced}))
     for name in delta.base:
         if name.startswith(prefixes):
-            raise PolicyError(f"PEFT replaces whole modules, but {shown(name)} is not replaced")
+            raise PolicyError(f"PEFT replaces complete modules, but {shown(name)} is not replaced")
     return [prefix[:-1] for prefix in prefixes]
 
 
@@ -262,7 +262,7 @@ def _content(adapter: _Adapter) -> tuple[object, object]:
 
 def _with_adapter(adapter: _Adapter, base: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     """Return the base's tensors with an adapter, and the names of those that it replaces."""
-    trained = {name: whole(tensor) for name, tensor in base.items()}
+    trained = {name: full_cpu(tensor) for name, tensor in base.items()}
     places = {name: place_of(tensor) for name, tensor in base.items()}
     replaced = []
     for key, tensor in adapter.tensors.items():
@@ -272,7 +272,7 @@ def _with_adapter(adapter: _Adapter, base: dict[str, Tensor]) -> tuple[dict[str,
         name = f"{module}{_WEIGHT}" if kind in (_ROWS, _SUMMANDS) else f"{module}.{kind}"
         if name not in base:
             raise unknown("tensor", name, base)
-        new, old = tensor, whole(base[name])
+        new, old = tensor, full_cpu(base[name])
         try:
             if kind == _ROWS:
                 rows = tensor.new_tensor(adapter.config.get("token_indices"), dtype=torch.int64)

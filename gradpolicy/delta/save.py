@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gradpolicy.delta.change import TensorChange, difference
 from gradpolicy.delta.file import Delta, check_replaceable, write
 from gradpolicy.delta.info import Info, describe
-from gradpolicy.delta.state import Print, State, check_same_tensors, print_of, tensors_of, whole
+from gradpolicy.delta.state import Print, State, check_same_tensors, full_cpu, print_of, tensors_of
 from gradpolicy.errors import PolicyError, shown
 from gradpolicy.tensors.sharding import local_shard
 from gradpolicy.where import match_any
@@ -28,7 +28,7 @@ def save(
         path: The safetensors file. An existing delta is replaced, but no other file.
         model: The model after the change. If it is sharded, every process must call this.
         base: The model before the change, with the same names, dtypes and shapes.
-        replaces: Globs of tensors that are saved whole, such as a new head: :func:`gradpolicy.delta.apply`
+        replaces: Globs of tensors that are saved in full, such as a new head: :func:`gradpolicy.delta.apply`
             writes them whatever the model holds, and :func:`gradpolicy.delta.revert` leaves them. The base
             need not have them.
 
@@ -42,7 +42,7 @@ def save(
     check_replaceable(path)
     after, before = tensors_of(model), tensors_of(base)
     chosen = match_any(replaces, after, "delta: replaces: tensor")
-    replaced = {name: whole(after.pop(name)) for name in sorted(chosen)}
+    replaced = {name: full_cpu(after.pop(name)) for name in sorted(chosen)}
     before = {name: tensor for name, tensor in before.items() if name not in chosen}
     check_same_tensors(after, before, "delta: the model", "the base")
     if after and all(place_of(tensor) == place_of(before[name]) for name, tensor in after.items()):
@@ -59,11 +59,11 @@ def save(
             raise PolicyError(
                 f"delta: {shown(name)} is {_kind(tensor)} in the model and {_kind(old)} in the base"
             )
-        old = whole(old)
+        old = full_cpu(old)
         prints[name] = print_of(old)
         former, change = tied.get(place_of(tensor), (None, None))
         if former != prints[name]:
-            change = difference(old, whole(tensor))
+            change = difference(old, full_cpu(tensor))
             tied.setdefault(place_of(tensor), (prints[name], change))
         if change is not None:
             changes[name] = change
@@ -73,10 +73,10 @@ def save(
 
 
 def place_of(tensor: Tensor) -> tuple[object, ...]:
-    """Return the place of a tensor in memory, which is the same for tied names, on every process.
+    """Return the location of a tensor in memory, which is the same for tied names, on every process.
 
-    If a process has no entries of it, the place is that of the storage, so that all processes gather the same
-    tensors.
+    If a process has no entries of it, the location is that of the storage, so that all processes gather the
+    same tensors.
     """
     local = local_shard(tensor)
     where = local.data_ptr() if local.numel() else StorageWeakRef(local.untyped_storage()).cdata

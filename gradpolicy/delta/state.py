@@ -57,13 +57,13 @@ def tensors_of(model: nn.Module | State) -> dict[str, Tensor]:
     return dict(sorted(found.items()))
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_cpu(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor on the CPU, gathered if it is sharded."""
     return full_tensor(tensor).detach().cpu().contiguous()
 
 
 def overwrite(tensor: Tensor, values: Tensor) -> None:
-    """Write whole values into a tensor on any device, sharded or not."""
+    """Write full values into a tensor on any device, sharded or not."""
     with torch.no_grad():
         if is_sharded(tensor):
             tensor, values = local_shard(tensor), local_shard(shard_like(values, tensor))
@@ -71,7 +71,7 @@ def overwrite(tensor: Tensor, values: Tensor) -> None:
 
 
 def print_of(tensor: Tensor) -> Print:
-    """Return the fingerprint of a tensor, whole and on the CPU."""
+    """Return the fingerprint of the full tensor, on the CPU."""
     kind, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
     found = hashlib.blake2b(f"{kind} {shape} ".encode(), digest_size=8)
     found.update(content_of(tensor))
@@ -79,7 +79,7 @@ def print_of(tensor: Tensor) -> Print:
 
 
 def fingerprint(prints: Prints) -> str:
-    """Return the fingerprint of a whole state, 16 hexadecimal digits."""
+    """Return the fingerprint of a state, 16 hexadecimal digits."""
     return hashlib.blake2b(json.dumps(sorted(prints.items())).encode(), digest_size=8).hexdigest()
 
 

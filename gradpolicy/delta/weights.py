@@ -4,10 +4,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from gradpolicy.checkpoint_file import check_kind, read_file
 from gradpolicy.delta.file import BASE_MARK, write_safetensors
 from gradpolicy.delta.state import tensors_of
 from gradpolicy.errors import PolicyError, brief
+from gradpolicy.tensors.checkpoint_file import check_kind, read_file
 
 ENDING = ".safetensors"
 

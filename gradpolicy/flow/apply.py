@@ -12,13 +12,12 @@ from torch.overrides import TorchFunctionMode
 
 from gradpolicy.errors import PolicyError, shown, warn_user
 from gradpolicy.flow.arguments import arguments_of
-from gradpolicy.flow.autograd_functions import replace_gradient
-from gradpolicy.flow.bound_rule import BoundRule
+from gradpolicy.flow.bound_rule import BoundRule, RuleState
 from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
+from gradpolicy.flow.edges import replace
 from gradpolicy.flow.operation_rule import as_floating_point
 from gradpolicy.flow.operations import as_rule, is_operation, name_of
-from gradpolicy.flow.rule_state import RuleState
-from gradpolicy.flow.seen import Seen
+from gradpolicy.flow.policy_report import ReportRow
 from gradpolicy.flow.tracing import in_transform, is_compiling, runs_while_tracing
 from gradpolicy.rules.registry import Call, Rule, RuleFunction
 
@@ -69,7 +68,7 @@ def apply(
     state = RuleState(forward_name(forward), replacing_rule("apply", rule), has_own_gradient=False)
     bound_rule = BoundRule(state, f"forward {state.name!r}")
     if not is_compiling():
-        Seen.uses += 1
+        ReportRow.uses += 1
     inputs = tensors_in((args, kwargs))
     watches = torch.is_grad_enabled() and not in_transform()
     with torch.no_grad():
@@ -78,7 +77,7 @@ def apply(
             values = run_forward(forward, plain_args, plain_kwargs, numpy)
         if bound_rule.takes_call:
             bound_rule = bound_rule.for_call(call_of(forward, plain_args, plain_kwargs))
-    return replace_gradient(bound_rule, as_floating_point(values, inputs), inputs)
+    return replace(bound_rule, as_floating_point(values, inputs), inputs)
 
 
 class WatchForward(TorchFunctionMode):

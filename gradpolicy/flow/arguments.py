@@ -1,7 +1,7 @@
 """Arguments of operations and of modules' forwards, by parameter name."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -250,16 +250,20 @@ class Signature:
             named[self.several] = args[self.positional :]
         return {**self.defaults, **named, **kwargs}
 
-    def argument(self, wanted: int | str, owner: str) -> Argument:
-        """Return the argument with a name or at a position.
+    def arguments(self, wanted: Iterable[int | str], owner: str) -> list[Argument]:
+        """Return the arguments with these names or at these positions, in the order of the parameters.
 
         Args:
-            wanted: The name, or the position (0 is the first).
+            wanted: The names, or the positions (0 is the first).
             owner: The policy and module, for messages: ``"policy 'cut' at module 'criterion'"``.
 
         Raises:
             PolicyError: If the forward has no such argument.
         """
+        found = [self._argument(each, owner) for each in wanted]
+        return sorted(found, key=lambda one: len(self.names) if one.position is None else one.position)
+
+    def _argument(self, wanted: int | str, owner: str) -> Argument:
         positional = self.names[: self.positional]
         if isinstance(wanted, int):
             if wanted >= len(positional) and self.several is None:

@@ -1,19 +1,128 @@
-"""A rule at one location, which computes and checks gradients."""
+"""A rule: its schedule, the row of its use, and its checked gradients."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.flow.rule_state import RuleState
-from gradpolicy.flow.tracing import is_traced
-from gradpolicy.rules.registry import Call
+from gradpolicy.flow.locations import RulePlacement
+from gradpolicy.flow.policy_report import Forward, Outcome, ReportRow
+from gradpolicy.flow.tracing import is_compiling, is_traced, without_modes
+from gradpolicy.rules.registry import Call, Rule, keyword_names
 from gradpolicy.rules.routing import broadcasts, first_index, is_differentiable
+from gradpolicy.when import When
 
-# A local name saves the attribute lookup at every call.
-_without_modes = torch._C.DisableTorchFunction
+
+class RuleState:
+    """The rule of a policy, or of an operation of a ``gradient_override``, with its schedule.
+
+    Args:
+        name: The name of the policy, or of the operation.
+        rule: The rule. Callables among its parameters are schedules.
+        policy: The policy. If None, the rule is always active.
+        row: The row of the report in which the rule's use is counted; by default a new one.
+        has_own_gradient: True if the operation has a gradient of its own, which the rule's filter can change.
+            Otherwise the rule's function returns the gradient.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rule: Rule,
+        policy: RulePlacement | None = None,
+        *,
+        row: ReportRow | None = None,
+        has_own_gradient: bool = True,
+    ) -> None:
+        self.name = name
+        self.policy = policy
+        self.when = policy.when if policy is not None else When()
+        self.detaches = policy is not None and policy.detaches
+        # The indices of the calls to which the rule applies; empty means all calls.
+        self.calls = policy.calls if policy is not None else ()
+        # The arguments of an operation to which the rule applies; empty means all arguments.
+        self.argument = policy.argument if policy is not None and policy.ops else ()
+        # True if the rule filters the incoming gradient and keeps the operation's own backward.
+        has_own_gradient = has_own_gradient and (policy is None or policy.at != "through")
+        self.filters = has_own_gradient and rule.gradient_filter is not None
+        self.active = True
+        self.schedules = {key: value for key, value in rule.parameters.items() if callable(value)}
+        # Scheduled parameters are tensors, so that compiled code reads their current values.
+        numbers = {key: _number(schedule(0)) for key, schedule in self.schedules.items()}
+        self.rule = replace(rule, parameters={**rule.parameters, **numbers})
+        # The scheduled and learned parameters, whose values may change between forward and backward.
+        self.changing = tuple(
+            key
+            for key, value in self.rule.parameters.items()
+            if isinstance(value, Tensor) and (value.requires_grad or value.dim() == 0)
+        )
+        self.row = ReportRow(name) if row is None else row
+        # The number of calls of each operation in the current forward, for policies with `calls=`; None
+        # outside of the forward.
+        self.call_counts: dict[str, int | None] = {}
+        # Set at every run of compiled code, unlike counts of the row: blocks share compiled code, and each
+        # needs to know if its rule acted there. A set or dict of names would make the compiler recompile.
+        self.acted_in_compiled_code = False
+
+    def note(self, place: str, outcome: Outcome) -> None:
+        """Count an outcome at a place."""
+        is_traced = is_compiling()
+        self.row.note(place, outcome, is_traced)
+        if is_traced and self.policy is None and outcome is Outcome.ACTED:
+            self.acted_in_compiled_code = True
+
+    def note_forward(self) -> None:
+        """Record that a forward pass with gradients runs."""
+        self.row.note_forward(Forward.ON if self.active else Forward.OFF)
+        if is_compiling():
+            self.row.note_forward(Forward.COMPILED)
+
+    def note_lost(self, operation: str, function: str, is_index: bool) -> None:
+        """Warn once that a function lost the gradient of an operation's discrete result."""
+        policy = f"policy {self.name!r}: " if self.policy is not None else ""
+        self.row.note_lost(operation, function, policy + _lost_message(operation, function, is_index))
+
+    def measure(self, before: Any, after: Iterable[Tensor | None]) -> None:
+        """Measure gradients before and after the rule, in eager mode only."""
+        if not is_compiling() and self.row.norms is not None:
+            self.row.norms.measure(before, after)
+
+    def count_call(self, operation: str) -> bool:
+        """Count a call of an operation, and return True if the rule applies to it."""
+        if not self.calls:
+            return True
+        number = self.call_counts.get(operation)
+        if number is None:
+            return False
+        self.call_counts[operation] = number + 1
+        return number in self.calls
+
+    def acts_at(self, place: str) -> bool:
+        """Return True if the rule acts at a place of a module in this call; otherwise record the reason."""
+        if self.active and torch.is_grad_enabled():
+            return True
+        self.note(place, Outcome.WITHOUT_GRADIENT if self.active else Outcome.OFF)
+        return False
+
+    def update(self, phase: str, step: int, epoch: int) -> None:
+        """Switch the rule on or off for a step, and set its scheduled parameters."""
+        self.active = self.when.active(phase=phase, step=step, epoch=epoch)
+        count = self.when.count(step, epoch)
+        for key, schedule in self.schedules.items():
+            self.rule.parameters[key].fill_(float(schedule(count)))
+
+    def set_loss_scale(self, scale: float | Tensor) -> None:
+        """Set the loss scale of a rule with absolute thresholds."""
+        if "loss_scale" not in (keyword_names(self.rule.function) or ()):
+            return
+        current = self.rule.parameters.get("loss_scale")
+        if isinstance(current, Tensor):
+            current.copy_(torch.as_tensor(scale))
+        elif isinstance(scale, Tensor) or scale != 1.0:
+            self.rule.parameters["loss_scale"] = _number(float(scale))  # type: ignore[index]
 
 
 class BoundRule:
@@ -110,7 +219,7 @@ class BoundRule:
         Raises:
             PolicyError: If the function raises an exception; the message has the location and the shapes.
         """
-        with _without_modes():
+        with without_modes():
             if is_traced():
                 return function(*arguments, **self.parameters)
             try:
@@ -208,3 +317,21 @@ def _shapes(value: Any) -> str:
     if isinstance(value, Tensor):
         return str(tuple(value.shape))
     return f"({', '.join(_shapes(item) if isinstance(item, Tensor) else str(item) for item in value)})"
+
+
+def _lost_message(operation: str, function: str, is_index: bool) -> str:
+    if is_index:
+        return (
+            f"an index from operation {operation!r} became numbers in {function}, and an index has no "
+            "gradient: use the values that the operation gives, F.one_hot(x.argmax(-1), n) with a rule for "
+            "'argmax', or detach the index (.detach()) if no gradient is meant"
+        )
+    return (
+        f"the result of operation {operation!r} went through {function}, which cannot carry the rule's "
+        "gradient; cast it to floating point before (.float()), put the rule on all of it "
+        "(gradpolicy.apply), or detach it if no gradient is meant"
+    )
+
+
+def _number(value: float) -> Tensor:
+    return torch.tensor(float(value), dtype=torch.float64, device="cpu")

@@ -6,30 +6,29 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.flow.arguments import Argument, Signature
-from gradpolicy.flow.autograd_functions import (
-    AddPath,
-    AdoptHistory,
-    insert_rule,
-    may_have_gradient,
-    replace_gradient,
-    run_function,
-)
-from gradpolicy.flow.bound_rule import BoundRule
+from gradpolicy.flow.bound_rule import BoundRule, RuleState
 from gradpolicy.flow.containers import classes_that_hide_tensors, map_tensors, replace_at, tensors_in
+from gradpolicy.flow.edges import (
+    AdoptHistory,
+    alias_of,
+    insert_rule,
+    join,
+    may_have_gradient,
+    replace,
+)
 from gradpolicy.flow.locations import RulePlacement, place_at
-from gradpolicy.flow.rule_state import RuleState
+from gradpolicy.flow.policy_report import Outcome
 from gradpolicy.flow.tracing import in_transform
 from gradpolicy.rules.registry import Call
 from gradpolicy.rules.routing import is_differentiable
 
 # The arguments of a module's forward by parameter name; None if no rule has a keyword `call`.
 Arguments = Mapping[str, Any] | None
-DueRules = list[tuple[BoundRule, Argument | None]]
+DueRules = list[tuple[BoundRule, Sequence[Argument]]]
 
 
 class Boundary:
@@ -38,14 +37,14 @@ class Boundary:
     Args:
         side: ``"input"`` or ``"output"``.
         module: The module's name.
-        rules: The rules in the order in which the backward pass applies them, each with the argument of the
-            forward on which it acts; None means all arguments.
+        rules: The rules in the order in which the backward pass applies them, each with the arguments of the
+            forward on which it acts; empty means all arguments.
     """
 
-    def __init__(self, side: str, module: str, rules: Sequence[tuple[RuleState, Argument | None]]) -> None:
+    def __init__(self, side: str, module: str, rules: Sequence[tuple[RuleState, Sequence[Argument]]]) -> None:
         self.location = location = place_at(side, module)
         # The rule inserted last is the first in the backward pass.
-        self.rules = tuple((BoundRule(state, location), argument) for state, argument in reversed(rules))
+        self.rules = tuple((BoundRule(state, location), arguments) for state, arguments in reversed(rules))
         self._has_searched = False
 
     def enter(
@@ -79,17 +78,17 @@ class Boundary:
         return result
 
     def _due(self, arguments: Arguments) -> DueRules:
-        """Return the rules that act on this call, each with its argument."""
-        due = [(rule, argument) for rule, argument in self.rules if rule.state.acts_at(self.location)]
+        """Return the rules that act on this call, each with its arguments."""
+        due = [(rule, chosen) for rule, chosen in self.rules if rule.state.acts_at(self.location)]
         if arguments is None:
             return due
         call = Call(self.location, arguments)
-        return [(rule.for_call(call), argument) for rule, argument in due]
+        return [(rule.for_call(call), chosen) for rule, chosen in due]
 
     def _note_untouched(self, due: DueRules, passed: Collection[str]) -> None:
         for rule, _ in due:
             if rule.state.name not in passed:
-                rule.state.note("without_gradient", self.location)
+                rule.state.note(self.location, Outcome.WITHOUT_GRADIENT)
 
     def _cross(self, values: Any, rules: Sequence[BoundRule], crossed: list, passed: set[str]) -> Any:
         """Return values with rules on their tensors, and add the policies' names to ``passed``."""
@@ -106,7 +105,7 @@ class Boundary:
         result = tensor
         for bound_rule in rules:
             state = bound_rule.state
-            state.note("matched", self.location)
+            state.note(self.location, Outcome.ACTED)
             passed.add(state.name)
             # The compiler cannot trace in-place changes of an alias. A copy is free in compiled code.
             value = result.clone() if torch.compiler.is_compiling() else result
@@ -117,7 +116,7 @@ class Boundary:
     def _note_hidden_tensors(self, values: Any, rules: Iterable[BoundRule]) -> None:
         for name in sorted(classes_that_hide_tensors(values)):
             for bound_rule in rules:
-                bound_rule.state.note_opaque(
+                bound_rule.state.row.note_opaque(
                     f"{name} at {self.location}",
                     "tensors are found in tuples, lists, dicts and dataclasses; those in it pass with the "
                     "plain gradient",
@@ -126,7 +125,7 @@ class Boundary:
 
 def _rules_at(slot: int | str, due: DueRules) -> list[BoundRule]:
     """Return the rules for one argument of a call."""
-    return [rule for rule, argument in due if argument is None or argument.is_at(slot)]
+    return [rule for rule, chosen in due if not chosen or any(argument.is_at(slot) for argument in chosen)]
 
 
 def adopt_writes(crossed: list[tuple[Tensor, Tensor]], versions: list[int]) -> None:
@@ -152,7 +151,7 @@ class ThroughRule:
     Args:
         state: The rule.
         module: The module's name.
-        argument: The argument that gets the gradient; None means all arguments.
+        arguments: The arguments that get the gradient; empty means all arguments.
         forward: The module's forward.
     """
 
@@ -160,7 +159,7 @@ class ThroughRule:
         self,
         state: RuleState,
         module: str,
-        argument: Argument | None,
+        arguments: Sequence[Argument],
         forward: Callable[..., Any],
     ) -> None:
         self.state = state
@@ -169,7 +168,7 @@ class ThroughRule:
         policy = cast(RulePlacement, state.policy)
         self.output = policy.output
         self.keeps_own = policy.inside == "own"
-        self.argument = argument
+        self.arguments = arguments
         self.location = place_at("through", module)
         self.bound_rule = BoundRule(state, self.location)
 
@@ -190,7 +189,7 @@ class ThroughRule:
         if len(kwargs) > 1:
             # Rules get the inputs in the order of the forward's parameters, not of the call.
             kwargs = self.signature.in_order(kwargs)
-        given = (args, kwargs) if self.argument is None else self.argument.value(args, kwargs)
+        given = [one.value(args, kwargs) for one in self.arguments] or (args, kwargs)
         inputs = tensors_in(given)
         self._note(inputs)
         bound_rule = self.bound_rule
@@ -202,20 +201,20 @@ class ThroughRule:
             raise self._error("gives no floating-point output that could have a gradient")
         replaced: list[Tensor] = []
 
-        def replace(tensor: Tensor) -> Tensor:
+        def put_on(tensor: Tensor) -> Tensor:
             replaced.append(self._replaced(tensor, inputs, bound_rule))
             return replaced[-1]
 
-        return self._map_outputs(result, replace), replaced
+        return self._map_outputs(result, put_on), replaced
 
     def _note(self, inputs: Iterable[Tensor]) -> None:
         """Record the call. If no input requires a gradient, the rule is not called, but the path is cut."""
         if self.state.detaches or any(may_have_gradient(tensor) for tensor in inputs):
-            self.state.note("matched", self.location)
+            self.state.note(self.location, Outcome.ACTED)
             return
-        self.state.note("without_gradient", self.location)
+        self.state.note(self.location, Outcome.WITHOUT_GRADIENT)
         if not self.keeps_own:
-            self.state.note("matched", f"{self.location}, cut off")
+            self.state.note(f"{self.location}, cut off", Outcome.ACTED)
 
     def _map_outputs(self, result: Any, change: Callable[[Tensor], Tensor]) -> Any:
         """Return a result with the tensors in the policy's outputs replaced.
@@ -244,9 +243,9 @@ class ThroughRule:
         # Such a rule passes the gradient of the output, changed or not, to a single input.
         if self.state.rule.each:
             self._check_input(tensor, inputs)
-        ruled = replace_gradient(bound_rule, tensor.detach(), inputs)
+        ruled = replace(bound_rule, tensor.detach(), inputs)
         if self.keeps_own and tensor.requires_grad:
-            return run_function(AddPath, tensor, ruled, None)
+            return join(tensor, ruled)
         return ruled
 
     def _check_input(self, tensor: Tensor, inputs: list[Tensor]) -> None:
@@ -331,25 +330,10 @@ class Through:
             raise self.rules[0]._error("writes to its input in place, which inside='own' does not allow")
 
 
-class FeedInput(Function):
-    """An alias of an input, whose gradient is passed to the input or stopped."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, cuts: bool) -> Tensor:
-        """Return the alias."""
-        ctx.cuts = cuts
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        """Pass the gradient to the input, unless the alias cuts the graph."""
-        return None if ctx.cuts else grad, None
-
-
 def _fed(tensor: Tensor, cuts: bool) -> Tensor:
     """Return an alias of an input, which the forward may modify in place; optionally stop its gradient."""
     if not in_transform():
-        return FeedInput.apply(tensor, cuts)
+        return alias_of(tensor, cut=cuts)
     if cuts:
         return tensor.detach()
     # The compiler cannot trace in-place changes of an alias. A copy is free in compiled code.

@@ -11,26 +11,22 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradpolicy.flow.autograd_functions import AddPath, replace_gradient, run_function
-from gradpolicy.flow.bound_rule import BoundRule
+from gradpolicy.flow.bound_rule import BoundRule, RuleState
 from gradpolicy.flow.containers import tensors_in
+from gradpolicy.flow.edges import join, replace, scaled
 from gradpolicy.flow.operation_tables import Function
 from gradpolicy.flow.operations import name_of, resolve_operation, spelling_of
-from gradpolicy.flow.rule_state import RuleState
-from gradpolicy.flow.tracing import in_transform, is_traced
+from gradpolicy.flow.policy_report import Outcome
+from gradpolicy.flow.tracing import in_transform, is_traced, without_modes
 from gradpolicy.rules.routing import is_differentiable
 
 _NAME = "_gradpolicy_path"
-
-# True once any tensor has a path. Until then calls need not search their arguments. Global, since a path
-# belongs to a tensor, which any mode on any thread may get as an argument.
-any_path = [False]
 
 
 @dataclass(eq=False)
@@ -69,6 +65,9 @@ class GradientPath:
     lost_in: str = ""
     version: int = 0
 
+    # True once eager code has made a path; until then calls need not search their arguments for one.
+    exists: ClassVar[bool] = False
+
     def __reduce__(self) -> tuple:
         # Paths are neither copied nor saved with their tensor.
         return (OrderedDict, ())
@@ -87,7 +86,7 @@ class GradientPath:
         for origin in self.origins:
             if not origin.is_counted:
                 origin.is_counted = True
-                origin.state.note("matched", origin.operation)
+                origin.state.note(origin.operation, Outcome.ACTED)
 
 
 def is_discrete(value: Any) -> bool:
@@ -129,8 +128,8 @@ def start_path(
         values = result.to(dtype)
     else:
         values = F.one_hot(result, classes).to(dtype)
-    path = replace_gradient(bound_rule, values, inputs)
-    bound_rule.state.note("discrete", operation)
+    path = replace(bound_rule, values, inputs)
+    bound_rule.state.note(operation, Outcome.DISCRETE)
     origin = Origin(bound_rule.state, operation)
     return set_path(result, GradientPath(path, (origin,), is_index=classes is not None))
 
@@ -138,7 +137,7 @@ def start_path(
 def set_path(tensor: Tensor, path: GradientPath) -> Tensor:
     """Attach a path to a discrete tensor, and return the tensor."""
     if not is_traced():
-        any_path[0] = True
+        GradientPath.exists = True
         path.version = tensor._version
     setattr(tensor, _NAME, path)
     return tensor
@@ -153,7 +152,7 @@ def path_of(value: Any) -> GradientPath | None:
         return getattr(value, _NAME, None) or None if is_discrete(value) else None
     path: GradientPath | None = getattr(value, _NAME, None) or None
     if path is not None:
-        with torch._C.DisableTorchFunction():
+        with without_modes():
             if path.version != value._version:
                 return path.lost("a change in place")
     return path
@@ -219,7 +218,7 @@ def carry(
             return result
     result = call(function, args, kwargs)
     if function not in _WITHOUT_VALUES:
-        with torch._C.DisableTorchFunction():
+        with without_modes():
             changed = args[:1] if function is Tensor.__setitem__ else ()
             _lose(paths, function, result, changed)
     return result
@@ -240,17 +239,15 @@ def _lose(paths: list[GradientPath], function: Function, result: Any, changed: t
                 path.note_lost(name)
 
 
-def _follow(result: Any, tensor: Any, paths: Iterable[GradientPath], slope: Tensor | None = None) -> Any:
+def _follow(result: Any, tensor: Any, paths: Iterable[GradientPath]) -> Any:
     """Attach a path to a discrete result, or the path's gradient to a floating-point result."""
     if is_discrete(result):
         origins = tuple(dict.fromkeys(origin for path in paths for origin in path.origins))
         is_index = any(path.is_index for path in paths)
-        return set_path(
-            result, GradientPath(tensor if slope is None else tensor * slope, origins, is_index=is_index)
-        )
+        return set_path(result, GradientPath(tensor, origins, is_index=is_index))
     for path in paths:
         path.note_carried()
-    return run_function(AddPath, result, tensor, slope)
+    return join(result, tensor)
 
 
 def _move(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -258,7 +255,7 @@ def _move(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]
     path = path_of(moved)
     if path is None or paths_in(others, kwargs):
         return NotImplemented
-    with torch._C.DisableTorchFunction():
+    with without_modes():
         result = function(*args, **kwargs)
         if path.is_index:
             # The path of an index has one more dimension, so the view does not apply to it directly.
@@ -273,7 +270,7 @@ def _move(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]
 
 def _cast(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     path = path_of(args[0]) if args else None
-    with torch._C.DisableTorchFunction():
+    with without_modes():
         if path is not None and torch.compiler.is_compiling():
             # Detached, since a backend that runs the graph in eager mode would propagate the path again.
             result = function(args[0].detach(), *args[1:], **kwargs)
@@ -301,7 +298,7 @@ def _shift(signs: tuple[int, int]) -> Carrier:
         path = path_of(args[place])
         if path is None or path.is_index or args[place].dtype == torch.bool:
             return NotImplemented
-        with torch._C.DisableTorchFunction():
+        with without_modes():
             return _follow(function(*args), path.tensor * signs[place], [path])
 
     return shift
@@ -311,7 +308,7 @@ def _negate(call: Call, function: Function, args: tuple, kwargs: Mapping[str, An
     path = path_of(args[0]) if args else None
     if path is None or args[0].dtype != torch.bool or function in _WRITES:
         return NotImplemented
-    with torch._C.DisableTorchFunction():
+    with without_modes():
         return _follow(function(*args, **kwargs), -path.tensor, [path])
 
 
@@ -324,7 +321,7 @@ def _multiply(call: Call, function: Function, args: tuple, kwargs: Mapping[str, 
     writes = function in _WRITES
     if writes and is_discrete(first):
         return NotImplemented
-    with torch._C.DisableTorchFunction():
+    with without_modes():
         dtype = first.dtype if writes else _dtype_of(function, first, second)
         if dtype.is_complex:
             return NotImplemented
@@ -356,7 +353,7 @@ def _in_floating_point(operand: Any, dtype: torch.dtype) -> Any:
     if path is None:
         return operand
     path.note_carried()
-    return run_function(AddPath, operand.detach().to(dtype), path.tensor, None)
+    return join(operand.detach().to(dtype), path.tensor)
 
 
 def _choose(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -371,12 +368,12 @@ def _choose(call: Call, function: Function, args: tuple, kwargs: Mapping[str, An
     # Detached, so that an outer block does not propagate the path again.
     without_path = tuple(value.detach() if place == order[0] else value for place, value in enumerate(args))
     result = call(function, without_path, {})
-    with torch._C.DisableTorchFunction():
+    with without_modes():
         if result.is_complex():
             return NotImplemented
         like = result if result.is_floating_point() else path.tensor
         slope = _detached(chosen, like) - _detached(otherwise, like)
-        return _follow(result, path.tensor.expand(result.shape), [path], slope)
+        return _follow(result, scaled(path.tensor.expand(result.shape), slope.expand(result.shape)), [path])
 
 
 def _detached(value: Any, like: Tensor) -> Tensor:
@@ -389,7 +386,7 @@ def _one_hot(call: Call, function: Function, args: tuple, kwargs: Mapping[str, A
     path = path_of(args[0]) if args else None
     if path is None:
         return NotImplemented
-    with torch._C.DisableTorchFunction():
+    with without_modes():
         result = function(*args, **kwargs)
         classes = result.shape[-1]
         if path.is_index:

@@ -1,7 +1,7 @@
 """``install``: flow policies on a model."""
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,17 +11,25 @@ from torch import Tensor, nn
 from gradpolicy.display import Displayed
 from gradpolicy.errors import PolicyError, shown, unknown
 from gradpolicy.flow.arguments import Argument, Signature
+from gradpolicy.flow.bound_rule import RuleState
 from gradpolicy.flow.boundary import Boundary, Through, ThroughRule
-from gradpolicy.flow.dispatch import DispatchTable
 from gradpolicy.flow.locations import Locations, RulePlacement, describe_location, find_locations, place_at
-from gradpolicy.flow.operation_rule import rules_for
+from gradpolicy.flow.operation_rule import DispatchTable, rules_for
 from gradpolicy.flow.operations import name_of
 from gradpolicy.flow.parameters import ParameterRules
 from gradpolicy.flow.policy_checks import check_cuts, check_policies, is_cut
-from gradpolicy.flow.policy_report import Report, ReportRow, report_unmet, warn_or_raise
-from gradpolicy.flow.rule_state import CallScope, RuleState
-from gradpolicy.flow.seen import GradientNorms
-from gradpolicy.flow.wrapped_forward import InstallSession, WrappedForward
+from gradpolicy.flow.policy_report import (
+    Forward,
+    GradientNorms,
+    Outcome,
+    Place,
+    Report,
+    ReportRow,
+    report_unmet,
+    warn_or_raise,
+)
+from gradpolicy.flow.recomputation import InstallSession
+from gradpolicy.flow.wrapped_forward import CallScope, WrappedForward
 from gradpolicy.what_trains import what_trains
 from gradpolicy.where import BOUNDARIES, PLACES, STEP_OPERATIONS, named_parameters, plain_name
 
@@ -93,10 +101,7 @@ class Installed(Displayed):
         self.model = model
         self.strict = strict
         self.policies = dict(policies)
-        self._placed = {
-            name: Placed(RuleState(name, policy.rule, policy), find_locations(model, name, policy))
-            for name, policy in self.policies.items()
-        }
+        self._placed = {name: Placed.of(model, name, policy) for name, policy in self.policies.items()}
         check_policies(self.policies, {name: placed.locations for name, placed in self._placed.items()})
         self._session = InstallSession(self._states)
         # The rules on each parameter, with its name, in the order in which the backward pass applies them.
@@ -124,7 +129,7 @@ class Installed(Displayed):
         if warns:
             self._report_unmet()
         if isinstance(error, RuntimeError) and is_cut(error):
-            acted = [state.name for state in self._states if state.seen.matched]
+            acted = [state.name for state in self._states if state.row.matched]
             check_cuts({name: self.policies[name] for name in acted})
 
     def remove(self, *, quiet: bool = False) -> None:
@@ -182,18 +187,18 @@ class Installed(Displayed):
         Each call discards earlier measurements.
         """
         for state in self._states:
-            state.seen.norms = GradientNorms() if on else None
+            state.row.norms = GradientNorms() if on else None
 
     @property
     def gradient_norms(self) -> dict[str, GradientNorms]:
         """The gradients before and after each measured policy that passed some, over all locations."""
-        measured = {state.name: state.seen.norms for state in self._states}
+        measured = {state.name: state.row.norms for state in self._states}
         return {name: norms for name, norms in measured.items() if norms is not None and norms.entries}
 
     @property
     def operation_counts(self) -> dict[str, int]:
         """The number of times that each policy's rule was applied."""
-        return {state.name: sum(state.seen.matched.values()) for state in self._states}
+        return {state.name: state.row.operations_matched for state in self._states}
 
     def __rich__(self) -> "RenderableType":
         """Render the report, and what trains, layer by layer."""
@@ -218,33 +223,20 @@ class Installed(Displayed):
         return self._placed[name].state
 
     def _row(self, name: str) -> ReportRow:
-        policy, placed = self.policies[name], self._placed[name]
-        state, locations = placed.state, placed.locations
-        ran = set().union(*(table.seen for names, table in self._tables.items() if name in names))
-        state.seen.ran |= {name_of(function) for function in ran}
-        state.seen.taken |= self._session.taken
-        idle = placed.idle(self._session.entered)
-        return ReportRow(
-            name=name,
-            kind=type(policy).__name__,
-            where=describe_location(policy),
-            active=state.active,
-            modules=tuple(locations.modules),
-            operations=tuple(operation.name for operation in locations.operations),
-            parameters=tuple(locations.parameters),
-            seen=state.seen,
-            any_of=policy.ops == STEP_OPERATIONS,
-            places={
-                place: at.is_named
-                for place, at in placed.places.items()
-                if not policy.ops and at.module not in idle
-            },
-            idle=idle,
-        )
+        """Return a policy's row, with what the tables and the session have noted since."""
+        state = self._placed[name].state
+        row = state.row
+        row.active = state.active
+        row.entered |= self._session.entered
+        for names, table in self._tables.items():
+            if name in names:
+                row.note_all(Outcome.PLAIN, map(name_of, table.seen))
+        row.note_all(Outcome.TAKEN, self._session.taken)
+        return row
 
     def _report_unmet(self) -> None:
         strict, session = self.strict, self._session
-        has_run = session.has_run or any(state.seen.forward or state.seen.matched for state in self._states)
+        has_run = session.has_run or any(state.row.forward or state.row.matched for state in self._states)
         if not has_run and (strict or not self._was_reported):
             names = [repr(state.name) for state in self._states if state.active]
             message = (
@@ -253,14 +245,13 @@ class Installed(Displayed):
             )
             warn_or_raise(f"policy {', '.join(names)}", message if names else "", strict=strict)
         for state in self._states:
-            name, forward = state.name, state.seen.forward
-            policy = self.policies[name]
-            ran = "on" in forward or (strict and "off" not in forward) or state.seen.without_gradient
-            if has_run and ran:
+            row = self._row(state.name)
+            ran = Forward.ON in row.forward or (strict and Forward.OFF not in row.forward)
+            if has_run and (ran or row.places_with(Outcome.WITHOUT_GRADIENT)):
                 # In another phase, such as for attributions in testing, gradients may be recorded.
-                may_come = len(policy.when.phases) > 1
-                row = self._row(name)
-                report_unmet(f"policy {name!r}", row, strict=strict, ignore_without_gradient=may_come)
+                may_come = len(state.when.phases) > 1
+                ignored = (Outcome.WITHOUT_GRADIENT,) if may_come else ()
+                report_unmet(f"policy {state.name!r}", row, strict=strict, ignored=ignored)
 
     def _put_on(self, entry_points: EntryPoints) -> None:
         done: set[int] = set()
@@ -283,7 +274,16 @@ class Installed(Displayed):
     def _put_on_module(self, name: str, module: nn.Module, entry_points: EntryPoints) -> None:
         table = self._table(module)
         at_module = [placed for placed in self._placed.values() if id(module) in placed.locations.boundaries]
-        parameter_rules = self._rules_on_parameters(module)
+        # Shared parameters have their rules in the first module.
+        on_parameters = {
+            attribute: self._on_parameters.pop(id(parameter), ())
+            for attribute, parameter in module._parameters.items()
+        }
+        parameter_rules = [
+            ParameterRules(rules[0][0], module, attribute, [state for _, state in rules])
+            for attribute, rules in on_parameters.items()
+            if rules
+        ]
         # The model itself is always wrapped, to track its forward passes.
         if name and table is None and not at_module and not parameter_rules:
             return
@@ -292,11 +292,14 @@ class Installed(Displayed):
             placed.note_module(name, module)
         for method in entry_points.get(name, ("forward",)):
             forward = getattr(module, method)
-            rules = {side: self._rules_at(side, name, at_module, forward) for side in PLACES}
+            rules = {
+                side: [rule for placed in at_module for rule in placed.rules_at(side, name, forward)]
+                for side in PLACES
+            }
             entering, leaving = (
                 Boundary(side, name, rules[side]) if rules[side] else None for side in BOUNDARIES
             )
-            through = [ThroughRule(state, name, argument, forward) for state, argument in rules["through"]]
+            through = [ThroughRule(state, name, chosen, forward) for state, chosen in rules["through"]]
             needs_call = any(placed.state.rule.takes_call for placed in at_module)
             wrap = WrappedForward(
                 module,
@@ -307,7 +310,7 @@ class Installed(Displayed):
                 entering=entering,
                 leaving=leaving,
                 through=Through(through) if through else None,
-                scope=self._scope(name, module),
+                scope=_scope(self._placed.values(), name, module),
                 parameter_rules=parameter_rules,
                 signature=Signature.of(forward) if needs_call else None,
             )
@@ -324,39 +327,6 @@ class Installed(Displayed):
             rules = [rules_for(placed.locations.operations, placed.state) for placed in inside]
             self._tables[names] = DispatchTable(list(itertools.chain(*rules)))
         return self._tables[names]
-
-    def _scope(self, name: str, module: nn.Module) -> CallScope | None:
-        """Return the scope in which calls are counted, if a policy with ``calls=`` matches the module."""
-        counted = [
-            (placed.state, operation.name)
-            for placed in self._placed.values()
-            if placed.state.calls and any(module is one for one in placed.locations.modules.values())
-            for operation in placed.locations.operations
-        ]
-        if not counted:
-            return None
-        return CallScope(f"the forward of module {name!r}" if name else "the forward of the model", counted)
-
-    def _rules_on_parameters(self, module: nn.Module) -> list[ParameterRules]:
-        """Return the rules on a module's own parameters, except shared ones of earlier modules."""
-        found = []
-        for attribute, parameter in module._parameters.items():
-            rules = self._on_parameters.pop(id(parameter), ())
-            if rules:
-                states = [state for _, state in rules]
-                found.append(ParameterRules(rules[0][0], module, attribute, states))
-        return found
-
-    def _rules_at(
-        self, side: str, name: str, at_module: Iterable["Placed"], forward: Callable[..., Any]
-    ) -> list[tuple[RuleState, Argument | None]]:
-        """Return the rules at a place of a module, each with the argument on which it acts."""
-        found: list[tuple[RuleState, Argument | None]] = []
-        for state in [placed.state for placed in at_module if placed.locations.side == side]:
-            wanted = self.policies[state.name].argument
-            owner = f"policy {state.name!r} at module {name!r}"
-            found.append((state, None if wanted is None else Signature.of(forward).argument(wanted, owner)))
-        return found
 
 
 def deactivate(model: nn.Module, policies: Collection[RulePlacement]) -> None:
@@ -389,62 +359,52 @@ def _refuse_replicas(model: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
-    """A place of a policy: a module or a parameter.
-
-    Args:
-        module: The module's name; None for a parameter.
-        is_named: True if the policy names it, False if it matches a glob or class.
-        has_forward: True if the module has a forward.
-    """
-
-    module: str | None
-    is_named: bool
-    has_forward: bool = True
-
-
 class Placed:
-    """A policy on a model: its rule, its locations, and the places where the rule should be applied.
+    """A policy on a model.
 
     Args:
-        state: The rule.
+        state: The rule, with the policy's row of the report.
         locations: The locations.
     """
 
-    def __init__(self, state: RuleState, locations: Locations) -> None:
-        self.state, self.locations = state, locations
-        policy = cast(RulePlacement, state.policy)
-        self.places = {
-            f"parameter {key!r}": Place(None, key in policy.params) for key in locations.parameters
-        }
-        # The modules that the policy names, and does not only match by a glob or class.
-        self.named = {id(module) for key, module in locations.modules.items() if key in policy.modules}
+    state: RuleState
+    locations: Locations
+
+    @classmethod
+    def of(cls, model: nn.Module, name: str, policy: RulePlacement) -> "Placed":
+        """Return a policy with its locations in a model."""
+        locations = find_locations(model, name, policy)
+        row = ReportRow(
+            name,
+            kind=type(policy).__name__,
+            where=describe_location(policy),
+            modules=tuple(locations.modules),
+            operations=tuple(operation.name for operation in locations.operations),
+            parameters=tuple(locations.parameters),
+            any_of=policy.ops == STEP_OPERATIONS,
+            places={f"parameter {key!r}": Place(None, key in policy.params) for key in locations.parameters},
+        )
+        return cls(RuleState(name, policy.rule, policy, row=row), locations)
 
     def note_module(self, name: str, module: nn.Module) -> None:
-        """Add a module to the places, if the policy acts at it, or acts in it and names it."""
-        is_named = id(module) in self.named
-        has_forward = getattr(type(module), "forward", None) is not nn.Module.forward
-        if id(module) in self.locations.boundaries:
-            self.places[place_at(self.locations.side, name)] = Place(name, is_named, has_forward)
-        elif is_named and id(module) in self.locations.inside:
-            self.places[f"module {name!r}"] = Place(name, is_named)
+        """Add a module to the places of the row, if the policy acts at it, or acts in it and names it."""
+        locations, places = self.locations, self.state.row.places
+        patterns = cast(RulePlacement, self.state.policy).modules
+        is_named = any(each is module and key in patterns for key, each in locations.modules.items())
+        if id(module) in locations.boundaries:
+            has_forward = getattr(type(module), "forward", None) is not nn.Module.forward
+            places[place_at(locations.side, name)] = Place(name, is_named, has_forward)
+        elif is_named and id(module) in locations.inside:
+            places[f"module {name!r}"] = Place(name, is_named, is_around=True)
 
-    def idle(self, entered: Collection[str]) -> tuple[str, ...]:
-        """Return the modules whose forward should have run and did not.
-
-        Args:
-            entered: The modules that ran with rules on operations inside.
-        """
-        seen = self.state.seen
-        passed = {*seen.matched, *seen.without_gradient, *seen.off, *(f"module {name!r}" for name in entered)}
-        if self.locations.operations and "compiled" in seen.forward:
-            return ()
-        at_modules = [(place, at) for place, at in self.places.items() if at.module is not None]
-        never = [at for place, at in at_modules if place not in passed]
-        if len(never) < len(self.places):
-            # A glob that matches a ModuleList, which has no forward, matches its modules too.
-            never = [at for at in never if at.is_named or at.has_forward]
-        return tuple(at.module for at in never if at.module is not None)
+    def rules_at(
+        self, side: str, module: str, forward: Callable[..., Any]
+    ) -> Iterator[tuple[RuleState, list[Argument]]]:
+        """Yield the rule with the arguments on which it acts, if it acts at this place of a module."""
+        if self.locations.side == side:
+            wanted = cast(RulePlacement, self.state.policy).argument
+            owner = f"policy {self.state.name!r} at module {module!r}"
+            yield self.state, Signature.of(forward).arguments(wanted, owner) if wanted else []
 
 
 def _note_script_modules(model: nn.Module, locations: Locations, state: RuleState) -> None:
@@ -458,7 +418,20 @@ def _note_script_modules(model: nn.Module, locations: Locations, state: RuleStat
     for name, module in scripted:
         parts = {id(each) for each in module.modules() if each is not module}
         if id(module) not in within and (id(module) in locations.inside or parts & locations.boundaries):
-            state.note_opaque(f"ScriptModule {name!r}", "what is in it runs outside Python")
+            state.row.note_opaque(f"ScriptModule {name!r}", "what is in it runs outside Python")
+
+
+def _scope(placed: Iterable["Placed"], name: str, module: nn.Module) -> CallScope | None:
+    """Return the scope in which calls are counted, if a policy with ``calls=`` matches the module."""
+    counted = [
+        (each.state, operation.name)
+        for each in placed
+        if each.state.calls and any(module is one for one in each.locations.modules.values())
+        for operation in each.locations.operations
+    ]
+    if not counted:
+        return None
+    return CallScope(f"the forward of module {name!r}" if name else "the forward of the model", counted)
 
 
 def name_policies(policies: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class RulePlacement:
     ops: tuple
     params: tuple
     at: str
-    argument: int | str | None
+    argument: tuple[int | str, ...]
     output: tuple
     inside: str
     calls: tuple[int, ...]
@@ -94,7 +94,7 @@ def describe_location(policy: RulePlacement) -> str:
     modules = f"modules {written(policy.modules)}" if policy.modules else "whole model"
     calls = f" (calls {written(policy.calls)})" if policy.calls else ""
     if policy.ops:
-        argument = "" if policy.argument is None else f", argument {policy.argument!r},"
+        argument = f", {_arguments_of(policy)}," if policy.argument else ""
         return f"ops {written(policy.ops)}{calls}{argument} in {modules}"
     if policy.at == "through":
         output = f"output {written(policy.output)}" if policy.output else "output"
@@ -103,7 +103,11 @@ def describe_location(policy: RulePlacement) -> str:
 
 
 def _input_of(policy: RulePlacement) -> str:
-    return "input" if policy.argument is None else f"argument {policy.argument!r}"
+    return _arguments_of(policy) if policy.argument else "input"
+
+
+def _arguments_of(policy: RulePlacement) -> str:
+    return f"argument{'s' * (len(policy.argument) > 1)} {', '.join(map(repr, policy.argument))}"
 
 
 def _inside(model: nn.Module, matched: set[str], excluded: set[str]) -> dict[int, str]:

@@ -1,4 +1,4 @@
-"""Calls of operations with a rule: the native forward, with the gradient of the rule.
+"""Calls of operations with a rule, which gives their results its gradient.
 
 There are three kinds of rules. One with ``own`` modifies the operation's own gradients: it becomes a node
 between the inputs and the operation. One with a gradient filter becomes a hook on the operation's native
@@ -6,28 +6,49 @@ node, which costs less than an autograd Function in Python; a node after it wher
 replace the gradient.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.flow.arguments import arguments_of, in_order_of_parameters
-from gradpolicy.flow.autograd_functions import (
-    change_own_gradients,
-    insert_rule,
-    replace_gradient,
+from gradpolicy.flow.bound_rule import BoundRule, RuleState
+from gradpolicy.flow.carrying import (
+    GradientPath,
+    Origin,
+    carry,
+    floating_dtype,
+    is_discrete,
+    paths_in,
+    set_path,
+    start_path,
 )
-from gradpolicy.flow.bound_rule import BoundRule
-from gradpolicy.flow.carrying import GradientPath, Origin, floating_dtype, is_discrete, set_path, start_path
 from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
+from gradpolicy.flow.edges import (
+    insert_rule,
+    replace,
+    tap,
+)
 from gradpolicy.flow.operation_tables import OPAQUE_CALLS, Function
 from gradpolicy.flow.operations import Operation
-from gradpolicy.flow.rule_state import RuleState
-from gradpolicy.flow.tracing import in_transform
+from gradpolicy.flow.policy_report import Outcome
+from gradpolicy.flow.recomputation import may_be_recomputed
+from gradpolicy.flow.tracing import (
+    active_modes,
+    as_in_tables,
+    eager_if_unknown,
+    in_transform,
+    is_traced,
+    show_to_compiler,
+    skip_alone,
+    without_modes,
+)
 from gradpolicy.rules.registry import Call
 
 
@@ -48,7 +69,7 @@ class OperationRule:
         self.bound_rule = BoundRule(state, f"operation {operation.name!r}", sums_broadcast=True)
         self.filters = state.filters and not state.detaches
         # A policy that detaches one argument does not change the gradients of the others.
-        self.changes_own = state.rule.own and (not state.detaches or state.argument is not None)
+        self.changes_own = state.rule.own and (not state.detaches or bool(state.argument))
         self.keeps_nothing = self.filters or (self.changes_own and not self.bound_rule.reads)
 
     def __reduce__(self) -> tuple:
@@ -66,30 +87,23 @@ class OperationRule:
         """Return True if a checkpoint may recompute the operation without the rule."""
         return self.keeps_nothing and torch.is_grad_enabled()
 
-    def call(self, function: Function, args: tuple, kwargs: Mapping[str, Any], module: str | None) -> Any:
-        """Call a function, with the gradient of the rule.
-
-        Args:
-            function: The torch function.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-            module: The name of the running module, for messages.
-        """
-        spelling = self.operation.spellings[function]
-        if self.filters and not spelling.is_in_place(kwargs):
-            with torch._C.DisableTorchFunction():
-                return self._filtered(function(*args, **kwargs), args)
-        kwargs = in_order_of_parameters(function, self.name, args, kwargs)
-        inputs = spelling.inputs(args, kwargs)
-        if self.state.argument is not None:
-            inputs = self._named_inputs(function, args, kwargs, inputs)
-        if not _need_gradient(inputs):
-            self.state.note("without_gradient", self.name)
-            return function(*args, **kwargs)
+    def call(self, native: "NativeCall") -> Any:
+        """Make a call, with the gradient of the rule."""
+        spelling = self.operation.spellings[native.function]
+        is_in_place = spelling.is_in_place(native.kwargs)
+        if self.filters and not is_in_place:
+            with without_modes():
+                return self._filtered(native.run(), native.args)
+        native.kwargs = in_order_of_parameters(native.function, self.name, native.args, native.kwargs)
+        native.inputs = spelling.inputs(native.args, native.kwargs)
+        if self.state.argument:
+            native.inputs = self._named_inputs(native)
+        if not _need_gradient(native.inputs):
+            self.state.note(self.name, Outcome.WITHOUT_GRADIENT)
+            return native.run()
         # An outer override of the same operation must not act on this call too.
-        with torch._C.DisableTorchFunction():
-            native = NativeCall(function, args, kwargs, inputs, module)
-            return self._in_place(native) if spelling.is_in_place(kwargs) else self._result(native)
+        with without_modes():
+            return self._in_place(native) if is_in_place else self._result(native)
 
     def _in_place(self, native: "NativeCall") -> Any:
         """Make a call that modifies its first argument in place.
@@ -120,7 +134,7 @@ class OperationRule:
             return self._filtered(native.run(), native.inputs)
         detached, target = native.mapped(Tensor.detach), native.target
         if self.state.detaches:
-            self.state.note("matched", self.name)
+            self.state.note(self.name, Outcome.ACTED)
             return detached.run()
         with torch.no_grad():
             values = detached.run()
@@ -131,9 +145,9 @@ class OperationRule:
     def _filtered(self, result: Any, inputs: Sequence[Any] = ()) -> Any:
         """Return the result of the native operation with the rule's filter before its node."""
         if not _has_gradient(result):
-            self.state.note("without_gradient", self.name)
+            self.state.note(self.name, Outcome.WITHOUT_GRADIENT)
             return result
-        self.state.note("matched", self.name)
+        self.state.note(self.name, Outcome.ACTED)
         node = result.grad_fn if isinstance(result, Tensor) and not in_transform() else None
         # If the operation returned its input, the node belongs to another operation.
         if node is None or result._is_view() or any(one is result for one in inputs):
@@ -141,25 +155,25 @@ class OperationRule:
         node.register_prehook(partial(_filter_all, self.bound_rule.with_current_numbers()))
         return result
 
-    def _named_inputs(
-        self, function: Function, args: tuple, kwargs: Mapping[str, Any], inputs: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Return the inputs in the argument that the policy names.
+    def _named_inputs(self, native: "NativeCall") -> list[Tensor]:
+        """Return the inputs in the arguments that the policy names.
 
         Raises:
             PolicyError: If the operation has no such argument, or its tensor is also another argument.
         """
-        named, wanted = arguments_of(function, self.name, args, kwargs), self.state.argument
+        named = native.arguments(self.name)
         names = list(named)
         key = f"policy {self.state.name!r}: operation {self.name!r}"
-        if isinstance(wanted, int) and wanted < len(names):
-            wanted = names[wanted]
-        if wanted not in named:
-            raise unknown("argument", str(wanted), names, key=key)
-        chosen = tensors_in(named[wanted])
-        found = [tensor for tensor in inputs if any(tensor is one for one in chosen)]
+        chosen: list[Tensor] = []
+        for wanted in self.state.argument:
+            argument = names[wanted] if isinstance(wanted, int) and wanted < len(names) else wanted
+            if argument not in named:
+                raise unknown("argument", str(wanted), names, key=key)
+            chosen += tensors_in(named[argument])
+        found = [tensor for tensor in native.inputs if any(tensor is one for one in chosen)]
         if len(found) > len(chosen):
-            raise PolicyError(f"{key}: argument {wanted!r} and another one are given the same tensor")
+            listed = " or ".join(map(repr, self.state.argument))
+            raise PolicyError(f"{key}: argument {listed} and another one are given the same tensor")
         return found
 
     def _changed(self, native: "NativeCall") -> Any:
@@ -169,7 +183,7 @@ class OperationRule:
         if self.state.detaches:
             changed = [tensor.detach() for tensor in native.inputs]
         else:
-            changed = change_own_gradients(bound_rule, native.inputs, outputs)
+            changed = tap(bound_rule, native.inputs, outputs)
         left = list(zip(native.inputs, changed, strict=True))
 
         def replacement(tensor: Tensor) -> Tensor:
@@ -184,9 +198,9 @@ class OperationRule:
         if result is None:
             raise PolicyError(f"operation {self.name!r} gives no result, and a rule cannot be put on it")
         if not (self.state.detaches or _has_gradient(result)):
-            self.state.note("without_gradient", self.name)
+            self.state.note(self.name, Outcome.WITHOUT_GRADIENT)
             return result
-        self.state.note("matched", self.name)
+        self.state.note(self.name, Outcome.ACTED)
         if "output" in bound_rule.reads and not self.state.detaches:
             outputs += [map_tensors(Tensor.detach, result), result._version]
         return result
@@ -195,8 +209,8 @@ class OperationRule:
         """Return values with the rule's gradient, or a discrete tensor with a gradient path."""
         if is_discrete(values):
             return start_path(bound_rule, self.name, values, inputs)
-        self.state.note("matched", self.name)
-        result = replace_gradient(bound_rule, values, inputs)
+        self.state.note(self.name, Outcome.ACTED)
+        result = replace(bound_rule, values, inputs)
         if isinstance(result, tuple):
             # The indices of topk and sort give a warning where they become floating-point.
             lost = GradientPath(None, (Origin(self.state, self.name),), is_index=True)
@@ -210,14 +224,13 @@ class OperationRule:
         bound_rule = self.bound_rule.in_module(native.module)
         if not bound_rule.takes_call:
             return bound_rule
-        arguments = arguments_of(native.function, self.name, native.args, native.kwargs)
-        return bound_rule.for_call(Call(self.name, arguments))
+        return bound_rule.for_call(Call(self.name, native.arguments(self.name)))
 
     def _index(self, native: "NativeCall") -> Tensor:
         """Return an index into categories. Its rule gets the one-hot code, and the scores as the input."""
         index: Tensor = native.run()
         if self.state.detaches:
-            self.state.note("matched", self.name)
+            self.state.note(self.name, Outcome.ACTED)
             return index
         scores = _SCORES[self.name](index, *native.args, **native.kwargs)
         if self.name == "categorical" and self.state.rule.name in OF_LOGITS:
@@ -235,28 +248,36 @@ class NativeCall:
         function: The function.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        inputs: The tensors among its arguments to which the rule applies.
         module: The name of the running module, for messages.
+        others: Other rules for the call, on other arguments.
+        inputs: The tensors among its arguments to which the rule applies.
         target: The tensor that an in-place call modifies, if the first argument is a clone of it.
     """
 
     function: Function
     args: tuple
     kwargs: Mapping[str, Any]
-    inputs: list[Tensor]
     module: str | None
+    others: Sequence["TableRule"] = ()
+    inputs: list[Tensor] = field(default_factory=list)
     target: Tensor | None = None
 
     def run(self) -> Any:
         """Call the function; an in-place function on a clone of its first argument."""
-        if self.target is None:
-            return self.function(*self.args, **self.kwargs)
-        return self.function(self.args[0].clone(), *self.args[1:], **self.kwargs)
+        args = self.args if self.target is None else (self.args[0].clone(), *self.args[1:])
+        if not self.others:
+            return self.function(*args, **self.kwargs)
+        first, *others = self.others
+        return first.call(NativeCall(self.function, args, self.kwargs, self.module, others))
+
+    def arguments(self, operation: str) -> dict[str, Any]:
+        """Return the arguments by parameter name, including defaults of the operation."""
+        return arguments_of(self.function, operation, self.args, self.kwargs)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "NativeCall":
         """Return the call with each tensor of its arguments replaced."""
         args, kwargs = map_tensors(change, (self.args, dict(self.kwargs)))
-        return NativeCall(self.function, args, kwargs, self.inputs, self.module, self.target)
+        return dataclasses.replace(self, args=args, kwargs=kwargs)
 
 
 class OpaqueCall:
@@ -282,11 +303,11 @@ class OpaqueCall:
         """Return True, since the call is unchanged."""
         return True
 
-    def call(self, function: Function, args: tuple, kwargs: Mapping[str, Any], module: str | None) -> Any:
-        """Call the function, and record the call if gradients are enabled."""
+    def call(self, native: NativeCall) -> Any:
+        """Make the call, and record it if gradients are enabled."""
         if torch.is_grad_enabled():
-            self.state.note_opaque(self.name, self.reason)
-        return function(*args, **kwargs)
+            self.state.row.note_opaque(self.name, self.reason)
+        return native.run()
 
 
 # An entry of a dispatch table.
@@ -362,3 +383,81 @@ _SCORES: dict[str, Callable[..., Tensor]] = {
     "argmax_one_hot": _scores_of_argmax,
     "categorical": _scores_of_draw,
 }
+
+
+class DispatchTable:
+    """A table of rules by torch function.
+
+    Args:
+        rules: The rules. Of those that cover a call the first acts last in the backward pass; opaque calls
+            come last.
+    """
+
+    def __init__(self, rules: Sequence[TableRule]) -> None:
+        self.rules = tuple(sorted(rules, key=lambda rule: isinstance(rule, OpaqueCall)))
+        self.by_function: dict[Function, tuple[TableRule, ...]] = {}
+        for rule in self.rules:
+            for function in rule.functions:
+                self.by_function[function] = (*self.by_function.get(function, ()), rule)
+        show_to_compiler(self.by_function)
+        # The functions that were called without a rule, for reports.
+        self.seen: set[Function] = set()
+
+    def __reduce__(self) -> tuple:
+        # Some torch functions cannot be pickled; the rules can.
+        return (DispatchTable, (self.rules,))
+
+
+class DispatchMode(TorchFunctionMode):
+    """A mode that passes calls of torch functions to the rules of a table.
+
+    Args:
+        table: The table. In an installation it depends on the running module.
+        taken: A set to which the names of operations with a rule in an inner mode are added.
+    """
+
+    def __init__(self, table: DispatchTable, taken: set[str]) -> None:
+        super().__init__()
+        self.table = table
+        self.taken = taken
+        # The name of the running module, for messages.
+        self.module: str | None = None
+
+    def check_recomputation(self, rule: TableRule) -> None:
+        """Raise an error if a checkpoint would recompute an operation outside of this mode."""
+
+    @eager_if_unknown
+    def __torch_function__(
+        self, func: Function, types: Iterable[type], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Call a function, by a rule if one covers the call, and propagate gradient paths."""
+        kwargs = kwargs or {}
+        if is_traced():
+            func = as_in_tables(func)
+        # In compiled code the search is free.
+        if (is_traced() or GradientPath.exists) and (paths := paths_in(args, kwargs)):
+            return carry(self._call, func, args, kwargs, paths)
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        table = self.table
+        rules = table.by_function.get(func)
+        # All rules are checked, since those with `calls=` count.
+        covering = [rule for rule in rules if rule.covers(func, args, kwargs)] if rules else ()
+        if covering:
+            for rule in covering:
+                if not rule.allows_plain_recomputation() and may_be_recomputed():
+                    self.check_recomputation(rule)
+            return covering[0].call(NativeCall(func, args, kwargs, self.module, covering[1:]))
+        if not is_traced():
+            table.seen.add(func)
+        return func(*args, **kwargs)
+
+
+skip_alone(DispatchMode.__torch_function__)
+
+
+def note_taken(operations: Iterable[str]) -> None:
+    """Record in the active modes the operations on which an inner mode acted."""
+    for mode in active_modes():
+        mode.taken.update(operations)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 Function = Callable[..., Any]
 
 # The namespaces that are searched for an operation, besides torch.Tensor and torch.ops.aten.
-NAMESPACES = (torch, F, torch.special, torch.linalg, torch.fft, torch._C._nn)
+NAMESPACES = (torch, F, torch.special, torch.linalg, torch.fft)
 
 # Operations with several names in torch. The keys are the names in reports.
 SYNONYMS: dict[str, tuple[str, ...]] = {

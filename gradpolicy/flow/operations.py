@@ -25,6 +25,9 @@ from gradpolicy.imports import import_by_name
 from gradpolicy.rules.derivative import OperationDerivative
 from gradpolicy.rules.registry import Rule, RuleFunction, get_rule, rule_names, unknown_rule
 
+# An operator of torch.ops, and one of its overloads.
+_OPERATORS = (type(torch.ops.aten.relu), type(torch.ops.aten.relu.default))
+
 # Returns True if a call with these arguments is the operation.
 Decision = Callable[[Function, tuple, Mapping[str, Any]], bool]
 
@@ -140,7 +143,7 @@ def resolve_operation(specification: str | Function) -> Operation:
     name = _operation_name(specification) if callable(specification) else None
     if name is not None:
         return _operation_named(name, name)
-    if not isinstance(specification, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if not isinstance(specification, _OPERATORS):
         raise PolicyError(
             f"an operation is a name or a torch function, got {shown(specification)}; a call of that never "
             f"arrives where rules are put; {_nearest_operation(specification)}"

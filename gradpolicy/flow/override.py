@@ -3,27 +3,20 @@
 import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
-from torch.overrides import TorchFunctionMode, _pop_mode
+from torch.overrides import TorchFunctionMode
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.flow.dispatch import (
-    DispatchMode,
-    DispatchTable,
-    checkpoints_above,
-    has_graph,
-    note_taken,
-    refusal,
-)
-from gradpolicy.flow.operation_rule import TableRule, rules_for
+from gradpolicy.flow.bound_rule import RuleState
+from gradpolicy.flow.operation_rule import DispatchMode, DispatchTable, TableRule, note_taken, rules_for
 from gradpolicy.flow.operation_tables import Function
 from gradpolicy.flow.operations import Operation, as_rule, name_of, resolve_operation
-from gradpolicy.flow.policy_report import NEVER_FLOATING, ReportRow, report_unmet
-from gradpolicy.flow.rule_state import RuleState
-from gradpolicy.flow.seen import Seen
-from gradpolicy.flow.tracing import MADE, check_constant, make_once
+from gradpolicy.flow.policy_report import Outcome, ReportRow, report_unmet
+from gradpolicy.flow.recomputation import checkpoints_above, has_graph, refusal
+from gradpolicy.flow.tracing import MADE, check_constant, make_once, mode_at, mode_count
 from gradpolicy.rules.registry import Rule, RuleFunction
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
@@ -96,12 +89,12 @@ class Block(DispatchMode):
     has_graph = True
 
     def __init__(self, rules: Iterable[TableRule], *, strict: bool = False) -> None:
-        # One record for all operations.
-        self.seen = Seen()
-        super().__init__(DispatchTable(list(rules)), self.seen.taken)
+        super().__init__(DispatchTable(list(rules)), set())
         self.states = {rule.state.name: rule.state for rule in self.table.rules}
+        # One row for all operations.
+        self.row = ReportRow(self.subject)
         for state in self.states.values():
-            state.seen = self.seen
+            state.row = self.row
         self.strict = strict
         self._has_warned = False
 
@@ -112,11 +105,12 @@ class Block(DispatchMode):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        entered = _pop_mode()
+        entered = mode_at(mode_count() - 1)
+        TorchFunctionMode.__exit__(entered, kind, error, traceback)
         if not isinstance(entered, Block) or entered.checkpoints is None:
             # It was pushed by the compiler.
             return
-        note_taken(self.seen.matched)
+        note_taken(self.row.matched)
         # A reentrant checkpoint runs the block again with gradients. Warnings are given then.
         if error is None and entered.has_graph and torch.is_grad_enabled():
             self.report_unmet()
@@ -127,12 +121,13 @@ class Block(DispatchMode):
         Raises:
             PolicyError: If the block is strict.
         """
-        seen = self.seen
-        if self._has_warned or not (self.states.keys() - seen.matched.keys() or seen.opaque or seen.lost):
+        row = self.row
+        if self._has_warned or not (self.states.keys() - row.matched.keys() or row.opaque or row.lost):
             return
-        seen.ran |= {name_of(function) for function in self.table.seen}
+        row.note_all(Outcome.PLAIN, map(name_of, self.table.seen))
+        row.note_all(Outcome.TAKEN, self.taken)
         names = tuple(name for name, state in self.states.items() if not state.acted_in_compiled_code)
-        row = ReportRow(self.subject, operations=names, seen=seen)
+        row = replace(row, name=self.subject, operations=names)
         self._has_warned = bool(row.unmet) and not self.strict
         report_unmet(self.subject, row, strict=self.strict)
 
@@ -155,7 +150,7 @@ class Block(DispatchMode):
 
 
 class TracedBlock:
-    """A block in compiled code. If there is a graph break in it, the whole block runs in eager mode."""
+    """A block in compiled code. If there is a graph break in it, all of it runs in eager mode."""
 
     def __init__(self, block: Block) -> None:
         self.block = block
@@ -166,7 +161,7 @@ class TracedBlock:
 
     def __exit__(self, *exception: Any) -> None:
         TorchFunctionMode.__exit__(self.block, *exception)
-        self.block.seen.warn_if_discrete(Block.subject, NEVER_FLOATING)
+        self.block.row.warn_if_discrete(Block.subject)
 
 
 def _block_of(overrides: tuple) -> Block:

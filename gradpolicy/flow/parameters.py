@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.flow.autograd_functions import insert_rule
-from gradpolicy.flow.bound_rule import BoundRule
-from gradpolicy.flow.rule_state import RuleState
+from gradpolicy.flow.bound_rule import BoundRule, RuleState
+from gradpolicy.flow.edges import insert_rule
+from gradpolicy.flow.policy_report import Outcome
 from gradpolicy.flow.tracing import in_transform
 
 
@@ -98,7 +98,7 @@ class ParameterRules:
         # The rule inserted last is the first in the backward pass.
         for bound_rule in reversed(self.bound_rules):
             if bound_rule.state.active:
-                bound_rule.state.note("matched", bound_rule.location)
+                bound_rule.state.note(bound_rule.location, Outcome.ACTED)
                 alias = insert_rule(bound_rule, alias)
         before = self._current
         parameters: Any = self.module._parameters
@@ -136,9 +136,9 @@ class ParameterRules:
             return None
         for bound_rule in self.bound_rules:
             if not bound_rule.state.active:
-                bound_rule.state.note("off", bound_rule.location)
+                bound_rule.state.note(bound_rule.location, Outcome.OFF)
             else:
-                bound_rule.state.note("matched", bound_rule.location)
+                bound_rule.state.note(bound_rule.location, Outcome.ACTED)
                 found = bound_rule.gradients(grad, (parameter,), parameter, (True,))[0]
                 grad = torch.zeros_like(grad) if found is None else found
         return grad

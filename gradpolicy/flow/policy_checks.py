@@ -79,7 +79,7 @@ def _check_rule(name: str, policy: RulePlacement) -> None:
 
 
 # The advice for two policies at the same place.
-APART = "leave one of them out, or give them different modules, ops, calls or times (when)"
+APART = "leave one of them out, or give them different modules, ops, arguments, calls or times (when)"
 
 
 def _check_pair(
@@ -88,7 +88,11 @@ def _check_pair(
     one, other = locations[first], locations[second]
     operations = [op.name for op in one.operations if op in other.operations]
     shared = [name for module, name in one.inside.items() if module in other.inside]
-    if operations and shared and _overlap(policies[first].calls, policies[second].calls):
+    apart = _name_other_arguments(policies[first], policies[second])
+    # Only a rule that changes an argument's own gradient leaves the gradients of the others as they are.
+    composes = apart and policies[first].rule.own and policies[second].rule.own
+    same_calls = _overlap(policies[first].calls, policies[second].calls)
+    if operations and shared and same_calls and not composes:
         raise PolicyError(
             f"policies {first!r} and {second!r} both have a rule for operation {operations[0]!r} "
             f"in {f'module {shared[0]!r}' if shared[0] else 'the model'}; {APART}"
@@ -103,8 +107,7 @@ def _check_pair(
             )
         return
     if one.side and one.side == other.side and modules:
-        arguments = [policies[name].argument for name in (first, second)]
-        if None not in arguments and arguments[0] != arguments[1]:
+        if apart:
             return
         where = f"the {one.side} of module {modules[0]!r}"
     elif parameters:
@@ -117,6 +120,12 @@ def _check_pair(
                 f"policies {first!r} and {second!r} contradict each other at {where}: "
                 f"{stop!r} stops the gradient that {changed!r} is to change; {APART}"
             )
+
+
+def _name_other_arguments(one: RulePlacement, other: RulePlacement) -> bool:
+    """Return True if both policies name arguments, in the same way, and none of them twice."""
+    kinds = {type(argument) for argument in (*one.argument, *other.argument)}
+    return len(kinds) == 1 and not _overlap(one.argument, other.argument)
 
 
 def _are_ever_active_together(one: When, other: When) -> bool:

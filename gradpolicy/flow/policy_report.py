@@ -1,14 +1,19 @@
-"""The report of policies, and warnings of policies that did not act."""
+"""The report: where each rule acted, and warnings of rules that did not act."""
 
+import enum
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
 
 from gradpolicy.display import Displayed
 from gradpolicy.errors import PolicyError, nearest, shortened, warn_user
 from gradpolicy.flow.operations import operation_names
-from gradpolicy.flow.seen import Seen
+from gradpolicy.flow.tracing import runs_while_tracing
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -20,9 +25,45 @@ NEVER_FLOATING = (
 )
 
 
+class Outcome(enum.Enum):
+    """What happened at a place: at an operation, a side of a module, the path across it, or a parameter."""
+
+    ACTED = "the rule was applied"
+    PLAIN = "the operation ran without the rule"
+    WITHOUT_GRADIENT = "no gradient was recorded"
+    OFF = "the rule was inactive"
+    DISCRETE = "the result was bool or integer, and not floating-point yet"
+    TAKEN = "an inner override or policy acted instead"
+
+
+class Forward(enum.Enum):
+    """How a forward pass ran; compiled code is counted once per compilation."""
+
+    ON = "with the rule active"
+    OFF = "with the rule inactive"
+    COMPILED = "in compiled code"
+
+
 @dataclass(frozen=True)
+class Place:
+    """A place where a rule should act.
+
+    Args:
+        module: The module's name; None for a parameter.
+        is_named: True if the policy names it, False if it matches a glob or class, of which one is enough.
+        has_forward: True if the module has a forward.
+        is_around: True if operations inside the module are meant.
+    """
+
+    module: str | None
+    is_named: bool
+    has_forward: bool = True
+    is_around: bool = False
+
+
+@dataclass(eq=False)
 class ReportRow:
-    """A policy or ``gradient_override`` in a :class:`Report`.
+    """A policy or ``gradient_override`` in a :class:`Report`, with counts of what happened at each place.
 
     Args:
         name: The policy's name.
@@ -32,11 +73,14 @@ class ReportRow:
         modules: The names of the matched modules, at or in which it acts.
         operations: The names of its operations.
         parameters: The names of the matched parameters.
-        seen: The record of its use.
         any_of: True if one of the operations is enough, as for the default of ``StraightThrough``.
-        places: Sides of modules that ran, and parameters, where the rule should have been applied. True for
-            places that the policy names; of all others, which match a glob or class, one is enough.
-        idle: The matched modules whose forward never ran.
+        places: The places where the rule should act.
+        counts: For each place, how often each outcome occurred.
+        lost: Pairs of an operation with a discrete result and the function that lost its gradient.
+        opaque: Pairs of a call within which the rule cannot act and the reason.
+        forward: How forward passes ran.
+        entered: The modules that ran, in eager mode, with rules on operations inside.
+        norms: Gradient norms before and after the rule; None if they are not measured.
     """
 
     name: str
@@ -46,79 +90,145 @@ class ReportRow:
     modules: tuple[str, ...] = ()
     operations: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
-    seen: Seen = field(default_factory=Seen)
     any_of: bool = False
-    places: Mapping[str, bool] = field(default_factory=dict)
-    idle: tuple[str, ...] = ()
+    places: dict[str, Place] = field(default_factory=dict)
+    counts: defaultdict[str, Counter[Outcome]] = field(default_factory=lambda: defaultdict(Counter))
+    lost: set[tuple[str, str]] = field(default_factory=set)
+    opaque: set[tuple[str, str]] = field(default_factory=set)
+    forward: set[Forward] = field(default_factory=set)
+    entered: set[str] = field(default_factory=set)
+    norms: "GradientNorms | None" = None
+
+    # How often eager code applied any rule. Global, since a caller with only a loss function, such as
+    # gradpolicy.curvature, has no reference to the policies that act in it.
+    uses: ClassVar[int] = 0
+
+    @runs_while_tracing
+    def note(self, place: str, outcome: Outcome, is_traced: bool = False) -> None:
+        """Count an outcome at a place. In compiled code this runs once, while the code is traced."""
+        self.counts[place][outcome] += 1
+        ReportRow.uses += outcome is Outcome.ACTED and not is_traced
+        if is_traced:
+            self.forward.add(Forward.COMPILED)
+
+    def note_all(self, outcome: Outcome, places: Iterable[str]) -> None:
+        """Count an outcome at several places."""
+        for place in places:
+            self.counts[place][outcome] += 1
+
+    @runs_while_tracing
+    def note_forward(self, forward: Forward) -> None:
+        """Record a forward pass."""
+        self.forward.add(forward)
+
+    @runs_while_tracing
+    def note_lost(self, operation: str, function: str, warning: str) -> None:
+        """Record, and warn once, that a function lost the gradient of an operation's discrete result."""
+        if (operation, function) not in self.lost:
+            self.lost.add((operation, function))
+            warn_user(warning)
+
+    @runs_while_tracing
+    def note_opaque(self, call: str, reason: str) -> None:
+        """Record, and warn once, that the rule cannot act on operations within a call."""
+        if (call, reason) not in self.opaque:
+            self.opaque.add((call, reason))
+            warn_user(f"policy {self.name!r} cannot see into {call}: {reason}")
+
+    @runs_while_tracing
+    def warn_if_discrete(self, subject: str) -> None:
+        """Warn of operations whose discrete results never became floating-point."""
+        for operation in sorted(self.places_with(Outcome.DISCRETE) - self.matched.keys()):
+            warn_user(f"{subject}: the result of {operation!r} {NEVER_FLOATING}")
+
+    def places_with(self, *outcomes: Outcome) -> set[str]:
+        """Return the places at which one of these outcomes occurred."""
+        return {place for place, counts in self.counts.items() if any(counts[each] for each in outcomes)}
 
     @property
-    def matched(self) -> Mapping[str, int]:
+    def matched(self) -> dict[str, int]:
         """The number of times that the rule was applied to each operation and place."""
-        return dict(self.seen.matched)
+        acted = {place: counts[Outcome.ACTED] for place, counts in self.counts.items()}
+        return {place: count for place, count in acted.items() if count}
 
     @property
-    def opaque_calls(self) -> Mapping[str, str]:
+    def opaque_calls(self) -> dict[str, str]:
         """Calls in which it cannot act on operations, each with the reason."""
-        return dict(sorted(self.seen.opaque))
+        return dict(sorted(self.opaque))
 
     @property
     def compiled(self) -> bool:
         """True if the counts include compiled code, which is counted once per compilation."""
-        return "compiled" in self.seen.forward
+        return Forward.COMPILED in self.forward
 
     @property
     def operations_met(self) -> frozenset[str]:
         """The names of all operations that ran where the policy acts."""
-        seen = self.seen
-        return frozenset({*seen.ran, *seen.matched, *seen.without_gradient, *seen.discrete})
+        ran = (Outcome.ACTED, Outcome.PLAIN, Outcome.WITHOUT_GRADIENT, Outcome.DISCRETE)
+        return frozenset(self.places_with(*ran))
 
     @property
     def operations_matched(self) -> int:
         """The total number of times that the rule was applied."""
-        return sum(self.seen.matched.values())
+        return sum(self.matched.values())
+
+    @property
+    def idle(self) -> list[str]:
+        """The matched modules whose forward should have run and did not."""
+        if self.operations and self.compiled:
+            return []
+        ran = self.places_with(Outcome.ACTED, Outcome.WITHOUT_GRADIENT, Outcome.OFF)
+        ran |= {f"module {name!r}" for name in self.entered}
+        never = [at for place, at in self.places.items() if at.module is not None and place not in ran]
+        if len(never) < len(self.places):
+            # A glob that matches a ModuleList, which has no forward, matches its modules too.
+            never = [at for at in never if at.is_named or at.has_forward]
+        return [at.module for at in never if at.module is not None]
 
     @property
     def unmet(self) -> tuple[str, ...]:
         """The operations that should have run with the rule and did not."""
-        excused = {*self.seen.matched, *self.seen.off}
-        if "off" in self.seen.forward:
+        excused = self.places_with(Outcome.ACTED, Outcome.OFF)
+        if Forward.OFF in self.forward:
             # Operations that ran while the policy was inactive need not run while it is active.
-            excused |= self.seen.ran
+            excused |= self.places_with(Outcome.PLAIN)
         missing = tuple(name for name in self.operations if name not in excused)
         return () if self.any_of and len(missing) < len(self.operations) else missing
 
     @property
     def untouched(self) -> tuple[str, ...]:
         """The places that a gradient should have reached and did not."""
-        seen = self.seen
-        acted = any(place in seen.matched for place in self.places)
+        idle = self.idle
+        expected = {
+            place: at.is_named
+            for place, at in self.places.items()
+            if not at.is_around and at.module not in idle
+        }
+        reached = self.places_with(Outcome.ACTED, Outcome.OFF)
+        acted = any(place in self.matched for place in expected)
         return tuple(
             place
-            for place, is_named in self.places.items()
-            if place not in seen.matched
-            and place not in seen.off
+            for place, is_named in expected.items()
+            if place not in reached
             and (is_named or not acted)
-            and not any(call.endswith(f" at {place}") for call, _ in seen.opaque)
+            and not any(call.endswith(f" at {place}") for call, _ in self.opaque)
         )
 
-    def message(self, *, ignore_taken: bool = False, ignore_without_gradient: bool = False) -> str:
+    def message(self, ignored: Iterable[Outcome] = ()) -> str:
         """Return a message on operations and places where the rule was not applied; empty if there are none.
 
         Args:
-            ignore_taken: Ignore operations on which an inner override or policy acted instead.
-            ignore_without_gradient: Ignore operations and places that ran without a gradient.
+            ignored: Operations and places with one of these outcomes are ignored.
         """
-        ignored = {*(self.seen.taken if ignore_taken else ())}
-        if ignore_without_gradient:
-            ignored |= self.seen.without_gradient
-        unmet = [name for name in self.unmet if name not in ignored]
+        left_out = self.places_with(*ignored)
+        unmet = [name for name in self.unmet if name not in left_out]
         if self.any_of and len(unmet) < len(self.operations):
             unmet = []
-        untouched = [place for place in self.untouched if place not in ignored]
+        untouched = [place for place in self.untouched if place not in left_out]
         return "; ".join([*self._about_operations(unmet), *self._about_places(untouched)])
 
     def _about_places(self, untouched: list[str]) -> Iterator[str]:
-        parameters = [place for place in untouched if place.startswith("parameter ")]
+        parameters = [place for place in untouched if self.places[place].module is None]
         crossed = [place for place in untouched if place not in parameters]
         if self.idle:
             names = [f"module {name!r}" if name else "the model" for name in self.idle]
@@ -136,20 +246,19 @@ class ReportRow:
             yield f"no gradient came to {_listed(parameters)}: {why}"
 
     def _about_operations(self, unmet: list[str]) -> list[str]:
-        seen = self.seen
-        by_reason: dict[str, list[str]] = {}
+        by_reason: dict[Outcome | None, list[str]] = {}
         for name in unmet:
-            reasons = ("taken", "discrete", "without_gradient")
-            reason = next((each for each in reasons if name in getattr(seen, each)), "never")
+            reasons = (Outcome.TAKEN, Outcome.DISCRETE, Outcome.WITHOUT_GRADIENT)
+            reason = next((each for each in reasons if self.counts[name][each]), None)
             by_reason.setdefault(reason, []).append(name)
         parts = []
-        if taken := by_reason.get("taken"):
+        if taken := by_reason.get(Outcome.TAKEN):
             parts.append(f"{_operations(taken)} taken by another override or policy inside")
-        if discrete := by_reason.get("discrete"):
+        if discrete := by_reason.get(Outcome.DISCRETE):
             parts.append(f"the result of {_quoted(discrete)} {NEVER_FLOATING}")
-        if without := by_reason.get("without_gradient"):
+        if without := by_reason.get(Outcome.WITHOUT_GRADIENT):
             parts.append(f"operation{'s' * (len(without) > 1)} {_quoted(without)} {NO_GRADIENT}")
-        if (never := by_reason.get("never")) and not (self.any_of and parts):
+        if (never := by_reason.get(None)) and not (self.any_of and parts):
             parts.append(f"{_operations(never)} never met; {self._instead(never)}")
         return parts
 
@@ -158,7 +267,7 @@ class ReportRow:
         ran = self.operations_met
         if any(name in ran for name in never):
             return "it ran only with arguments that make it another operation"
-        if self.seen.opaque:
+        if self.opaque:
             return f"it may run within {_quoted(self.opaque_calls)}, which cannot be seen into"
         named = sorted(ran & set(operation_names()))
         if not named:
@@ -180,15 +289,13 @@ def check_operations(row: ReportRow, *, may_get_gradient: bool = False) -> str:
         PolicyError: If none of the operations ran.
     """
     message, unmet = row.message(), set(row.unmet)
-    may_come = may_get_gradient and unmet & row.seen.without_gradient
+    may_come = may_get_gradient and unmet & row.places_with(Outcome.WITHOUT_GRADIENT)
     if unmet and not may_come and unmet == set(row.operations):
         raise PolicyError(f"policy.{row.name}.ops: {message}")
     return message
 
 
-def report_unmet(
-    subject: str, row: ReportRow, *, strict: bool, ignore_without_gradient: bool = False
-) -> None:
+def report_unmet(subject: str, row: ReportRow, *, strict: bool, ignored: Iterable[Outcome] = ()) -> None:
     """Warn at the end of a block of operations and places where the rule was not applied.
 
     Calls in which the rule cannot act, and lost gradients, gave warnings before; if strict, they raise here.
@@ -198,19 +305,18 @@ def report_unmet(
         subject: The name of the block, for the message.
         row: The row of the policy or ``gradient_override``.
         strict: Raise an error instead of giving a warning.
-        ignore_without_gradient: Ignore operations and places that ran without a gradient.
+        ignored: Other outcomes with which operations and places are ignored.
 
     Raises:
         PolicyError: If ``strict``.
     """
-    parts = [row.message(ignore_taken=True, ignore_without_gradient=ignore_without_gradient)]
+    parts = [row.message((Outcome.TAKEN, *ignored))]
     if strict:
-        opaque = row.opaque_calls
-        parts += [f"cannot see into {_listed(opaque)}"] if opaque else []
+        parts += [f"cannot see into {_listed(row.opaque_calls)}"] if row.opaque else []
         parts += [
             f"the result of operation {operation!r} went through {function}, which lost its gradient: "
             "write .detach() if none is meant"
-            for operation, function in row.seen.lost
+            for operation, function in row.lost
         ]
     warn_or_raise(subject, "; ".join(filter(None, parts)), strict=strict)
 
@@ -255,7 +361,8 @@ class Report(Displayed):
 def _matched(row: ReportRow) -> str:
     if not row.operations:
         return str(row.operations_matched or "–")
-    counts = ", ".join(f"{operation} × {row.matched.get(operation, 0)}" for operation in row.operations)
+    matched = row.matched
+    counts = ", ".join(f"{operation} × {matched.get(operation, 0)}" for operation in row.operations)
     return f"{counts} (compiled: once a trace)" if row.compiled else counts
 
 
@@ -270,3 +377,35 @@ def _listed(names: Iterable[str]) -> str:
 def _quoted(names: Iterable[str]) -> str:
     *most, last = [repr(name) for name in names]
     return f"{', '.join(most)} and {last}" if most else last
+
+
+class GradientNorms:
+    """Sums of squared gradient norms, and of zeros. The tensors stay on their device until they are read.
+
+    Attributes:
+        before: The squared norm of the gradients before the rule.
+        after: The squared norm of the gradients after the rule.
+        zeros: The number of zeros in the gradients after the rule.
+        entries: The number of entries of these gradients; 0 if there was none.
+    """
+
+    def __init__(self) -> None:
+        self.before = self.after = torch.zeros((), device="cpu")
+        self.zeros, self.entries = torch.zeros((), dtype=torch.int64, device="cpu"), 0
+
+    def measure(self, before: Any, after: Iterable[Tensor | None]) -> None:
+        """Add a gradient, or a tuple of gradients, before and after the rule."""
+        with torch.no_grad():
+            passed = [tensor for tensor in after if tensor is not None]
+            for tensor in before if isinstance(before, tuple) else (before,):
+                if tensor is not None:
+                    self.before = _square(tensor) + self.before
+            for tensor in passed:
+                self.after = _square(tensor) + self.after
+                self.zeros = tensor.numel() - tensor.count_nonzero() + self.zeros
+                self.entries += tensor.numel()
+
+
+def _square(tensor: Tensor) -> Tensor:
+    """Return the squared norm of a gradient."""
+    return torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)) ** 2

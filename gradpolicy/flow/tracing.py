@@ -1,29 +1,39 @@
-"""Support for ``torch.compile`` and ``torch.func``."""
+"""Support for ``torch.compile`` and ``torch.func``.
+
+All private parts of torch's compiler that the package uses are in this file, as they are in torch 2.11 to
+2.13. Under another version modules with policies on operations run in eager mode within compiled code.
+"""
 
 import functools
 import importlib
 import sys
 import types
 from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import get_overridable_functions
 
-from gradpolicy.errors import PolicyError
+from gradpolicy.errors import PolicyError, warn_user
 from gradpolicy.flow.operation_tables import Function
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+
+COMPILER_IS_KNOWN = torch.__version__.startswith(("2.11.", "2.12.", "2.13."))
 
 # Local names save the attribute lookup at every call. Both are True in compiled code, is_compiling also in
 # non-strict export.
 is_compiling = torch.compiler.is_compiling
 is_traced = torch.compiler.is_dynamo_compiling
+without_modes = torch._C.DisableTorchFunction
 in_functorch = torch._C._are_functorch_transforms_active
+# The number of the running backward pass; -1 outside of one.
+graph_task = torch._C._current_graph_task_id
 mode_count = torch._C._len_torch_function_stack
 mode_at = torch._C._get_function_stack_at
+hooks_on_saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks
 
 # The objects that were made while gradient_override was traced, by names that are constants of the compiled
 # code. Global, since the compiler can only reach an object from the code's globals or arguments.
@@ -59,10 +69,17 @@ def skip_alone(function: AnyFunction) -> AnyFunction:
     If a caller cannot be compiled, the compiler compiles its callees separately, and a test for compiled code
     in them would be True.
     """
+    if not COMPILER_IS_KNOWN:
+        return function
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     return function
+
+
+def eager_if_unknown(function: AnyFunction) -> AnyFunction:
+    """Mark a function that compiled code runs in eager mode if the compiler's version is not known."""
+    return function if COMPILER_IS_KNOWN else cast(AnyFunction, torch.compiler.disable(function))
 
 
 @runs_while_tracing
@@ -90,6 +107,12 @@ def show_to_compiler(functions: Collection[Function]) -> None:
     The compiler's own list lacks in-place functions (``torch.relu_``), ``F.sigmoid`` and ``F.tanh``, and it
     never passes the built-in ``abs``. Rules on them would be ignored in compiled code.
     """
+    if not COMPILER_IS_KNOWN:
+        warn_user(
+            f"the compiler of torch {torch.__version__} is not known to gradpolicy: within compiled code, "
+            "modules under policies on operations run in eager mode; upgrade gradpolicy"
+        )
+        return
     known = get_overridable_functions()["gradpolicy"]
     known.extend(set(functions).difference(known))
     in_python = [function for function in functions if isinstance(function, types.FunctionType)]
@@ -98,14 +121,12 @@ def show_to_compiler(functions: Collection[Function]) -> None:
     if "torch._dynamo" not in sys.modules:
         # It reads the list when it is imported.
         return
-    from torch._dynamo.trace_rules import lookup
-    from torch._dynamo.variables import UserFunctionVariable
-    from torch._dynamo.variables.torch import get_overridable_functions as known_to_compiler
+    from torch._dynamo import trace_rules, variables
 
-    known_to_compiler().update(functions)
-    _show_builtin_abs()
+    variables.torch.get_overridable_functions().update(functions)
+    _show_builtin_abs(variables)
     for function in in_python:
-        if lookup(function) is UserFunctionVariable:
+        if trace_rules.lookup(function) is variables.UserFunctionVariable:
             # Otherwise the compiler would trace into it, and pass only the functions that it calls.
             torch.compiler.allow_in_graph(function)
 
@@ -123,21 +144,19 @@ def _identity(function: Function) -> str:
     return str(id(function))
 
 
-def _show_builtin_abs() -> None:
-    from torch._dynamo.variables.builder import SourcelessBuilder
-    from torch._dynamo.variables.tensor import TensorVariable
-    from torch._dynamo.variables.torch_function import can_dispatch_torch_function, dispatch_torch_function
-
-    original = getattr(TensorVariable, "nb_absolute_impl", None)
+def _show_builtin_abs(variables: Any) -> None:
+    tensors, dispatch = variables.tensor.TensorVariable, variables.torch_function
+    original = getattr(tensors, "nb_absolute_impl", None)
     if original is None or original.__module__ == __name__:
         return
 
     def nb_absolute_impl(self: Any, tx: Any) -> Any:
-        if can_dispatch_torch_function(tx, (self,), {}):
-            return dispatch_torch_function(tx, SourcelessBuilder.create(tx, Tensor.abs), (self,), {})
+        if dispatch.can_dispatch_torch_function(tx, (self,), {}):
+            function = variables.builder.SourcelessBuilder.create(tx, Tensor.abs)
+            return dispatch.dispatch_torch_function(tx, function, (self,), {})
         return original(self, tx)
 
-    TensorVariable.nb_absolute_impl = nb_absolute_impl  # type: ignore[method-assign]
+    tensors.nb_absolute_impl = nb_absolute_impl
 
 
 @runs_while_tracing

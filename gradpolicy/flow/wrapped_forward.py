@@ -1,6 +1,5 @@
 """The callables that replace the ``forward`` of modules, and their shared state."""
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import CodeType
@@ -11,22 +10,21 @@ from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, warn_user
 from gradpolicy.flow.arguments import Signature
+from gradpolicy.flow.bound_rule import RuleState
 from gradpolicy.flow.boundary import Boundary, Through, adopt_writes
-from gradpolicy.flow.containers import map_tensors, tensors_in
-from gradpolicy.flow.dispatch import (
-    DispatchMode,
-    DispatchTable,
+from gradpolicy.flow.containers import map_tensors
+from gradpolicy.flow.operation_rule import DispatchMode, DispatchTable, TableRule, note_taken
+from gradpolicy.flow.parameters import ParameterRules, run_with_rules
+from gradpolicy.flow.recomputation import (
+    InstallSession,
     checkpoints_above,
     has_graph,
     may_be_recomputed,
-    note_taken,
     refusal,
 )
-from gradpolicy.flow.operation_rule import TableRule
-from gradpolicy.flow.parameters import ParameterRules, run_with_rules
-from gradpolicy.flow.rule_state import CallScope, RuleState
 from gradpolicy.flow.tracing import (
     active_modes,
+    eager_if_unknown,
     in_transform,
     is_exporting,
     is_traced,
@@ -34,96 +32,44 @@ from gradpolicy.flow.tracing import (
     mode_count,
 )
 
-# For each rule, whether it is active and the versions of its changing parameters.
-Snapshot = tuple[tuple[bool, tuple[int, ...]], ...]
 
+class CallScope:
+    """A forward within which calls are counted, for policies with ``calls=``.
 
-class InstallSession:
-    """The state of an installation, which checks that rules do not change between forward and backward.
-
-    Activation checkpointing recomputes modules in the backward pass. If policies were installed, removed or
-    switched before, the recomputation would use other rules than the forward pass, so this is an error. Rules
-    on parameters act when gradients arrive, so for them only a removal is an error.
+    If such forwards are nested, a call counts for the innermost one.
 
     Args:
-        states: The rules of the installation.
+        where: The forward, for messages.
+        counted: The rules, each with the name of the operation whose calls are counted.
     """
 
-    def __init__(self, states: Iterable[RuleState] = ()) -> None:
-        self.states = tuple(states)
-        self.is_installed = True
-        self.acts_on_parameters = False
-        # True while the outermost module runs with gradients, and once any module ran.
-        self.in_forward = False
-        self.has_run = False
-        # True if modules of the current forward pass will be recomputed in the backward pass.
-        self._runs_again = False
-        # The names of operations on which an inner override or policy acted instead.
-        self.taken: set[str] = set()
-        # The modules that ran, in eager mode, with rules on operations inside.
-        self.entered: set[str] = set()
+    def __init__(self, where: str, counted: Iterable[tuple[RuleState, str]]) -> None:
+        self.where = where
+        self.counted = tuple(counted)
 
-    def start_forward(self) -> None:
-        """Start the forward pass of the outermost module, with gradients.
+    def run(self, forward: Callable[[tuple, dict], Any], args: tuple, kwargs: dict) -> Any:
+        """Run the forward, counting from 0.
 
         Raises:
-            PolicyError: If it is a recomputation, and the policies were installed after the forward pass.
+            PolicyError: If an operation ran less often than ``calls=`` requires.
         """
-        if not self.has_run and torch._C._current_graph_task_id() != -1:
-            raise _changed("put on")
-        self.has_run = self.in_forward = True
-        for state in self.states:
-            state.note_forward()
-
-    def note_checkpoint(self) -> None:
-        """Record if a checkpoint will recompute the running module in the backward pass.
-
-        A non-reentrant checkpoint, where gradients are enabled, only recomputes saved tensors. Rules that
-        read no tensors save none, so a recomputation without them gives the same tensors, or torch raises an
-        error for another number of them.
-        """
-        has_gradients = torch.is_grad_enabled()
-        if not self.in_forward and not has_gradients:
-            # There may be a reentrant checkpoint around the outermost module.
-            self.has_run = True
-        elif not self._runs_again:
-            reads = any(state.rule.reads and not state.filters for state in self.states)
-            self._runs_again = (reads or not has_gradients) and checkpoints_above() > 0
-
-    def end_forward(self, result: Any) -> None:
-        """End the forward pass of the outermost module, and check the rules in the backward pass."""
-        runs_again, self._runs_again, self.in_forward = self._runs_again, False, False
-        if not (runs_again or self.acts_on_parameters):
-            return
-        check = functools.partial(self._check, self._snapshot() if runs_again else None)
-        for tensor in tensors_in(result):
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(check)
-
-    def _snapshot(self) -> Snapshot:
-        return tuple(
-            (state.active, tuple(state.rule.parameters[key]._version for key in state.changing))
-            for state in self.states
-        )
-
-    def _check(self, snapshot: Snapshot | None, grads: tuple[torch.Tensor, ...]) -> None:
-        if snapshot is None:
-            if not self.is_installed:
-                raise PolicyError(
-                    "the policies were removed between forward and backward, and rules on parameters "
-                    "(params=) act when the gradients arrive; remove the policies after the backward pass"
-                )
-        elif not self.is_installed:
-            raise _changed("removed")
-        elif snapshot != self._snapshot():
-            raise _changed("switched, or their schedules went on,")
-
-
-def _changed(how: str) -> PolicyError:
-    return PolicyError(
-        f"the policies were {how} between forward and backward, and modules under activation checkpointing "
-        "run again in the backward pass, then with other rules than before; change policies between steps"
-    )
+        outer = [state.call_counts.get(operation) for state, operation in self.counted]
+        for state, operation in self.counted:
+            state.call_counts[operation] = 0
+        try:
+            result = forward(args, kwargs)
+            for state, operation in self.counted:
+                count = state.call_counts[operation] or 0
+                if state.active and count <= max(state.calls):
+                    times = "once" if count == 1 else f"{count} times"
+                    raise PolicyError(
+                        f"policy {state.name!r}: operation {operation!r} ran {times} in {self.where}, so "
+                        f"there is no call {max(state.calls)} (calls= counts from 0)"
+                    )
+            return result
+        finally:
+            for (state, operation), before in zip(self.counted, outer, strict=True):
+                state.call_counts[operation] = before
 
 
 class InstallMode(DispatchMode):
@@ -137,10 +83,10 @@ class InstallMode(DispatchMode):
     def check_recomputation(self, rule: TableRule) -> None:
         """Raise an error if a checkpoint would recompute an operation outside of the wrapped forward.
 
-        With ``calls=`` it would have to recompute the whole forward in which calls are counted.
+        With ``calls=`` it would have to recompute the full forward in which calls are counted.
         """
         entered = CallScope.run if rule.state.calls else WrappedForward._forward
-        if self.has_graph and checkpoints_above(entered_by=entered.__code__):
+        if self.has_graph and checkpoints_above(entered):
             raise refusal(rule.name)
 
 
@@ -161,7 +107,7 @@ class WrappedForward:
         leaving: The rules at the module's output.
         through: The rules across the module.
         scope: The counts of calls of operations inside the module, for policies with ``calls=``.
-        parameter_rules: The rules on the module's parameters; for the whole model, on all parameters.
+        parameter_rules: The rules on the module's parameters; for the root module, on all parameters.
         signature: The signature of the forward, if a rule at the module has a keyword ``call``.
     """
 
@@ -285,6 +231,7 @@ class WrappedForward:
             adopt_writes(crossed, versions)
         return result if self.leaving is None else self.leaving.leave(result, arguments)
 
+    @eager_if_unknown
     def _run_under_table(self, args: tuple, kwargs: dict) -> Any:
         table, session = self.table, self.session
         if table is None:
@@ -294,7 +241,7 @@ class WrappedForward:
             with InstallMode(session, table) as mode:
                 result = self._run_in_mode(mode, args, kwargs)
             if not in_transform():
-                note_taken({name for state in session.states for name in state.seen.matched})
+                note_taken({name for state in session.states for name in state.row.matched})
             return result
         outer_table, mode.table = mode.table, table
         try:

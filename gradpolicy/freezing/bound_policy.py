@@ -1,6 +1,6 @@
 """A policy with a mask source, bound to the parameters of a model."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,18 +9,17 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError, nearest, shown, under
 from gradpolicy.masks.base import MaskSource, StaticSource
-from gradpolicy.policies import Freeze, Train
+from gradpolicy.policies import Freeze
 from gradpolicy.tensors.mask import (
     Mask,
     active_entries,
     check_mask,
-    intersect,
     mask_from_state,
     mask_to_state,
     same_mask,
-    unite,
 )
 from gradpolicy.tensors.seeded import RandomMask, derive
+from gradpolicy.when import When
 
 
 @dataclass(eq=False)
@@ -83,23 +82,31 @@ class BoundPolicy:
         """Return True if :meth:`update` gets masks from the source."""
         if not self.policy.when.active(phase=phase, step=step, epoch=epoch):
             return False
-        source = self.source
-        # A timetable in epochs allows one change per epoch.
-        due = source.timetable.unit == "step" and source.due(step, epoch)
-        same = self.in_effect and source.period(step, epoch) == self.period
-        return due or not same or source.overdue(step, epoch)
+        same = self.in_effect and self.source.period(step, epoch) == self.period
+        return not same or self.source.overdue(step, epoch)
 
     def gradient_names(self, step: int, epoch: int) -> set[str]:
         """Return the names of parameters whose gradients the source needs in the current step."""
         return self.source.gradient_names(step, epoch) if self.in_effect else set()
 
-    def show(self, gradients: Mapping[str, Tensor], optimizer: int) -> None:
-        """Pass gradients of the current step to the source. Several optimizers may have a part of them each.
+    def show(self, optimizer: int, optimized: Collection[Tensor], step: int, epoch: int) -> None:
+        """Pass gradients of the current update to the source, which may get them from several optimizers.
 
         Args:
-            gradients: The gradients by parameter name.
             optimizer: The id of the optimizer.
+            optimized: Its parameters.
+            step: The number of effective optimizer steps so far.
+            epoch: The number of completed epochs.
         """
+        wanted = self.gradient_names(step, epoch)
+        # In the order of the parameters, which is the same on all processes.
+        gradients = {
+            name: parameter.grad.detach()
+            for name, parameter in self.parameters.items()
+            if name in wanted and parameter in optimized and parameter.grad is not None
+        }
+        if not gradients:
+            return
         if self.observed and optimizer not in self.observed:
             self.source.observe_more(gradients)
         else:
@@ -151,44 +158,22 @@ class BoundPolicy:
 
         A tensor that equals the previous mask is replaced by that, so that it counts as the same mask.
         """
-        if isinstance(self.source, StaticSource):
-            return dict(masks)
         copied = dict(masks)
         for name, mask in masks.items():
-            if isinstance(mask, Tensor):
+            if isinstance(mask, Tensor) and not isinstance(self.source, StaticSource):
                 before = self.masks.get(name)
-                kept = isinstance(before, Tensor) and torch.equal(before, mask)
-                own = mask if self.source.keeps_masks else mask.clone()
-                copied[name] = before if kept else own  # type: ignore[assignment]
+                if isinstance(before, Tensor) and torch.equal(before, mask):
+                    copied[name] = before
+                elif not self.source.keeps_masks:
+                    copied[name] = mask.clone()
         return copied
 
 
-def combine(masks: Iterable[tuple[Freeze, Mask]], parameter: Tensor) -> Mask:
-    """Return the mask of a parameter under several active policies.
-
-    Args:
-        masks: The policies, each with its own mask of the parameter. The masks of ``Train`` policies are
-            united, and the result is intersected with those of all others.
-        parameter: The parameter.
-    """
-    shape, device = parameter.shape, parameter.device
-    combined: Mask = True
-    trained: Mask | None = None
-    for policy, mask in masks:
-        if isinstance(policy, Train):
-            trained = mask if trained is None else unite(trained, mask, shape, device)
-        else:
-            combined = intersect(combined, mask, shape, device)
-    return combined if trained is None else intersect(combined, trained, shape, device)
-
-
-def frozen_together(frozen: Mapping[str, set[str]], policies: Mapping[str, Freeze]) -> dict[str, set[str]]:
-    """Return what each policy freezes by name: ``Train`` policies freeze only what none of them trains."""
-    trains = [frozen[name] for name, policy in policies.items() if isinstance(policy, Train)]
-    return {
-        name: own.intersection(*trains) if isinstance(policies[name], Train) else own
-        for name, own in frozen.items()
-    }
+def masks_never_change(policy: Freeze) -> bool:
+    """Return True if the masks never change after the first update."""
+    times = policy.mask.timetable
+    chosen_at_once = times.every is None and not times.start
+    return chosen_at_once and not policy.mask.needs_gradients and policy.when == When()
 
 
 def _as_flag(mask: Mask) -> Mask:

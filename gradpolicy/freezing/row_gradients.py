@@ -1,500 +1,230 @@
-"""Gradients of active rows only."""
+"""Weight gradients that are computed for the rows that train, and are zero elsewhere."""
 
 from __future__ import annotations
 
-import copy
-import itertools
-import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch.autograd import forward_ad
+from torch.overrides import has_torch_function
 
-from gradpolicy.tensors.row_gradient import ActiveRows, RowGradient
-from gradpolicy.tensors.sharding import is_sharded
-
-
-class RowLeaf(NamedTuple):
-    """The active rows of a parameter, and the leaf of the graph that gets their gradient."""
-
-    rows: ActiveRows
-    tensor: Tensor
-
-    @classmethod
-    def of(cls, parameter: Tensor, rows: ActiveRows) -> RowLeaf:
-        """Return a leaf that passes its gradient to a parameter."""
-        # The leaf's values are never read, so it is an expanded scalar.
-        tensor = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-        tensor = tensor.expand(rows.shape(parameter.shape)).requires_grad_()
-        tensor.register_post_accumulate_grad_hook(_Handover(weakref.ref(parameter), rows))
-        return cls(rows, tensor)
-
-    def fits(self, parameter: Tensor) -> bool:
-        """Return True if the parameter has the dtype and device of the leaf."""
-        leaf = self.tensor
-        return parameter.requires_grad and (leaf.dtype, leaf.device) == (parameter.dtype, parameter.device)
-
-    def part(self, dim: int, start: int, size: int) -> RowLeaf:
-        """Return the rows and the leaf of a part of the parameter."""
-        positions, dim_of_rows = self.rows
-        if dim == dim_of_rows:
-            bounds = positions.new_tensor([start, start + size])
-            start, stop = torch.searchsorted(positions, bounds).tolist()
-            positions, size = positions[start:stop] - bounds[0], stop - start
-        return RowLeaf(ActiveRows(positions, dim_of_rows), self.tensor.narrow(dim, start, size))
+from gradpolicy.tensors.mask import Mask, as_tensor
+from gradpolicy.tensors.seeded import RandomMask
+from gradpolicy.tensors.sharding import full_tensor, is_sharded
 
 
-class _Handover:
-    """Accumulates the gradient of the leaf in the parameter, with its hooks, as autograd would."""
+class RowGradients:
+    """Restricts the weight gradients of a model's linear and convolution modules to rows that train.
 
-    def __init__(self, parameter: weakref.ref[Tensor], rows: ActiveRows) -> None:
-        self.parameter, self.rows = parameter, rows
+    ``p.grad`` is an ordinary dense tensor. A weight that is used elsewhere, such as by an embedding or
+    ``F.linear``, gets its ordinary gradient there. So it does in convolutions with groups or a padding like
+    "same", in modules whose ``forward`` is not PyTorch's, under a ``TorchFunctionMode``, and in forward-mode
+    differentiation.
 
-    @torch.no_grad()
-    def __call__(self, leaf: Tensor) -> None:
-        parameter, values, leaf.grad = self.parameter(), leaf.grad, None
-        if parameter is None or values is None:
-            return
-        gradient: Tensor = RowGradient(values, *self.rows, parameter.shape)
-        before, after = _hooks_of(parameter)
-        for hook in before:
-            changed = hook(gradient)
-            gradient = gradient if changed is None else changed
-        former = parameter.grad
-        if former is None:
-            parameter.grad = gradient
-        elif isinstance(former, RowGradient) and not former.holds(self.rows):
-            # It is of an earlier update, and was not set to None.
-            parameter.grad = gradient.add_(former)
-        else:
-            former.add_(gradient)
-        for hook in after:
-            hook(parameter)
-
-
-def takes_rows(hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
-    """Mark a hook that accepts the gradient of active rows only.
-
-    If a parameter has any other hook, its whole gradient is computed.
-    """
-    marked = partial(hook)
-    marked.takes_rows = True  # type: ignore[attr-defined]
-    return marked
-
-
-def _hooks_of(parameter: Tensor) -> tuple[list[Any], list[Any]]:
-    """Return the hooks before and after the accumulation of gradients."""
-    both = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-    before, after = (list((hooks or {}).values()) for hooks in both)
-    return before, after
-
-
-class RowParameter(nn.Parameter):
-    """A parameter of which only some rows get a gradient.
-
-    The class of a plain parameter is changed to this one in place, and back. In the backward pass of
-    ``linear``, convolutions, ``embedding``, ``addmm`` and the projections of attention only the gradient of
-    the active rows is computed. For other functions, and for single entries instead of rows, the whole
-    gradient is computed and the rows are selected.
+    Args:
+        model: The model. Modules that are added later get ordinary gradients.
     """
 
-    row_leaf: Any = None
+    def __init__(self, model: nn.Module) -> None:
+        self._modules: dict[Tensor, list[nn.Module]] = {}
+        for module in model.modules():
+            if _product_of(module) is not None:
+                self._modules.setdefault(module.get_parameter("weight"), []).append(module)
+        self._forwards: list[_RowForward] = []
 
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function with the leaf of the rows in place of the parameter in the graph."""
-        kwargs = kwargs or {}
-        plain = super().__torch_function__
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not _is_differentiable(function):
-            return plain(function, types, args, kwargs)
-        used = [each for each in _parameters_in(args, kwargs) if each._takes_rows()]
-        if not used:
-            return plain(function, types, args, kwargs)
-        if any(each.row_leaf.rows.dim is not None for each in used):
-            if function is F.multi_head_attention_forward:
-                return _seen_inside(function)(*args, **kwargs)
-            parts = _parts(function, *args, **kwargs) if function in _SPLITS else None
-            if parts is not None:
-                return parts
-            call = _CALLS[function](*args, **kwargs) if function in _CALLS else None
-            if call is not None and len(used) == 1 and call.weight is used[0]:
-                with torch._C.DisableTorchFunctionSubclass():
-                    return _OfRows.apply(call.weight.row_leaf.tensor, call, call.inputs, call.bias)
-        return plain(function, types, *_substituted(args, kwargs, used))
+    @property
+    def active(self) -> bool:
+        """True if some weight gradient is restricted to rows."""
+        return bool(self._forwards)
 
-    def _takes_rows(self) -> bool:
-        """Return True if only the gradient of rows is computed."""
-        hooks, leaf = itertools.chain(*_hooks_of(self)), self.row_leaf
-        return leaf is not None and leaf.fits(self) and all(hasattr(hook, "takes_rows") for hook in hooks)
+    def set(self, masks: Mapping[Tensor, Mask]) -> None:
+        """Compute the gradients of the rows that train under these masks; other gradients are ordinary."""
+        before, self._forwards = self._forwards, []
+        for parameter, modules in self._modules.items():
+            rows = _active_rows(masks.get(parameter, True), parameter)
+            if rows is not None:
+                self._forwards += [each for module in modules if (each := _with_rows(module, rows))]
+        for each in before:
+            if each not in self._forwards:
+                each.remove()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Return a plain parameter."""
-        memo[id(self)] = copied = copy.deepcopy(self._plain(), memo)
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a plain parameter."""
-        return self._plain().__reduce_ex__(protocol)
-
-    def _plain(self) -> nn.Parameter:
-        return nn.Parameter(self.detach(), self.requires_grad)
+    def release(self) -> None:
+        """Compute ordinary gradients from now on."""
+        self.set({})
+        self._modules = {}
 
 
-def set_rows(parameter: Tensor, rows: ActiveRows) -> None:
-    """Compute only the gradient of these rows."""
-    leaf = getattr(parameter, "row_leaf", None)
-    if is_sharded(parameter):
-        parameter.active_rows = rows  # type: ignore[attr-defined]
-    elif leaf is None or not leaf.rows.is_same(rows):
-        parameter.__class__ = RowParameter
-        parameter.row_leaf = RowLeaf.of(parameter, rows)  # type: ignore[attr-defined]
-
-
-def set_whole(parameter: Tensor) -> None:
-    """Compute the whole gradient."""
-    release_rows(parameter)
-    if isinstance(parameter.grad, RowGradient):
-        # One that is not set to None would lose the other rows of the gradient that is added to it.
-        parameter.grad = parameter.grad.dense()
-
-
-def release_rows(parameter: Tensor) -> None:
-    """Make a parameter a plain one again; its gradient stays as small as it is."""
-    parameter.__dict__.pop("active_rows", None)
-    unsharded = parameter.__dict__.pop("unsharded", None)
-    if unsharded is not None:
-        release_rows(unsharded)
-    if isinstance(parameter, RowParameter):
-        parameter.__dict__.pop("row_leaf", None)
-        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-
-
-def has_row_gradient(parameter: Tensor) -> bool:
-    """Return True if only the gradient of some rows is computed."""
-    by_class = isinstance(parameter, RowParameter) and parameter._takes_rows()
-    return by_class or hasattr(parameter, "active_rows")
-
-
-def rows_of(parameter: Tensor) -> ActiveRows:
-    """Return the rows whose gradient is computed."""
-    return parameter.row_leaf.rows  # type: ignore[attr-defined]
-
-
-def follow_shards(model: nn.Module) -> list[RemovableHandle]:
-    """Compute only the gradients of active rows also under FSDP2, where parameters are sharded.
-
-    While a module runs, FSDP2 replaces its parameters by unsharded ones, the same tensors each time. Their
-    gradients are reduced and stored as whole gradients.
-
-    Returns:
-        The handles of the hooks.
-    """
-    handles = []
-    for module in model.modules():
-        sharded = {name: p for name, p in module.named_parameters(recurse=False) if is_sharded(p)}
-        if sharded:
-            handles.append(module.register_forward_pre_hook(partial(_follow_shards, sharded)))
-    return handles
-
-
-def _follow_shards(sharded: Mapping[str, Tensor], module: nn.Module, _: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    for name, parameter in sharded.items():
-        whole, rows = module._parameters[name], getattr(parameter, "active_rows", None)
-        if rows is not None and whole is not None and not is_sharded(whole):
-            parameter.unsharded = whole  # type: ignore[attr-defined]
-            set_rows(whole, rows)
-
-
-# ---- functions that use a parameter
-
-
-_ARITHMETIC = {
-    f"__{prefix}{name}__"
-    for prefix in ("", "r")
-    for name in ("add", "sub", "mul", "truediv", "div", "pow", "matmul")
-} | {"__getitem__", "__neg__", "__abs__"}
-_VIEWS = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
-_OF_THE_LEAF = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward", "detach"}
-_QUESTIONS = {
-    "dim",
-    "size",
-    "stride",
-    "numel",
-    "element_size",
-    "data_ptr",
-    "untyped_storage",
-    "storage_offset",
-}
-
-
-def _is_differentiable(function: Any) -> bool:
-    """Return True if the result of a function may have a gradient."""
-    name = getattr(function, "__name__", "")
-    if name.startswith("__"):
-        return name in _ARITHMETIC or function in _VIEWS
-    return not (name.endswith("_") or name.startswith(("is_", "_is_")) or name in _OF_THE_LEAF | _QUESTIONS)
-
-
-def _parameters_in(args: Any, kwargs: Any) -> list[RowParameter]:
-    found: dict[int, RowParameter] = {}
-    for each in (*args, *kwargs.values()):
-        for one in each if isinstance(each, (list, tuple)) else (each,):
-            if isinstance(one, RowParameter):
-                found[id(one)] = one
-    return list(found.values())
-
-
-def _substituted(args: Any, kwargs: Any, used: list[RowParameter]) -> tuple[Any, Any]:
-    instead = {id(each): _whole(each) for each in used}
-
-    def of(value: Any) -> Any:
-        if isinstance(value, (list, tuple)) and any(isinstance(one, RowParameter) for one in value):
-            return type(value)(map(of, value))
-        return instead.get(id(value), value)
-
-    return tuple(map(of, args)), {name: of(value) for name, value in kwargs.items()}
-
-
-def _whole(parameter: RowParameter) -> Tensor:
-    return _Whole.apply(parameter.row_leaf.tensor, parameter.detach(), parameter.row_leaf.rows)
-
-
-class _Whole(torch.autograd.Function):
-    """Replaces a parameter in the graph, and selects the active rows of its whole gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, whole: Tensor, rows: ActiveRows) -> Tensor:
-        ctx.rows = rows
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.rows.select(gradient), None, None
-
-
-# ---- functions that use a parameter in other functions
-
-
-_SPLITS = {torch.chunk, torch.split, Tensor.chunk, Tensor.split}
-
-
-def _parts(function: Any, parameter: Any, sizes: Any, dim: int = 0) -> tuple[RowParameter, ...] | None:
-    """Return consecutive parts of a parameter, each with its active rows."""
-    if not isinstance(parameter, RowParameter):
+def _active_rows(mask: Mask, parameter: Tensor) -> Tensor | None:
+    """Return the indices of the rows that train under a mask of rows; None for another mask."""
+    if isinstance(mask, bool) or (isinstance(mask, RandomMask) and mask.level != "row"):
         return None
-    leaf, start, parts = parameter.row_leaf, 0, []
-    for piece in function(parameter.detach(), sizes, dim):
-        parts.append(torch.Tensor._make_subclass(RowParameter, piece, True))
-        parts[-1].row_leaf = leaf.part(dim % parameter.dim(), start, piece.shape[dim])
-        start += piece.shape[dim]
-    return tuple(parts)
+    flags = as_tensor(mask, parameter.shape, parameter.device)
+    if flags.shape != (*parameter.shape[:1], *[1] * (parameter.dim() - 1)):
+        return None
+    return full_tensor(flags).flatten().nonzero().flatten()
 
 
-def _seen_inside(function: Any) -> Any:
-    """Return a Python function of torch that dispatches the functions that it calls, not itself.
+class _RowForward:
+    """The ``forward`` of a module whose weight gradient is restricted to rows; a copy's is not."""
 
-    The original calls ``__torch_function__`` of the parameter's class for the whole function.
-    """
-    own = {**function.__globals__, "has_torch_function": lambda _: False}
-    made = FunctionType(function.__code__, own, function.__name__, function.__defaults__)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+    def __init__(self, module: nn.Module, product: _Product) -> None:
+        self.module, self.product = module, product
+        self.rows: Tensor | None = None
+
+    def __call__(self, input: Tensor) -> Tensor:
+        rows, weight, device = self.rows, self.module.weight, input.device.type
+        if rows is None or not _can_restrict(input, weight):  # type: ignore[arg-type]
+            return type(self.module).forward(self.module, input)
+        if _is_cast(input):
+            input = input.to(torch.get_autocast_dtype(device))
+        return self.product(self.module, input, rows.to(input.device))
+
+    def __reduce__(self) -> Any:
+        return partial, (type(self.module).forward, self.module)
+
+    def remove(self) -> None:
+        """Compute the ordinary gradient, also where another function has replaced and calls this one."""
+        self.rows = None
+        if vars(self.module).get("forward") is self:
+            del self.module.forward
 
 
-# ---- functions with a cheaper gradient of rows
+def _with_rows(module: nn.Module, rows: Tensor) -> _RowForward | None:
+    """Restrict the weight gradient of a module to rows, unless something else has replaced its forward."""
+    forward, product = vars(module).get("forward"), _product_of(module)
+    if product is None:
+        return None
+    if forward is None or (isinstance(forward, partial) and forward.func is type(module).forward):
+        module.forward = forward = _RowForward(module, product)
+    if not isinstance(forward, _RowForward):
+        return None
+    forward.rows = rows
+    return forward
+
+
+def _can_restrict(input: Tensor, weight: Tensor) -> bool:
+    """Return True if a weight has a gradient of rows in this call."""
+    if not torch.is_grad_enabled() or not weight.requires_grad or has_torch_function((input, weight)):
+        return False
+    is_unbatched = weight.dim() > 2 and input.dim() != weight.dim()
+    if is_sharded(weight) or weight.is_complex() or input.is_nested or is_unbatched:
+        return False
+    return torch.compiler.is_compiling() or not (_is_traced() or _is_dual(input) or _is_dual(weight))
+
+
+def _is_traced() -> bool:
+    return torch.jit.is_tracing()  # type: ignore[attr-defined]
+
+
+def _is_dual(tensor: Tensor) -> bool:
+    """Return True if a tensor has a tangent of forward-mode differentiation."""
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _is_cast(input: Tensor) -> bool:
+    """Return True if autocast casts the input of a product; then only the cast one is saved."""
+    kind = input.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return False
+    return input.is_floating_point() and input.dtype != torch.float64
+
+
+# ---- products
+
+
+_Product = Callable[[Any, Tensor, Tensor], Tensor]
+
+
+def _linear(module: nn.Linear, input: Tensor, rows: Tensor) -> Tensor:
+    matrix = input.reshape(-1, input.shape[-1])
+    output = _OfRows.apply(matrix, module.weight, module.bias, rows, None)
+    # Not in the function: its output must not be a view, which in-place functions could not change.
+    return output.reshape(*input.shape[:-1], output.shape[-1])
+
+
+def _convolution(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, input: Tensor, rows: Tensor) -> Tensor:
+    padding, none = module.padding, (0,) * len(module.stride)
+    if module.padding_mode != "zeros":
+        widths: list[Any] = [size for size in reversed(padding) for _ in range(2)]
+        input, padding = F.pad(input, widths, mode=module.padding_mode), none
+    settings = (module.stride, padding, module.dilation, False, none, 1)
+    return _OfRows.apply(input, module.weight, module.bias, rows, settings)
+
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def _product_of(module: nn.Module) -> _Product | None:
+    """Return the product with rows of a module; None if there is none."""
+    kind = type(module)
+    if not isinstance(module._parameters.get("weight"), nn.Parameter):
+        return None
+    if kind.forward is nn.Linear.forward:
+        return _linear
+    if kind.forward in [each.forward for each in _CONVOLUTIONS] and _is_of_torch(kind):
+        return _convolution if module.groups == 1 and not isinstance(module.padding, str) else None
+    return None
+
+
+def _is_of_torch(kind: type) -> bool:
+    """Return True if no class from elsewhere may change what a convolution's forward calls."""
+    return all(each.__module__.split(".")[0] in ("torch", "builtins") for each in kind.__mro__)
 
 
 class _OfRows(torch.autograd.Function):
-    """A call in the graph with the leaf of the active rows in place of the parameter."""
+    """A product with a weight that computes only some rows of the weight's gradient.
+
+    The settings are the arguments of ``torch.ops.aten.convolution`` after the bias; None for a linear product
+    of a matrix.
+    """
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, call: _Call, inputs: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.call = call
-        ctx.save_for_backward(inputs)
-        # A view would forbid in-place functions; `data` is not a view.
-        return call.run(call.weight.detach()).data
+    def forward(input: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor, settings: Any) -> Tensor:
+        if settings is None:
+            return F.linear(input, weight, bias)
+        # Autocast does not reach torch.ops.aten.convolution.
+        return (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3](input, weight, bias, *settings[:3])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        input, weight, bias, rows, ctx.settings = inputs
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(input, weight, rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        (inputs,), call = ctx.saved_tensors, ctx.call
-        of_leaf, _, of_inputs, of_bias = ctx.needs_input_grad
-        # The second derivative depends on the parameter too.
-        weight = _whole(call.weight) if torch.is_grad_enabled() else call.weight.detach()
-        dtype, own = gradient.dtype, inputs.to(gradient.dtype) if inputs.is_floating_point() else inputs
-        rows = call.row_gradient(gradient, own, call.weight.row_leaf).to(weight.dtype) if of_leaf else None
-        if of_inputs:
-            own = call.input_gradient(gradient, own, weight.to(dtype)).to(inputs.dtype)
-        bias = call.bias_gradient(gradient).to(call.bias.dtype) if of_bias else None
-        return rows, None, own if of_inputs else None, bias
+        input, weight, rows = ctx.saved_tensors
+        settings, dtype = ctx.settings, gradient.dtype
+        own, cast = input.to(dtype), weight.to(dtype)  # autocast may have cast them in the forward pass
+        of_input = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_input = _input_gradient(gradient, own, cast, settings).to(input.dtype)
+        if ctx.needs_input_grad[1]:
+            values = _weight_gradient(gradient.index_select(1, rows), own, cast, settings).to(weight.dtype)
+            of_weight = values.new_zeros(weight.shape).index_put_((rows,), values)
+        if ctx.needs_input_grad[2]:
+            others = [dim for dim in range(gradient.dim()) if dim != 1]
+            of_bias = gradient.sum(others).to(ctx.bias_dtype)
+        return of_input, of_weight, of_bias, None, None
 
 
-@dataclass
-class _Call(ABC):
-    """A call of a function with a parameter with active rows."""
-
-    inputs: Tensor
-    weight: Any
-    bias: Any = None
-
-    @abstractmethod
-    def run(self, weight: Tensor) -> Tensor:
-        """Return the output."""
-
-    @abstractmethod
-    def row_gradient(self, gradient: Tensor, inputs: Tensor, leaf: RowLeaf) -> Tensor:
-        """Return the gradient of the active rows for a gradient of the output."""
-
-    # An embedding has neither of these: its inputs are integers, and it has no bias.
-
-    def input_gradient(self, gradient: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
-        """Return the gradient of the inputs."""
-        raise NotImplementedError
-
-    def bias_gradient(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of the bias."""
-        raise NotImplementedError
+def _input_gradient(gradient: Tensor, input: Tensor, weight: Tensor, settings: Any) -> Tensor:
+    if settings is None:
+        return gradient @ weight
+    mask = [True, False, False]
+    return torch.ops.aten.convolution_backward(gradient, input, weight, None, *settings, mask)[0]
 
 
-@dataclass
-class _Linear(_Call):
-    """``inputs @ weight.T + bias``, or ``inputs @ weight + bias`` if transposed."""
-
-    transposed: bool = False
-
-    def run(self, weight: Tensor) -> Tensor:
-        if self.transposed:
-            return torch.addmm(self.bias, self.inputs, weight)
-        return F.linear(self.inputs, weight, self.bias)
-
-    def row_gradient(self, gradient: Tensor, inputs: Tensor, leaf: RowLeaf) -> Tensor:
-        left, right = _matrix(gradient), _matrix(inputs)
-        left, right = (right, left) if self.transposed else (left, right)
-        positions, dim = leaf.rows
-        if dim == 0:
-            return left.index_select(1, positions).t() @ right
-        return left.t() @ right.index_select(1, positions)
-
-    def input_gradient(self, gradient: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
-        return gradient @ (weight.t() if self.transposed else weight)
-
-    def bias_gradient(self, gradient: Tensor) -> Tensor:
-        return gradient.sum_to_size(self.bias.shape)
-
-
-def _addmm(bias: Tensor, inputs: Tensor, weight: Any, **scales: Any) -> _Linear | None:
-    return None if scales else _Linear(inputs, weight, bias, transposed=True)
-
-
-def _matrix(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
-
-
-@dataclass
-class _Embedding(_Call):
-    """``weight[inputs]``."""
-
-    bias: None = None
-    padding: int | None = None
-
-    def run(self, weight: Tensor) -> Tensor:
-        return F.embedding(self.inputs, weight)
-
-    def row_gradient(self, gradient: Tensor, inputs: Tensor, leaf: RowLeaf) -> Tensor:
-        (positions, dim), tokens, values = leaf.rows, inputs.flatten(), _matrix(gradient)
-        if dim == 0:
-            places = tokens.new_full((len(self.weight),), -1)
-            places[positions] = torch.arange(len(positions), device=places.device, dtype=places.dtype)
-            places = places[tokens]
-        else:
-            places, values = tokens, values.index_select(1, positions)
-        counted = places >= 0
-        if self.padding is not None:
-            counted &= tokens != self.padding % len(self.weight)
-        return values.new_zeros(leaf.tensor.shape).index_add_(0, places[counted], values[counted])
-
-
-def _embedding(
-    input: Tensor,
-    weight: Any,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> _Embedding | None:
-    changes = max_norm is not None or scale_grad_by_freq or sparse
-    return None if changes else _Embedding(input, weight, padding=padding_idx)
-
-
-@dataclass
-class _Convolution(_Call):
-    """A convolution without groups."""
-
-    stride: Any = 1
-    padding: Any = 0
-    dilation: Any = 1
-
-    def settings(self) -> list[Any]:
-        dims = self.weight.dim() - 2
-        return [
-            (value,) * dims if isinstance(value, int) else tuple(value)
-            for value in (self.stride, self.padding, self.dilation)
-        ]
-
-    def run(self, weight: Tensor) -> Tensor:
-        return torch.ops.aten.convolution(
-            self.inputs, weight, self.bias, *self.settings(), False, (0,) * (weight.dim() - 2), 1
-        )
-
-    def row_gradient(self, gradient: Tensor, inputs: Tensor, leaf: RowLeaf) -> Tensor:
-        positions, dim = leaf.rows
-        if dim == 0:
-            gradient = gradient.index_select(1, positions)
-        else:
-            inputs = inputs.index_select(1, positions)
-        return self._backward(gradient, inputs, gradient.new_empty(leaf.tensor.shape), 1)
-
-    def input_gradient(self, gradient: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
-        return self._backward(gradient, inputs, weight, 0)
-
-    def bias_gradient(self, gradient: Tensor) -> Tensor:
-        return gradient.transpose(0, 1).flatten(1).sum(1)
-
-    def _backward(self, gradient: Tensor, inputs: Tensor, weight: Tensor, which: int) -> Tensor:
-        mask = [which == 0, which == 1, False]
-        zeros = (0,) * (weight.dim() - 2)
-        return torch.ops.aten.convolution_backward(
-            gradient, inputs, weight, None, *self.settings(), False, zeros, 1, mask
-        )[which]
-
-
-def _convolution(
-    input: Tensor,
-    weight: Any,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> _Convolution | None:
-    plain = groups == 1 and not isinstance(padding, str) and input.dim() == weight.dim()
-    return _Convolution(input, weight, bias, stride, padding, dilation) if plain else None
-
-
-_CALLS: dict[Any, Any] = {
-    F.linear: _Linear,
-    torch.addmm: _addmm,
-    F.embedding: _embedding,
-    F.conv1d: _convolution,
-    F.conv2d: _convolution,
-    F.conv3d: _convolution,
-}
+def _weight_gradient(gradient: Tensor, input: Tensor, weight: Tensor, settings: Any) -> Tensor:
+    """Return the gradient of the rows to which the output's gradient is restricted."""
+    if settings is None:
+        return gradient.t() @ input
+    rows = weight[: gradient.shape[1]]  # only its shape counts
+    mask = [False, True, False]
+    return torch.ops.aten.convolution_backward(gradient, input, rows, None, *settings, mask)[1]

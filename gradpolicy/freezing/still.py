@@ -1,9 +1,11 @@
 """Frozen modules in evaluation mode."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 
 from torch import Tensor, nn
+
+from gradpolicy.errors import PolicyError
 
 
 class StillModules:
@@ -69,6 +71,22 @@ class StillModules:
 
         visit(self._model, False)
         return [module for module, still in found.items() if still]
+
+
+def check_not_renormalised(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+    """Check that no embedding writes to its weight in the forward pass.
+
+    Raises:
+        PolicyError: If one does.
+    """
+    for module in model.modules():
+        limit = getattr(module, "max_norm", None)
+        names = [name for name, each in parameters.items() if each is getattr(module, "weight", None)]
+        if names and limit is not None and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise PolicyError(
+                f"{names[0]}: {type(module).__name__}(max_norm={limit}) rescales rows in each forward pass, "
+                "frozen or not; expected max_norm=None"
+            )
 
 
 def drops(module: nn.Module) -> bool:

@@ -66,7 +66,7 @@ def gradient(
         raise PolicyError("attribution: no gradient reaches the images, something between cuts the graph")
     if not found.any():
         warn_user(
-            "the attribution is zero everywhere: an operation without a gradient, such as round, lies"
+            "the attribution is zero everywhere: an operation without a gradient, such as round, is"
             " between; add a straight-through policy"
         )
     return found

@@ -10,18 +10,18 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from gradpolicy.checks import check_whole
-from gradpolicy.distributed.agreement import of_every_rank
 from gradpolicy.errors import PolicyError, PromiseError
 from gradpolicy.freezing import Freezer
 from gradpolicy.insight.run_files import AUDIT, AuditFile
 from gradpolicy.insight.run_log import say
-from gradpolicy.json_file import write_json
-from gradpolicy.lightning.callback import GradientPolicies
-from gradpolicy.lightning.trainer_parts import callbacks_of
-from gradpolicy.optim.layout import local_mask
+from gradpolicy.optim.shapes import local_mask
 from gradpolicy.tensors.mask import as_tensor
 from gradpolicy.tensors.seeded import derive
 from gradpolicy.tensors.sharding import local_shard
+from gradpolicy.train.agreement import of_every_rank
+from gradpolicy.train.json_file import write_json
+from gradpolicy.train.lightning.callback import GradientPolicies
+from gradpolicy.train.lightning.trainer_parts import callbacks_of
 
 # The smallest number of updates between copies, since finding out which entries are frozen takes time.
 EVERY = 20
@@ -77,7 +77,7 @@ class Audit(Callback):
         self._freezer.observers.append(self)
         if any(hasattr(parameter, "ds_id") for parameter in self._freezer.parameters.values()):
             raise PolicyError(
-                "callbacks.audit: DeepSpeed's stage 3 keeps no whole weights: leave the audit out"
+                "callbacks.audit: DeepSpeed's stage 3 keeps no full weights: leave the audit out"
             )
 
     def before_masks(self, names: Collection[str]) -> None:
@@ -179,7 +179,7 @@ class Audit(Callback):
                 )
 
     def _frozen_places(self, freezer: Freezer, name: str) -> Tensor:
-        """Return flat indices of random frozen entries in this process's part of a parameter."""
+        """Return flat indices of random frozen entries in this process's shard of a parameter."""
         parameter, mask = freezer.parameters[name], freezer.mask_of(name)
         own = local_shard(parameter)
         if own.numel() <= self.entries:
@@ -211,7 +211,7 @@ def bits_at(tensor: Tensor, places: Tensor) -> Tensor:
 
 
 def merged(parts: Sequence[AuditFile]) -> AuditFile:
-    """Return the sum of the counts of several ranks, or of the parts of a resumed run."""
+    """Return the sum of the counts of several ranks, or of the sections of a resumed run."""
     return AuditFile(
         intervals=sum(each.intervals for each in parts),
         entries=sum(each.entries for each in parts),

@@ -42,7 +42,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from gradpolicy.checks import check_whole
 from gradpolicy.errors import PolicyError, unknown
-from gradpolicy.flow.seen import Seen
+from gradpolicy.flow.policy_report import ReportRow
 from gradpolicy.tensors.sharding import is_sharded
 
 Loss = Callable[[], Tensor]
@@ -192,10 +192,10 @@ class _GradientField:
     @cached_property
     def _graph(self) -> dict[str, Tensor] | None:
         """Return the gradient with its graph; None if a rule was active, or there is no graph."""
-        before = Seen.uses
+        before = ReportRow.uses
         with self.moved({}):
             gradient = self.gradient(create_graph=True)
-        return gradient if Seen.uses == before and not _ends_in_errors(gradient.values()) else None
+        return gradient if ReportRow.uses == before and not _ends_in_errors(gradient.values()) else None
 
     def _difference(self, vector: Named) -> dict[str, Tensor]:
         for name, parameter in self.parameters.items():

@@ -25,10 +25,10 @@ from pydantic_core import to_json
 from gradpolicy.checks import check_whole
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight.run_files import Count
-from gradpolicy.json_file import parse_json
-from gradpolicy.lightning.callback import GradientPolicies
-from gradpolicy.lightning.trainer_parts import callbacks_of
-from gradpolicy.measurements import NORMS, SUMS, Measured
+from gradpolicy.train.json_file import parse_json
+from gradpolicy.train.lightning.callback import GradientPolicies
+from gradpolicy.train.lightning.trainer_parts import callbacks_of
+from gradpolicy.train.measurements import NORMS, SUMS, Measured
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -216,6 +216,6 @@ def _layers(table: DataFrame) -> DataFrame:
     squared = freeze.assign(**{norm: freeze[norm] ** 2 for norm in NORMS})
     groups = squared.groupby(["step", "epoch", "policy", "layer"], sort=False)
     # A layer has no value if none of its parameters has one.
-    whole = groups[[*SUMS, *NORMS]].sum(min_count=1)
-    whole = whole.assign(**{norm: whole[norm] ** 0.5 for norm in NORMS}, changed=groups["changed"].any())
-    return whole.reset_index().assign(kind="layer").reindex(columns=table.columns)
+    layers = groups[[*SUMS, *NORMS]].sum(min_count=1)
+    layers = layers.assign(**{norm: layers[norm] ** 0.5 for norm in NORMS}, changed=groups["changed"].any())
+    return layers.reset_index().assign(kind="layer").reindex(columns=table.columns)

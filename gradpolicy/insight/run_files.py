@@ -1,7 +1,7 @@
 """The JSON files of a run directory: names, and models of their content.
 
 ``plan.json`` holds a :class:`gradpolicy.planning.plan_table.Plan`, ``run.json`` a
-:class:`gradpolicy.lightning.runs.RunRecord`.
+:class:`gradpolicy.train.lightning.runs.RunRecord`.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.json_file import read_json, write_json
+from gradpolicy.train.json_file import read_json, write_json
 
 PLAN, PLAN_TEXT, RESULT, AUDIT, REPORT = "plan.json", "plan.txt", "result.json", "audit.json", "report.html"
 STOPPED = "stopped before its end"

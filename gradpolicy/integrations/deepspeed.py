@@ -27,14 +27,14 @@ from torch.optim import Optimizer
 from gradpolicy.errors import PolicyError, shortened, shown, warn_user
 from gradpolicy.flow.install import name_policies
 from gradpolicy.optim import MaskedOptimizer
-from gradpolicy.optim.layout import fitting_mask
 from gradpolicy.optim.masked_parameter import MaskedParameter
+from gradpolicy.optim.shapes import fitting_mask
 from gradpolicy.optim.update_rules import rule_for
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.tensors.mask import Mask
-from gradpolicy.training_loop import Policies
-from gradpolicy.training_loop import training as plain_training
-from gradpolicy.training_policies import STATE
+from gradpolicy.train.loop import Policies
+from gradpolicy.train.loop import training as plain_training
+from gradpolicy.train.training_policies import STATE
 
 
 @contextmanager

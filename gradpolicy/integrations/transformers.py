@@ -13,9 +13,9 @@ from transformers.trainer_utils import IntervalStrategy
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.policy_checks import is_cut
-from gradpolicy.measurements import Measured
 from gradpolicy.optim.prepared import innermost, put_inside
-from gradpolicy.training_policies import TrainingPolicies, calling, flat_parameters_refused
+from gradpolicy.train.measurements import Measured
+from gradpolicy.train.training_policies import TrainingPolicies, calling, flat_parameters_refused
 
 
 class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
@@ -153,9 +153,8 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         self._trainer = trainer
         self._install_flow(model)
         optimizer = innermost(prepared)
-        # Code would be recompiled each time requires_grad changes, and reentrant recomputation gives no
-        # gradient if its input needs none.
-        toggles = not (is_compiled_module(wrapped) or _recomputes_reentrantly(model))
+        # Code would be recompiled each time requires_grad changes.
+        toggles = not is_compiled_module(wrapped)
         if self.optimizer_policies and _is_deepspeed(trainer):
             from gradpolicy.integrations.deepspeed import partitioned  # importing DeepSpeed takes seconds
 
@@ -403,9 +402,3 @@ def _loss_scale(trainer: Trainer) -> float:
     if scaler is not None:
         return float(scaler.get_scale())
     return float(getattr(innermost(trainer.optimizer), "loss_scale", 1.0))
-
-
-def _recomputes_reentrantly(model: nn.Module) -> bool:
-    """Return True if activations are recomputed reentrantly, which needs an input with a gradient."""
-    functions = (getattr(module, "_gradient_checkpointing_func", None) for module in model.modules())
-    return any(getattr(function, "keywords", {}).get("use_reentrant", False) for function in functions)

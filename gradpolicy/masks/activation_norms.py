@@ -1,6 +1,7 @@
 """Norms of the inputs of layers."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,12 +11,13 @@ from gradpolicy.errors import PolicyError, shown
 from gradpolicy.masks.gradient_source import wide
 from gradpolicy.tensors.sharding import sum_over_processes
 
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
 
 class ActivationNorms:
     """Sums of squares of the input features of layers, by hooks on their forward passes.
 
-    Forward passes in training mode or with gradients are counted, but not recomputations in the backward
-    pass.
+    A forward pass is counted when the gradient of its output arrives, so once, also if it is recomputed.
 
     Args:
         model: The model.
@@ -34,17 +36,15 @@ class ActivationNorms:
     ) -> None:
         self.squares: dict[str, Tensor] = {}
         self.counts = counts
-        layers = [each for each in model.modules() if isinstance(each, nn.Linear | nn.modules.conv._ConvNd)]
-        self._names = {
-            id(each): name for each in layers for name, p in parameters.items() if p is each.weight
-        }
+        layers: list[Any] = [module for module in model.modules() if isinstance(module, LAYERS)]
+        layer_of = {name: layer for layer in layers for name, p in parameters.items() if p is layer.weight}
         for name in parameters:
-            if name not in self._names.values():
+            if name not in layer_of:
                 raise PolicyError(
                     f"activation_norm: {shown(name)} is no weight of a Linear or Conv; leave it out of params"
                 )
         self._hooks = [
-            each.register_forward_pre_hook(self._add) for each in layers if id(each) in self._names
+            layer.register_forward_hook(partial(self._follow, name)) for name, layer in layer_of.items()
         ]
 
     def taken(self) -> dict[str, Tensor]:
@@ -57,21 +57,22 @@ class ActivationNorms:
         for hook in self._hooks:
             hook.remove()
 
-    @torch.no_grad()
-    def _add(self, layer: Any, inputs: tuple) -> None:
-        name = self._names.get(id(layer))
-        trains = layer.training or torch.is_grad_enabled()
-        if name is None or not (trains and self.counts()) or torch._C._current_graph_task_id() != -1:
-            return
-        x = wide(inputs[0].detach())
-        if isinstance(layer, nn.Linear):
-            squares = x.abs().square().flatten(0, -2).sum(0) if x.dim() > 1 else x.abs().square()
-            squares = squares[None]
-        else:
-            spatial = layer.weight.dim() - 2
-            channels = x.abs().square().movedim(-1 - spatial, 0).flatten(1).sum(1)
-            # Each group of output channels has its own input channels.
-            grouped = channels.reshape(layer.groups, -1)
-            squares = grouped.repeat_interleave(layer.out_channels // layer.groups, 0)
-            squares = squares.reshape(*squares.shape, *(1,) * spatial)
+    def _follow(self, name: str, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if output.requires_grad and self.counts():
+            output.register_hook(partial(self._add, name, squares_of(layer, inputs[0])))
+
+    def _add(self, name: str, squares: Tensor, gradient: Tensor) -> None:
         self.squares[name] = self.squares[name] + squares if name in self.squares else squares
+
+
+@torch.no_grad()
+def squares_of(layer: Any, inputs: Tensor) -> Tensor:
+    """Return the sum of squares of each input feature, in a shape that broadcasts to the layer's weight."""
+    squares = wide(inputs.detach()).abs().square()
+    if isinstance(layer, nn.Linear):
+        return squares.flatten(0, -2).sum(0)[None] if squares.dim() > 1 else squares[None]
+    spatial = layer.weight.dim() - 2
+    channels = squares.movedim(-1 - spatial, 0).flatten(1).sum(1)
+    # Each group of output channels has its own input channels.
+    grouped = channels.reshape(layer.groups, -1).repeat_interleave(layer.out_channels // layer.groups, 0)
+    return grouped.reshape(*grouped.shape, *(1,) * spatial)

@@ -57,15 +57,15 @@ class MaskSource:
         ...     def masks(self, step, epoch):
         ...         return {name: self.period(step, epoch) % 2 == 0 for name in self.parameters}
         >>> source = EvenSteps(every=5)
-        >>> [step for step in range(12) if source.due(step, epoch=0)]
-        [0, 5, 10]
+        >>> [source.period(step, epoch=0) for step in (0, 4, 5, 9, 10)]
+        [0, 0, 1, 1, 2]
     """
 
     # True if masks() returns the same masks at all steps of a period, from arguments and state_dict alone. If
     # not, for example if they depend on the weights, checkpoints contain the masks.
     repeats_masks: bool = False
     # False if masks() needs no more of the parameters than names, shapes and what prepare() has read. Where a
-    # process holds only its part of the weights, they are gathered for all other sources.
+    # process has only a shard of the weights, they are gathered for all other sources.
     reads_weights: bool = True
     # True if tensors returned by masks() are never modified, so that they need not be copied.
     keeps_masks: bool = False
@@ -93,11 +93,13 @@ class MaskSource:
         self.timetable = Timetable(start, stop, unit, every)
         self.timetable.check(kind)
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-            raise PolicyError(f"{kind}.seed: must be a whole number, got {shown(seed)}")
+            raise PolicyError(f"{kind}.seed: expected an integer, got {shown(seed)}")
         self.own_seed = seed
         self.seed = 0
         # True if `observe` is called with the gradients of `gradient_names`.
         self.needs_gradients = type(self).observe is not MaskSource.observe
+        # True if the source may modify the weights.
+        self.writes_weights = type(self).apply is not MaskSource.apply
         self.parameters: dict[str, Tensor] = {}
 
     def setup(self, parameters: Mapping[str, Tensor], *, seed: int) -> None:
@@ -130,14 +132,10 @@ class MaskSource:
             epoch: The number of completed epochs.
 
         Returns:
-            For each parameter name True or False (the whole tensor), a bool tensor (``(n, 1, …)`` for rows,
+            For each parameter name True or False (all entries), a bool tensor (``(n, 1, …)`` for rows,
             the full shape for entries) or a :class:`~gradpolicy.tensors.seeded.RandomMask`.
         """
         raise TypeError(f"{type(self).__name__} must define masks(step, epoch)")
-
-    def due(self, step: int, epoch: int) -> bool:
-        """Return True if the masks may change at this effective step (or in this epoch)."""
-        return self.timetable.due(step, epoch)
 
     def overdue(self, step: int, epoch: int) -> bool:
         """Return True if a change was delayed and can be made now."""
@@ -152,7 +150,7 @@ class MaskSource:
         return set(self.parameters) if self.needs_gradients else set()
 
     def observe(self, gradients: Mapping[str, Tensor]) -> None:
-        """Process the whole gradients of an effective step, before clipping and masking.
+        """Process the full gradients of an effective step, before clipping and masking.
 
         Not called in steps in which a gradient of the optimizer is not finite.
         """
@@ -170,11 +168,6 @@ class MaskSource:
 
         Called again for the same masks in a resumed run, and after another policy modified the weights.
         """
-
-    @property
-    def writes_weights(self) -> bool:
-        """True if the source may modify the weights."""
-        return type(self).apply is not MaskSource.apply
 
     def release(self) -> None:
         """Remove hooks from the model. Called at the end of training."""
@@ -196,13 +189,6 @@ class MaskSource:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`."""
 
-    def on_devices(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return values by parameter name, with tensors moved to the device of their parameter."""
-        return {
-            name: value.to(self.parameters[name].device) if isinstance(value, Tensor) else value
-            for name, value in values.items()
-        }
-
     def __repr__(self) -> str:
         settings = {**dataclasses.asdict(self.timetable), "seed": self.own_seed}
         given = {key: settings[key] for key, default in _DEFAULTS.items() if settings[key] != default}
@@ -221,8 +207,16 @@ class MaskSource:
         }
 
     def may_freeze(self) -> set[str]:
-        """Return the names of parameters that will certainly be frozen as a whole."""
+        """Return the names of parameters that will certainly be frozen completely."""
         return set()
+
+
+def on_devices(values: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return values by parameter name, with tensors moved to the device of their parameter."""
+    return {
+        name: value.to(parameters[name].device) if isinstance(value, Tensor) else value
+        for name, value in values.items()
+    }
 
 
 class StaticSource(MaskSource):
@@ -251,5 +245,5 @@ class StaticSource(MaskSource):
         return self._masks
 
     def may_freeze(self) -> set[str]:
-        """Return the names of parameters that are frozen as a whole."""
+        """Return the names of parameters that are frozen completely."""
         return {name for name, mask in self._masks.items() if mask is False}

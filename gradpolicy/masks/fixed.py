@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.checkpoint_file import check_kind
 from gradpolicy.errors import PolicyError, shown
 from gradpolicy.masks.base import StaticSource
+from gradpolicy.tensors.checkpoint_file import check_kind
 from gradpolicy.tensors.mask import Mask, check_mask
 from gradpolicy.tensors.pattern import pattern_of
 from gradpolicy.tensors.seeded import check_level
@@ -93,7 +93,7 @@ class Fixed(StaticSource):
         patterns = as_patterns(mask)
         if not all(isinstance(pattern, str) for pattern in patterns):
             raise PolicyError(
-                f"Fixed.mask: must be a bool, globs, a tensor, a dict or a file, got {shown(mask)}"
+                f"Fixed.mask: expected a bool, globs, a tensor, a dict or a file, got {shown(mask)}"
             )
         matched = match_names(patterns, self.parameters, "parameter")
         return dict.fromkeys(self.parameters, False) | dict.fromkeys(matched, True)

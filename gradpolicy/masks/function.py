@@ -39,7 +39,7 @@ class Function(MaskSource):
         super().__init__(**timetable)
         if not callable(function):
             raise PolicyError(
-                f"Function: must be a function (name, parameter, step) -> mask, got {shown(function)}"
+                f"Function: expected a function (name, parameter, step) -> mask, got {shown(function)}"
             )
         check_call(f"Function: {_name(function)}", function, "name", None, 0, takes="(name, parameter, step)")
         self.function = function
@@ -71,7 +71,7 @@ def as_source(value: object) -> MaskSource:
     if callable(value) and not isinstance(value, type):
         return Function(value)
     raise PolicyError(
-        "Freeze.mask: must be a mask source, a function (name, parameter, step) -> mask, a mask tensor or a "
+        "Freeze.mask: expected a mask source, a function (name, parameter, step) -> mask, a mask tensor or a "
         f"dict of masks, got {shown(value)}"
     )
 

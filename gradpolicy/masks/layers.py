@@ -23,7 +23,7 @@ _ROUTERS = ("gate", "router")
 
 
 class LayerSource(MaskSource, ABC):
-    """Base class of sources that freeze and thaw whole layers.
+    """Base class of sources that freeze and thaw layers.
 
     A subclass sets ``layer_groups`` in :meth:`prepare`, and defines :meth:`frozen_names`.
 
@@ -221,7 +221,7 @@ def _in_order(layer_of: Mapping[str, str | None], weights: set[str], *, norms_jo
     above = {prefix for name, block in layer_of.items() if block for prefix in _prefixes(name)}
     units: dict[str, list[str]] = {}
     for name, block in layer_of.items():
-        # Outside of blocks: the outermost module that contains no part of a block.
+        # Outside of blocks: the outermost module that contains no block.
         unit = block or next(prefix for prefix in _prefixes(name) if prefix not in above)
         units.setdefault(unit, []).append(name)
     last = max(place for place, unit in enumerate(units) if unit in blocks)

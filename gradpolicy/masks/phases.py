@@ -55,22 +55,22 @@ class Phase:
             PolicyError: For an unknown key or an impossible value.
         """
         if not isinstance(written, Mapping):
-            raise PolicyError(f"must be a dict with params, and until, got {shown(written)}")
+            raise PolicyError(f"expected a dict with keys 'params' and 'until', got {shown(written)}")
         keys = ("params", "until", "best")
         general = {key: value for key, value in written.items() if key not in keys}
         _check_keys([key for key, value in general.items() if isinstance(value, Mapping)], keys, "key")
         until = {} if written.get("until") is None else written["until"]
         if not isinstance(until, Mapping):
-            raise PolicyError(f"until: must be a dict such as {{'epochs': 1}}, got {shown(until)}")
+            raise PolicyError(f"until: expected a dict such as {{'epochs': 1}}, got {shown(until)}")
         _check_keys(until, (*COUNTS, *METRIC), "key", "until")
         given, metric = written.get("params"), until.get("metric")
         params = as_patterns(list(given) if isinstance(given, Mapping) else given)
         if not params or not all(isinstance(pattern, str) for pattern in params):
-            raise PolicyError(f"params: must be globs of what trains, got {shown(written.get('params'))}")
+            raise PolicyError(f"params: expected globs of what trains, got {shown(written.get('params'))}")
         if metric is None and until.keys() & METRIC:
             raise PolicyError(f"until.{min(until.keys() & METRIC)}: goes with until.metric, which is missing")
         if metric is not None and not isinstance(metric, str):
-            raise PolicyError(f"until.metric: must be the name of a metric, got {shown(metric)}")
+            raise PolicyError(f"until.metric: expected the name of a metric, got {shown(metric)}")
         best = check_flag("best", written.get("best", False))
         if best and metric is None:
             raise PolicyError("best: needs until.metric, which says what is best")
@@ -107,7 +107,7 @@ class Phases(LayerSource):
     - ``params``: globs of the parameters that train; all others are frozen. Phases may overlap, and may
       freeze parameters that trained before.
     - ``until``: the end of the phase, by the first of these conditions: ``steps`` or ``epochs`` since its
-      start; ``epoch``, counted over the whole training; ``metric``, after ``patience`` (3) consecutive
+      start; ``epoch``, counted over the full training; ``metric``, after ``patience`` (3) consecutive
       reports without an improvement by more than ``min_delta`` (0), where ``mode`` is ``"min"`` or ``"max"``.
       Only the last phase may have no end.
     - ``best``: if True, the weights of the best report are restored at the end of the phase or the training.
@@ -146,7 +146,7 @@ class Phases(LayerSource):
         if wrong:
             raise PolicyError(f"Phases.{min(wrong)}: means nothing here; a phase says what ends it in until")
         if isinstance(phases, str | Mapping) or not isinstance(phases, Iterable) or not list(phases):
-            raise PolicyError(f"Phases.phases: must be a list of phases, got {shown(phases)}")
+            raise PolicyError(f"Phases.phases: expected a list of phases, got {shown(phases)}")
         self.phases = [dict(each) if isinstance(each, Mapping) else each for each in phases]
         self._read: list[Phase] = []
         for place, written in enumerate(self.phases):
@@ -159,6 +159,7 @@ class Phases(LayerSource):
                         "epochs or a metric"
                     )
         self._settings: list[dict[str, Mapping[str, Any]]] = []
+        self.writes_weights = any(each.best for each in self._read)
         self.setting_names = {name for each in self._read for own in each.settings.values() for name in own}
         counts_epochs = any(each.limits.keys() - {"steps"} for each in self._read)
         self.timetable = Timetable(unit="epoch" if counts_epochs else "step", every=1)
@@ -254,11 +255,6 @@ class Phases(LayerSource):
         self._reference = value if improved else self._reference
         self._waited = 0 if improved else self._waited + 1
 
-    @property
-    def writes_weights(self) -> bool:
-        """True if the best weights of a phase are restored."""
-        return any(each.best for each in self._read)
-
     def finish(self) -> None:
         """Restore the best weights of the last phase, and warn of phases that never started."""
         self._put_back()
@@ -266,7 +262,7 @@ class Phases(LayerSource):
             warn_user(
                 f"Phases: the training ended in phase {self.phase} (params "
                 f"{', '.join(self._read[self.phase].params)}); {len(self._read) - 1 - self.phase} more never "
-                "began"
+                "started"
             )
 
     @torch.no_grad()
@@ -296,7 +292,8 @@ class Phases(LayerSource):
         """
         if state["phase"] >= len(self._read):
             raise PolicyError(
-                f"Phases.phases: the checkpoint is of phase {state['phase']}, and there are {len(self._read)}"
+                f"Phases.phases: the checkpoint was saved in phase {state['phase']}, but this run has "
+                f"{len(self._read)} phases"
             )
         self.phase = state["phase"]
         self._began = None if state["began"] is None else tuple(state["began"])
@@ -314,7 +311,7 @@ class Phases(LayerSource):
 def _settings(general: Mapping[str, Any], own: object = None) -> dict[str, Any]:
     """Return settings of the optimizer, with ``lr`` as ``initial_lr``, or as ``rate`` if it is a function."""
     if not isinstance(own, Mapping | None):
-        raise PolicyError(f"must be a dict of settings such as {{'lr': 1e-4}}, got {shown(own)}")
+        raise PolicyError(f"expected a dict of settings such as {{'lr': 1e-4}}, got {shown(own)}")
     both = {**general, **(own or {})}
     found = {name: tuple(value) if isinstance(value, list) else value for name, value in both.items()}
     rate = found.pop("lr", None)

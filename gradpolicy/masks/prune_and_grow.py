@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gradpolicy.checks import check_choice, check_share
 from gradpolicy.errors import PolicyError, shown
+from gradpolicy.masks.base import on_devices
 from gradpolicy.masks.gradient_source import GradientSource, wide
 from gradpolicy.masks.selection import (
     DISTRIBUTIONS,
@@ -108,7 +109,7 @@ class PruneAndGrow(GradientSource):
         self.level = check_level("PruneAndGrow.level", level)
         self._pattern = pattern_of(self.level)
         if self._pattern is None and level != "entry":
-            raise PolicyError(f"PruneAndGrow.level: must be entry, N:M or blocks, got {shown(level)}")
+            raise PolicyError(f"PruneAndGrow.level: expected entry, N:M or blocks, got {shown(level)}")
         self._blocks = self._pattern if self._pattern is not None and self._pattern.kept is None else None
         self._by_sign = grow == "random" and self._blocks is None
         anneal = anneal or ("constant" if self.timetable.stop is None else RULES[grow])
@@ -200,7 +201,7 @@ class PruneAndGrow(GradientSource):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`."""
         super().load_state_dict(state)
-        self._active = self.on_devices(state["active"])
+        self._active = on_devices(state["active"], self.parameters)
         self._deviations |= state["deviations"]
 
     def _exchange(self, period: int) -> None:

@@ -54,7 +54,7 @@ class Rows(StaticSource):
                 raise PolicyError(f"Rows: {shown(part)} is no number, no slice and no '...'{hint}")
         self.size = check_whole("Rows.size", size, least=1)
         if isinstance(dim, bool) or not isinstance(dim, int):
-            raise PolicyError(f"Rows.dim: must be a whole number, got {shown(dim)}")
+            raise PolicyError(f"Rows.dim: expected an integer, got {shown(dim)}")
         self.dim = dim
         if self._is_index and (dim != 0 or size != 1):
             raise PolicyError(f"Rows: an index ({shown(rows)}) goes with neither dim nor size")
@@ -109,7 +109,7 @@ def _read(rows: Any) -> tuple[list[Any], bool]:
     if isinstance(rows, int | slice):
         return [rows], False
     if not isinstance(rows, Iterable) or isinstance(rows, Mapping):
-        raise PolicyError(f"Rows: must be numbers, a slice or an index, got {shown(rows)}")
+        raise PolicyError(f"Rows: expected numbers, a slice or an index, got {shown(rows)}")
     parts = [_read_part(part) if isinstance(part, str) else part for part in rows]
     return parts, isinstance(rows, tuple) and any(isinstance(part, slice) or part is ... for part in rows)
 

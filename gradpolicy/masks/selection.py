@@ -16,7 +16,7 @@ Density = Callable[[int], float]
 """A schedule of the density by the count of effective steps (or epochs, by the source's ``unit``)."""
 DISTRIBUTIONS = ("uniform", "erk")
 Parts = Callable[[], Iterator[Tensor]]
-"""A function that computes a tensor's scores in flat parts, from first to last."""
+"""A function that computes a tensor's scores in flat chunks, from first to last."""
 CHUNK = 1 << 16
 """The number of scores in memory at a time."""
 DIGIT = 16
@@ -99,7 +99,7 @@ def densities(shapes: Mapping[str, Sequence[int]], density: float, distribution:
 def kept_count(density: float, count: int) -> int:
     """Return the number of ``count`` entries for a density: those at or above its percentile.
 
-    ``k = n − ⌈(1 − p)(n − 1)⌉ = 1 + ⌊p (n − 1)⌋``, which is ``p · n`` where that is a whole number; 0 for
+    ``k = n − ⌈(1 − p)(n − 1)⌉ = 1 + ⌊p (n − 1)⌋``, which is ``p · n`` where that is an integer; 0 for
     density 0.
     """
     if density == 0.0 or count == 0:
@@ -137,16 +137,16 @@ def highest(scores: Tensor, kept: int) -> Tensor:
 def marks_of_highest(
     parts: Mapping[str, Parts], kept: int, total: int, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[str, list[Tensor]]]:
-    """Return masks of the highest scores of all tensors together, with only a part in memory at a time.
+    """Return masks of the highest scores of all tensors together, with only a chunk in memory at a time.
 
     Args:
-        parts: For each tensor a function that computes its scores in flat parts.
+        parts: For each tensor a function that computes its scores in flat chunks.
         kept: The number of highest scores.
         total: The number of scores.
         dtype: The dtype of comparisons: float64 or, for all others, float32.
 
     Yields:
-        Each name with the masks of its parts.
+        Each name with the masks of its chunks.
     """
     bits = 64 if dtype == torch.float64 else 32
     least, above = 0, 0
@@ -193,11 +193,11 @@ def _least_key(parts: Mapping[str, Parts], kept: int, bits: int) -> tuple[int, i
 
 def _keys(parts: Parts, bits: int) -> Iterator[Tensor]:
     """Yield integers in the order of the scores: their bits, inverted for negative scores."""
-    floats, whole = (torch.float64, torch.int64) if bits == 64 else (torch.float32, torch.int32)
+    floats, integers = (torch.float64, torch.int64) if bits == 64 else (torch.float32, torch.int32)
     for scores in itertools.chain.from_iterable(part.split(CHUNK) for part in parts()):
         # Negative zero becomes zero, and NaN the lowest score.
         scores = torch.nan_to_num(scores.to(floats), nan=-math.inf, posinf=math.inf, neginf=-math.inf) + 0.0
-        keys = scores.view(whole)
+        keys = scores.view(integers)
         yield keys ^ ((keys >> (bits - 1)) & ((1 << (bits - 1)) - 1))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from gradpolicy.checks import check_choice, check_flag
 from gradpolicy.errors import PolicyError, shown, under
 from gradpolicy.masks.activation_norms import ActivationNorms
+from gradpolicy.masks.base import on_devices
 from gradpolicy.masks.gradient_source import STATISTICS, GradientSource, wide
 from gradpolicy.masks.layers import Groups, layers_of, read_groups
 from gradpolicy.masks.scores import SCORES
@@ -55,8 +56,8 @@ class TopK(GradientSource):
     ``lambda weight, gradient: …``, or its dotted path: see :class:`~gradpolicy.masks.scores.score.Score`.
 
     Sums are over the ``window`` effective steps before a choice. The score of a row or tensor is the mean of
-    its entries' scores. ``k = n − ⌈(1 − p)(n − 1)⌉`` of ``n`` are chosen (``p · n`` if that is a whole
-    number), and the first ones of equal scores.
+    its entries' scores. ``k = n − ⌈(1 − p)(n − 1)⌉`` of ``n`` are chosen (``p · n`` if that is an
+    integer), and the first ones of equal scores.
 
     Args:
         density: The fraction that trains; a number or a schedule of the count. None: 0.1, or that of the
@@ -166,13 +167,13 @@ class TopK(GradientSource):
 
     @torch.no_grad()
     def observe(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add the gradients of an effective step, or choose by them at once, if they are a whole window.
+        """Add the gradients of an effective step, or choose by them at once, if they fill a window.
 
         The choice then needs no copy of the gradients. It sees weights as they are before the update.
         """
         a_window = self.window == 1 and self.timetable.unit == "step"
-        whole = a_window and gradients.keys() == self.parameters.keys()
-        if not whole or not isinstance(self.density, Constant):
+        complete = a_window and gradients.keys() == self.parameters.keys()
+        if not complete or not isinstance(self.density, Constant):
             super().observe(gradients)
             return
         self.sums = {
@@ -201,9 +202,12 @@ class TopK(GradientSource):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`."""
         super().load_state_dict(state)
-        self._masks, self._next = self.on_devices(state["masks"]), self.on_devices(state["next"])
+        self._masks, self._next = (
+            on_devices(state["masks"], self.parameters),
+            on_devices(state["next"], self.parameters),
+        )
         if self._norms is not None:
-            self._norms.squares = self.on_devices(state["squares"])
+            self._norms.squares = on_devices(state["squares"], self.parameters)
         self._initial = {
             name: shard_like(weight, self.parameters[name]) for name, weight in state["initial"].items()
         }
@@ -219,9 +223,9 @@ class TopK(GradientSource):
             total = sum(math.prod(self._shape(name)) for name in names)
             parts = {name: functools.partial(self._units, name) for name in names}
             if len(names) == 1 and not self.score.by_rows:
-                # Scores of a single whole tensor are computed once.
-                whole = list(self._units(names[0]))
-                parts = {names[0]: functools.partial(iter, whole)}
+                # Scores of a single tensor are computed once.
+                scores = list(self._units(names[0]))
+                parts = {names[0]: functools.partial(iter, scores)}
             found = (
                 ((name, self._best_of_rows(name, density)) for name in names)
                 if self._in_rows
@@ -266,7 +270,7 @@ class TopK(GradientSource):
         return [highest(row, kept_count(density, width)) for row in rows]
 
     def _units(self, name: str) -> Iterator[Tensor]:
-        """Yield the flat scores of the units, for a part of the tensor at a time."""
+        """Yield the flat scores of the units, for a chunk of the tensor at a time."""
         parts = self._entries(name)
         if self._by_entry:
             yield from (part.flatten() for part in parts)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import warn_user
-from gradpolicy.masks.base import StaticSource
+from gradpolicy.masks.base import StaticSource, on_devices
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.tensors.sharding import full_tensor, zero_outside
 
@@ -59,4 +59,4 @@ class Zeros(StaticSource):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`."""
-        self._masks = self.on_devices(state["masks"])
+        self._masks = on_devices(state["masks"], self.parameters)

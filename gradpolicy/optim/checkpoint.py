@@ -1,198 +1,162 @@
-"""The record of each masked parameter's mask and ages in a state_dict.
+"""The record of each parameter's mask and ages in a state_dict.
 
     {"state": ..., "param_groups": [{..., "gradpolicy": {"general": ..., "parameters": {position: record}}}]}
 
-A state_dict is as small as the state in memory, unless it must be dense. Then "state" has moments of the
-active entries only, one after the other in memory, and nothing for tensors whose state was dropped. The
-record says which entries these are, and has all that :func:`widened` needs to compute the dense form without
-the model.
+There is one format. Its "state" is the wrapped optimizer's own. Only of a parameter that keeps state of
+active entries alone ("drop") it has the values of these, under names with a prefix; with ``dense=True`` and
+for sharded parameters its state is the optimizer's own too, and any state that does not exist yet is initial.
 
-Torch alone can load a dense state_dict, and `torch.distributed.checkpoint` needs one to reshard tensors. Its
-functions pass on only "state" and "param_groups". Two more constraints follow from other code:
+A record is two or three tensors: its settings, as text in bytes; signed ages; and with packed state the index
+of active entries. They pass through what other code does to state_dicts:
 
-- With `full_state_dict=True`, an entry that the loading optimizer does not have yet is loaded only if it is a
-  tensor of at least one dimension, and `torch.distributed.checkpoint.load` reads only entries that its target
-  has, in the same size. So a record is two tensors: its signed ages, and its settings as text in bytes,
-  padded to a fixed length.
+- `torch.distributed.checkpoint` moves tensors of at least one dimension, in the sizes of the loading
+  optimizer, so that text is padded. With `full_state_dict=True` it adds what only the loading optimizer has:
+  settings name the state that was saved, and any other is ignored.
 - A plain torch optimizer that has loaded a group saves all of it again, whatever steps it has made since. So
-  a record has a checksum of the state that it belongs to.
+  settings have a checksum of the state that they belong to.
+- `flatten_optimizer_state_dict=True` would lose the groups, and with them the records. Torch refuses to
+  flatten a state with a list in it, so there is an empty one.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from math import prod
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.optim.layout import Layout
 from gradpolicy.optim.masked_parameter import MaskedParameter, Options
-from gradpolicy.optim.other_optimizers import first_state, is_torchs_own
+from gradpolicy.optim.other_optimizers import is_torchs_own, tried_state
 from gradpolicy.optim.update_rules.base import step_count
-from gradpolicy.optim.wrapped import Wrapped
-from gradpolicy.tensors.packed_mask import unpack, written_once
+from gradpolicy.tensors.packed_mask import pack, unpack
 from gradpolicy.tensors.sharding import is_sharded, plain_parts
 
 Record = dict[str, Any]
-"""The saved mask of one parameter: "ages" (a tensor), "held" if its state is not dense, and settings."""
+"""A record as a dict: its settings, "ages" and, of packed state, "packed"."""
+States = dict[int, dict[str, Any]]
 KEY = "gradpolicy"
-VERSION, DENSE_VERSION = 3, 2
+VERSION = 4
+_PACKED = "gradpolicy_"
+"""Prefix of the names of packed state: torch's fused steps write beyond the end of a state that is too small,
+but raise an error if they do not find it."""
 _SAMPLED = 64
 """Number of values of a tensor that its checksum covers."""
-_TEXT_BYTES = 1024
-_HELD = "gradpolicy_"
-"""Prefix of the names of state that is saved as it is in memory."""
+_TEXT_BYTES = 512
 
 
 # --- saving
 
 
-def must_be_dense(wrapped: Wrapped) -> bool:
-    """Return True if torch may reshard tensors: they are sharded, or torch.distributed.checkpoint calls.
-
-    Raises:
-        PolicyError: If it asks for a flattened state_dict.
-    """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
-        frame = frame.f_back
-    if frame is not None and getattr(frame.f_locals.get("info"), "flatten_optimizer_state_dict", False):
-        raise PolicyError(
-            "StateDictOptions(flatten_optimizer_state_dict=True): torch loads from a flattened state_dict "
-            "only what plain optimizers have, and neither masks nor ages; leave it out"
-        )
-    return frame is not None or any(is_sharded(parameter) for parameter in wrapped.parameters())
-
-
 def save(
-    wrapped: Wrapped, masked_of: Mapping[Tensor, MaskedParameter], effective_steps: int, *, dense: bool
+    inner: torch.optim.Optimizer, masked: Sequence[MaskedParameter], effective_steps: int, *, dense: bool
 ) -> dict[str, Any]:
     """Return the wrapped optimizer's state_dict, with the records in its param groups.
 
     Args:
-        wrapped: The wrapped optimizer.
-        masked_of: Its masked parameters.
+        inner: The wrapped optimizer.
+        masked: Its parameters with their masks, in the order of its groups.
         effective_steps: Its count of updates.
-        dense: True if the state is to be as the wrapped optimizer alone would hold it.
+        dense: True for state that torch alone can load.
     """
-    result = wrapped.optimizer.state_dict()
-    state, records = result["state"], {}
-    parameters = wrapped.parameters()
-    for index, parameter in enumerate(parameters):
-        masked = masked_of.get(parameter)
-        if masked is None:
-            continue
-        record = records[index] = _record(masked) if dense else _held_record(masked)
-        if not is_sharded(parameter):
-            record["begun"] = bool(state.get(index))
-        # A process may have dropped all of its state while others have theirs.
-        begun = bool(wrapped.optimizer.state) or effective_steps > 0
-        # The next mask changes which tensors a state has, so the saved one is a dict of its own.
-        if dense:
-            own = _dense_state(masked, begun)
-        elif masked.rule is None:
-            own = masked.dense_state()
-        else:
-            own = _renamed(record, state.get(index, {}))
-        if own:
+    result, records = inner.state_dict(), []
+    # Torch loads a full state_dict only into state of the same names.
+    is_new = not effective_steps and not any(inner.state.values())
+    state: States = {}
+    for index, each in enumerate(masked):
+        # Follows the parameter first, or raises if that has changed.
+        signed, sharded = each.signed_ages(), is_sharded(each.parameter)
+        # Gloo gathers no 16-bit numbers.
+        signed = signed.int() if sharded else signed
+        fills = dense or sharded or (is_new and each.parameter.requires_grad)
+        # A name with None is of state that was dropped.
+        dropped = {name: None for name, value in each.state.values.items() if value is None}
+        own = _filled(each, inner) if fills else {**dropped, **each.state.dense(each.ages)}
+        write = _packed if each.is_packed and not (dense or sharded) else _written
+        record, own = write(each, _settings(each), signed, own)
+        records.append(record)
+        if own or index in result["state"]:
             state[index] = own
     # Processes gather shards in this order; the order of first updates may differ between them.
-    result["state"] = {index: state[index] for index in range(len(parameters)) if index in state} | state
-    return _with_records(result, records, effective_steps, dense=dense)
+    result["state"] = state | {key: own for key, own in result["state"].items() if key not in state}
+    return _with_records(result, records, effective_steps)
 
 
 def _with_records(
-    result: dict[str, Any], records: dict[int, Record], effective_steps: int, *, dense: bool
+    state_dict: dict[str, Any], records: list[dict[str, Tensor]], effective_steps: int
 ) -> dict[str, Any]:
     """Put records into the param groups of a state_dict."""
-    for first, group in _with_first_index(result["param_groups"]) if records else ():
-        own = {
-            str(index - first): (record, result["state"].get(index, {}))
-            for index, record in records.items()
-            if first <= index < first + len(group["params"])
-        }
-        general: Any = {"version": DENSE_VERSION if dense else VERSION, "effective_steps": effective_steps}
-        if dense:
-            saved: dict[str, Any] = {place: _as_tensors(*each) for place, each in own.items()}
-            device = next((each["settings"].device for each in saved.values()), torch.device("cpu"))
-            general = _as_bytes(general, device)
-        else:
-            saved = {place: {**record, "mark": _checksum(state)} for place, (record, state) in own.items()}
-        group[KEY] = {"general": general, "parameters": saved}
-    return result
+    general = {"version": VERSION, "effective_steps": effective_steps}
+    for first, group in _with_first_index(state_dict["param_groups"]):
+        members = records[first : first + len(group["params"])]
+        device = members[0]["settings"].device if members else torch.device("cpu")
+        parameters = {str(position): record for position, record in enumerate(members)}
+        group[KEY] = {"general": _as_bytes(general, device), "parameters": parameters}
+    return state_dict
 
 
-def _record(masked: MaskedParameter, ages: Tensor | None = None) -> Record:
+def _filled(masked: MaskedParameter, inner: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the dense state of a parameter; what does not exist yet is initial."""
+    state = masked.state.dense(masked.ages)
+    if masked.rule is not None:
+        state = {**masked.state.initial(masked.group, masked.updates), **state}
+        return masked.rule.dense_state(state, masked.parameter.detach())
+    if not state and (is_sharded(masked.parameter) or is_torchs_own(inner)):
+        return tried_state(inner, masked.group, masked.parameter) or {}
+    return state
+
+
+def _settings(masked: MaskedParameter) -> Record:
+    shape = masked.mask_shape
     return {
-        "ages": masked.signed_ages() if ages is None else ages,
-        "mask_shape": None if masked.mask_shape is None else list(masked.mask_shape),
+        "mask_shape": None if shape is None else list(shape),
         "updates": masked.updates,
+        "since": masked.ages.since,
+        "had_mask": masked.had_mask,
+        "begun": bool(masked.state.values) or is_sharded(masked.parameter),
         **masked.options._asdict(),
     }
 
 
-def _held_record(masked: MaskedParameter) -> Record:
-    """Return the record of a state as it is in memory; it has "held" if that is not dense."""
-    state, ages, layout = masked.follow(), masked.ages, masked.layout
-    starts = {} if masked.rule is None else masked.rule.state(masked.group)
-    starts = {name: start for name, start in starts.items() if name in state}
-    if ages.index is None and all(state[name] is not None for name in starts):
-        return _record(masked)
-    signed = masked.signed_ages()
-    if ages.index is not None:
-        signed = ages.of_active_blocks()
-        signed = signed[:1].clone() if bool((signed == signed[0]).all()) else signed
-    held = {
-        "index": None if ages.index is None else written_once(ages.index),
-        "block": ages.block,
-        "shape": list(layout.shape),
-        "order": list(layout.order),
+def _packed(
+    masked: MaskedParameter, settings: Record, signed: Tensor, state: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return a record and state of active entries alone, given the dense state."""
+    assert masked.rule is not None
+    flags, parameter = signed > 0, masked.parameter
+    starts = {name: start for name, start in masked.rule.state(masked.group).items() if name in state}
+    settings["packed"] = {
+        "shape": list(parameter.shape),
+        "strides": {name: state[name].stride() for name in starts},
         "starts": starts,
-        "dtype": str(masked.parameter.dtype).removeprefix("torch."),
+        "numbers": {name: float(value) for name, value in state.items() if name not in starts},
+        "ages_shape": list(signed.shape),
     }
-    return {**_record(masked, signed), "held": held}
+    mask, ages = flags.expand(parameter.shape), signed[flags]
+    ages = ages[:1] if bool((ages == ages[:1]).all()) else ages
+    # Torch looks for the tensor's counts in any state that is not empty.
+    counts = masked.state.counts(masked.group, 0)
+    own = counts | {_PACKED + name: state[name].masked_select(mask) for name in starts}
+    record, state = _written(masked, settings, ages, own)
+    return {"index": pack(flags), **record}, state
 
 
-def _renamed(record: Record, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state whose parts that are not dense have a prefix to their names.
-
-    Torch's fused Adam on CPUs writes beyond the end of a state that is too small, but raises an error if it
-    does not find it.
-    """
-    starts = record.get("held", {}).get("starts", ())
-    return {_HELD + key if key in starts else key: value for key, value in state.items()}
-
-
-def _dense_state(masked: MaskedParameter, begun: bool) -> dict[str, Any]:
-    """Return the state as the wrapped optimizer would hold it.
-
-    Args:
-        masked: The parameter.
-        begun: True if an update was made, on any process: then there is a state, even if only an initial one.
-    """
-    state, optimizer = masked.dense_state(), masked.state.wrapped.optimizer
-    if masked.rule is not None and begun:
-        whole = {**masked.state.initial(masked.group, masked.updates), **state}
-        return masked.rule.dense_state(whole, masked.parameter.detach())
-    if begun and not state and (is_sharded(masked.parameter) or is_torchs_own(optimizer)):
-        # Torch expects the same entries whatever is frozen; restoring removes them again.
-        return first_state(optimizer, masked.group, masked.parameter)
-    return state
-
-
-def _as_tensors(record: Record, state: dict[str, Any]) -> dict[str, Tensor]:
-    ages = record.pop("ages")
-    flat = ages if is_sharded(ages) else ages.reshape(-1)
-    mark = None if is_sharded(ages) else _checksum(state)
-    settings = {**record, "ages_shape": list(ages.shape), "mark": mark}
-    return {"ages": flat, "settings": _as_bytes(settings, ages.device)}
+def _written(
+    _: Any, settings: Record, signed: Tensor, state: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return a record as tensors, and the state as it is saved."""
+    sharded = is_sharded(signed)
+    settings |= {"ages_shape": list(signed.shape), "state": list(state)}
+    settings["mark"] = None if sharded else _checksum(state)
+    tensors = {
+        "ages": signed if sharded else signed.reshape(-1),
+        "settings": _as_bytes(settings, signed.device),
+    }
+    return tensors, {**state, KEY: []} if state else state
 
 
 def _as_bytes(value: dict[str, Any], device: torch.device) -> Tensor:
@@ -200,59 +164,6 @@ def _as_bytes(value: dict[str, Any], device: torch.device) -> Tensor:
     text = json.dumps(value).encode()
     text = text.ljust(-(-len(text) // _TEXT_BYTES) * _TEXT_BYTES)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-
-
-# --- loading
-
-
-def split(state_dict: dict[str, Any]) -> tuple[dict[str, Any], int | None, dict[int, Record]]:
-    """Separate a saved state_dict into that of the wrapped optimizer and the records.
-
-    Returns:
-        The optimizer's state_dict; the number of updates, if it was saved; and the records by the index of
-        the parameter, without those that plain steps have outdated.
-
-    Raises:
-        PolicyError: If a newer version saved it, or a tensor was not loaded.
-    """
-    groups = state_dict["param_groups"]
-    own = {**state_dict, "param_groups": [{k: v for k, v in group.items() if k != KEY} for group in groups]}
-    steps, records, states = None, {}, states_in_order(own)
-    for first, group in _with_first_index(groups):
-        if KEY not in group:
-            continue
-        general = _as_object(group[KEY]["general"])
-        if general["version"] > VERSION:
-            raise PolicyError(
-                f"{KEY}: saved by a newer gradpolicy (format {general['version']}, known: {VERSION})"
-            )
-        steps = int(general["effective_steps"])
-        for position, tensors in group[KEY].get("parameters", {}).items():
-            record, index = _as_record(tensors), first + int(position)
-            if index < len(states) and _is_others(record, states[index]):
-                continue
-            if not _is_outdated(own["state"].get(index, {}), record.pop("mark", None)):
-                records[index] = record
-            elif "held" in record:
-                raise PolicyError(
-                    f"{KEY}: the saved state of parameter {index} was changed; the file is damaged"
-                )
-    return own, steps, records
-
-
-def states_in_order(state_dict: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the state of each parameter, which torch.distributed.checkpoint saves by name."""
-    keys = (key for group in state_dict["param_groups"] for key in group["params"])
-    return [state_dict["state"].get(key, {}) for key in keys]
-
-
-def _is_others(record: Record, state: dict[str, Any]) -> bool:
-    """Return True for the record of an optimizer into which a whole state_dict without masks is loaded.
-
-    It has counted no update, and the state has. Torch fills in what is missing in a state_dict from the
-    optimizer that loads it.
-    """
-    return is_sharded(record["ages"]) and not record["updates"] and step_count(state) > 0
 
 
 def _with_first_index(groups: list[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -263,29 +174,109 @@ def _with_first_index(groups: list[dict[str, Any]]) -> Iterator[tuple[int, dict[
         first += len(group["params"])
 
 
-def _as_record(tensors: dict[str, Any]) -> Record:
-    if "settings" not in tensors:
-        return dict(tensors)
-    settings = _as_object(tensors["settings"])
-    ages, shape = tensors.get("ages"), settings.pop("ages_shape")
+# --- loading
+
+
+def split(state_dict: dict[str, Any]) -> tuple[dict[str, Any], int | None, dict[int, Record]]:
+    """Separate a saved state_dict into that of the wrapped optimizer and the records.
+
+    Returns:
+        The optimizer's state_dict, in which packed state has the optimizer's names; the number of updates, if
+        it was saved; and the records by the index of the parameter, without those that plain steps have
+        outdated.
+
+    Raises:
+        PolicyError: If another version saved it, a tensor was not loaded, or the file is damaged.
+    """
+    groups, steps, records = state_dict["param_groups"], None, {}
+    # Torch.distributed.checkpoint saves state by the parameters' names.
+    keys = [key for group in groups for key in group["params"]]
+    state = dict(state_dict.get("state", {}))
+    for first, group in _with_first_index(groups):
+        if KEY not in group:
+            continue
+        steps = _read_general(group[KEY]["general"])
+        for position, tensors in group[KEY].get("parameters", {}).items():
+            index = first + int(position)
+            try:
+                record = _read_record(tensors)
+            except (RuntimeError, IndexError, LookupError, TypeError, ValueError) as error:
+                raise PolicyError(f"the record of parameter {index} is damaged ({error})") from error
+            key = keys[index] if 0 <= index < len(keys) else None
+            own = {name: value for name, value in state.get(key, {}).items() if name != KEY}
+            if key is None or not _is_outdated(record, own, index):
+                records[index] = record
+                own = _with_names(record, own)
+            if key in state:
+                state[key] = own
+    plain = [{name: value for name, value in group.items() if name != KEY} for group in groups]
+    return {**state_dict, "state": state, "param_groups": plain}, steps, records
+
+
+def _read_general(saved: Any) -> int:
+    """Return the number of updates."""
+    general = saved if isinstance(saved, dict) else _from_bytes(saved)
+    if general["version"] != VERSION:
+        kind = "newer" if general["version"] > VERSION else "older"
+        raise PolicyError(
+            f"{KEY}: saved by a {kind} gradpolicy (expected format {VERSION}, got {general['version']})"
+        )
+    return int(general["effective_steps"])
+
+
+def _read_record(tensors: dict[str, Any]) -> Record:
+    """Return a record with the ages of all entries."""
+    record: Record = _from_bytes(tensors["settings"])
+    ages, shape = tensors.get("ages"), record.pop("ages_shape")
     if ages is None or ages.numel() != prod(shape):
         raise PolicyError(
             f"{KEY}: the saved ages of shape {tuple(shape)} did not come through: "
             "torch.distributed.checkpoint.load reads what its target has, too; "
             "set masks of the saved shapes before the target's state is asked for"
         )
-    return {**settings, "ages": ages if is_sharded(ages) else ages.reshape(shape)}
+    ages = ages if is_sharded(ages) else ages.reshape(shape)
+    if "packed" in record:
+        shape = record["packed"]["ages_shape"]
+        flags = unpack(tensors["index"], prod(shape)).view(shape)
+        ages = ages.new_full(shape, -1).masked_scatter_(flags, ages.expand(int(flags.count_nonzero())))
+    return {**record, "ages": ages}
 
 
-def _as_object(saved: Tensor | dict[str, Any]) -> dict[str, Any]:
-    if isinstance(saved, dict):
-        return saved
+def _from_bytes(saved: Tensor) -> dict[str, Any]:
     loaded: dict[str, Any] = json.loads(saved.cpu().numpy().tobytes().decode())
     return loaded
 
 
+def _is_outdated(record: Record, state: dict[str, Any], index: int) -> bool:
+    """Return True if a state has changed since its record was made, by steps of a plain torch optimizer.
+
+    Raises:
+        PolicyError: If it is packed: plain torch cannot step it.
+    """
+    tensors = [value for value in (record["ages"], *state.values()) if isinstance(value, Tensor)]
+    if any(map(is_sharded, tensors)):
+        # The record is of the optimizer that loads a full state_dict without records.
+        return not record.get("updates") and step_count(state) > 0
+    saved = {name: value for name, value in state.items() if name in record.get("state", state)}
+    added = {name: value for name, value in state.items() if name not in saved}
+    if saved and record.get("mark") not in (None, _checksum(saved)):
+        if "packed" in record:
+            raise PolicyError(f"{KEY}: the saved state of parameter {index} was changed; the file is damaged")
+        return True
+    if "step" in added:
+        return step_count(added) > 0
+    return any(isinstance(value, Tensor) and value.dim() and bool(value.any()) for value in added.values())
+
+
+def _with_names(record: Record, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state that was saved, under the optimizer's names."""
+    own = {name.removeprefix(_PACKED): state[name] for name in record.get("state", state) if name in state}
+    numbers = record.get("packed", {}).get("numbers", {})
+    return own | {name: torch.tensor(number, dtype=torch.float32, device="cpu") for name, number in numbers.items()}
+
+
 def _checksum(state: dict[str, Any]) -> int:
-    """Return a checksum of some values of each part of a parameter's state."""
+    """Return a checksum of some values of each tensor of a parameter's state."""
     found = 0
     for key, value in sorted(state.items()):
         value = plain_parts(value)[0] if isinstance(value, Tensor) and not is_sharded(value) else value
@@ -298,58 +289,28 @@ def _checksum(state: dict[str, Any]) -> int:
     return found
 
 
-def _is_outdated(state: dict[str, Any], checksum: int | None) -> bool:
-    """Return True if a state has changed since its checksum was made; False if it is missing or sharded."""
-    sharded = any(isinstance(value, Tensor) and is_sharded(value) for value in state.values())
-    return checksum is not None and bool(state) and not sharded and _checksum(state) != checksum
-
-
-def widened(record: Record, state: dict[str, Any], name: str) -> tuple[Record, dict[str, Any]]:
-    """Return a record and its state in dense form.
-
-    Args:
-        record: The record; one without "held" is dense already.
-        state: The state of the parameter as it was held.
-        name: Its name in messages.
+def _widened(record: Record, state: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the dense form of a state, which is packed if the record says so.
 
     Raises:
         PolicyError: If they do not belong together.
     """
-    held = record.get("held")
-    if held is None:
-        return record, state
-    try:
-        return _widened(record, held, state)
-    except (RuntimeError, IndexError, LookupError, TypeError, ValueError, AttributeError) as error:
-        line = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
-        raise PolicyError(
-            f"{name}: its saved mask and state do not belong together ({line}); the file is damaged"
-        ) from error
-
-
-def _widened(record: Record, held: dict[str, Any], state: dict[str, Any]) -> tuple[Record, dict[str, Any]]:
-    layout = Layout(torch.Size(held["shape"]), tuple(held["shape"]), tuple(held["order"]), plain=False)
-    block, dtype, ages = held["block"], getattr(torch, held["dtype"]), record["ages"]
-    flags = torch.zeros(layout.size // block, dtype=torch.bool, device="cpu")
-    if held["index"] is not None:
-        flags = unpack(held["index"], len(flags))
-
-    def spread(values: Tensor, width: int, start: float) -> Tensor:
-        rows = values.new_full((len(flags), width), start)
-        rows[flags.to(values.device)] = values.view(-1, width)
-        return layout.spread(rows.view(-1), block // width)
-
-    wide = {key: value for key, value in state.items() if not key.startswith(_HELD)}
-    for key, start in held["starts"].items():
-        if _HELD + key in state:
-            value = state[_HELD + key]
-            value = ages.new_empty(0, dtype=dtype.to_real()) if value is None else value
-            value = spread(value, block, start)
-            wide[key] = torch.view_as_complex(value) if dtype.is_complex else value
-    if held["index"] is not None:
-        ages = spread(ages, 1, -1)
-        ages = ages.select(-1, 0) if dtype.is_complex else ages
-    return {**{key: value for key, value in record.items() if key != "held"}, "ages": ages}, wide
+    if "packed" not in record:
+        return state
+    packed, wide = record["packed"], dict(state)
+    mask = (record["ages"] > 0).expand(packed["shape"])
+    active = int(mask.count_nonzero())
+    for key, start in packed["starts"].items():
+        value = state.get(key)
+        if value is None or value.numel() != active:
+            raise PolicyError(
+                f"{name}: its saved mask and state do not belong together (expected {active} values of "
+                f"{key!r}, found {0 if value is None else value.numel()}); the file is damaged"
+            )
+        full = torch.empty_strided(mask.shape, packed["strides"][key], dtype=value.dtype, device=value.device)
+        full.fill_(complex(start, start) if value.is_complex() else start)
+        wide[key] = full.masked_scatter_(mask.to(value.device), value)
+    return wide
 
 
 def dense(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -361,43 +322,64 @@ def dense(state_dict: dict[str, Any]) -> dict[str, Any]:
         PolicyError: If it is damaged.
     """
     own, steps, records = split(state_dict)
-    if not any("held" in record for record in records.values()):
+    if not any("packed" in record for record in records.values()):
         return state_dict
-    state = dict(own["state"])
-    for index, record in records.items():
-        records[index], wide = widened(record, state.get(index, {}), f"parameter {index}")
-        state |= {index: wide} if wide else {}
-    return _with_records({**own, "state": state}, records, steps or 0, dense=True)
+    keys, tensors = [key for group in own["param_groups"] for key in group["params"]], []
+    for index, key in enumerate(keys):
+        record = records[index]
+        wide = _widened(record, own["state"].get(key, {}), f"parameter {index}")
+        settings = {name: value for name, value in record.items() if name not in ("packed", "ages")}
+        saved, own["state"][key] = _written(None, settings, record["ages"], wide)
+        tensors.append(saved)
+    return _with_records(own, tensors, steps or 0)
 
 
-def take_out(wrapped: Wrapped) -> None:
+def take_out(inner: torch.optim.Optimizer) -> None:
     """Make state dense that a plain optimizer has loaded, and remove the records from its groups."""
-    groups, parameters = wrapped.optimizer.param_groups, wrapped.parameters()
-    state = {index: wrapped.state_of(parameter) for index, parameter in enumerate(parameters)}
-    _, _, records = split({"state": state, "param_groups": groups})
-    for index, record in records.items():
-        if state[index] and "held" in record:
-            parameter = parameters[index]
-            wrapped.optimizer.state[parameter] = widened(record, state[index], wrapped.name_of(parameter))[1]
-    for group in groups:
+    if not any(KEY in group for group in inner.param_groups):
+        return
+    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+    groups = [{**group, "params": [id(each) for each in group["params"]]} for group in inner.param_groups]
+    state = {id(each): inner.state.get(each, {}) for each in parameters}
+    own, _, records = split({"state": state, "param_groups": groups})
+    for index, parameter in enumerate(parameters):
+        loaded = own["state"][id(parameter)]
+        if index in records:
+            loaded = _widened(records[index], loaded, f"parameter {index}")
+        inner.state[parameter] = loaded
+    for group in inner.param_groups:
         group.pop(KEY, None)
 
 
-def check(record: Record, state: dict[str, Any], masked: MaskedParameter, name: str) -> None:
-    """Check a record and its state against a parameter, before anything is loaded.
+def fitting_records(
+    state_dict: dict[str, Any], records: dict[int, Record], masked: Sequence[MaskedParameter]
+) -> dict[int, Record]:
+    """Check the records of a split state_dict before anything is loaded; return them.
 
     Raises:
         PolicyError: If something is missing or damaged, or belongs to another parameter.
     """
-    record, state = widened(record, state, name) if "ages" in record else (record, state)
-    for key in ("ages", "mask_shape", "updates", *Options._fields):
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    for index, record in records.items():
+        if not 0 <= index < min(len(masked), len(keys)):
+            raise PolicyError(
+                f"the state_dict has a mask for parameter {index}; "
+                f"the wrapped optimizer has {len(masked)}, counted from 0"
+            )
+        _check(record, state_dict["state"].get(keys[index], {}), masked[index])
+    return records
+
+
+def _check(record: Record, state: dict[str, Any], masked: MaskedParameter) -> None:
+    parameter, name = masked.parameter, masked.name
+    for key in ("mask_shape", "updates", "had_mask", *Options._fields):
         if key not in record:
             raise PolicyError(f"{name}: its saved record has no {key!r}")
     try:
         Options().changed(**{option: record[option] for option in Options._fields})
     except PolicyError as error:
         raise PolicyError(f"{name}: saved {error}") from None
-    ages, parameter = record["ages"], masked.parameter
+    ages = record["ages"]
     if ages.is_floating_point() or ages.dtype == torch.bool:
         raise PolicyError(f"{name}: its saved ages are {ages.dtype}, not whole numbers; the file is damaged")
     for what, shape in (("ages", ages.shape), ("mask", record["mask_shape"] or (1,) * parameter.dim())):
@@ -406,30 +388,30 @@ def check(record: Record, state: dict[str, Any], masked: MaskedParameter, name: 
             _refuse(what, shape, parameter, name)
     if not is_sharded(ages) and bool((ages == 0).any()):
         raise PolicyError(f"{name}: its saved ages have a 0, which no entry has; the file is damaged")
+    wide = _widened(record, state, name)
     for key in masked.rule.names if masked.rule is not None else ():
-        value = state.get(key)
+        value = wide.get(key)
         if isinstance(value, Tensor) and value.shape != parameter.shape:
             _refuse(key, value.shape, parameter, name)
 
 
 def _refuse(what: str, shape: Any, parameter: Tensor, name: str) -> NoReturn:
     raise PolicyError(
-        f"{name}: the saved {what!r} has the shape {tuple(shape)}, the parameter "
-        f"{tuple(parameter.shape)}; load what was saved of this model"
+        f"{name}: expected the saved {what!r} to fit the parameter of shape {tuple(parameter.shape)}, got "
+        f"{tuple(shape)}; load what was saved of this model"
     )
 
 
 def restore(masked: MaskedParameter, record: Record) -> None:
     """Restore a parameter's mask and ages from a record; its state is loaded already, as it was saved."""
-    state, optimizer = masked.state.values, masked.state.wrapped.optimizer
-    record, wide = widened(record, state, masked.state.wrapped.name_of(masked.parameter))
-    if wide is not state:
-        optimizer.state[masked.parameter] = wide
-    shape = record["mask_shape"]
+    state, shape = masked.state.values, record["mask_shape"]
+    state.update(_widened(record, state, masked.name))
     masked.restore(
         record["ages"],
         None if shape is None else tuple(shape),
-        int(record["updates"]),
-        bool(record.get("begun", True)),
         Options(record["frozen_state"], record["bias_correction"]),
+        updates=int(record["updates"]),
+        since=int(record["since"]),
+        begun=bool(record["begun"]),
     )
+    masked.had_mask = record["had_mask"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -14,23 +14,22 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.optim import checkpoint, state_probe
-from gradpolicy.optim.kernels import select
-from gradpolicy.optim.layout import fitting_mask
+from gradpolicy.optim import checkpoint, moving
 from gradpolicy.optim.masked_parameter import MaskedParameter, Mode, Options
+from gradpolicy.optim.optimizers import Optimizers
 from gradpolicy.optim.other_optimizers import is_torchs_own
 from gradpolicy.optim.own_settings import applied, as_settings, check_settings, places_of, with_settings
+from gradpolicy.optim.put_back import mask_gradient, restore_frozen, save_frozen
+from gradpolicy.optim.shapes import fitting_mask, local_entries
 from gradpolicy.optim.submatrix import in_parts
 from gradpolicy.optim.update_rules import Group, UpdateRule
 from gradpolicy.optim.update_rules.schedule_free import ScheduleFreeSGD
 from gradpolicy.optim.update_rules.sgd import begin_momenta
 from gradpolicy.optim.wrapped import Wrapped
-from gradpolicy.tensors.row_gradient import ActiveRows
-from gradpolicy.tensors.sharding import is_sharded, plain_parts
+from gradpolicy.tensors.sharding import plain_parts
 
 Member = tuple[MaskedParameter, Tensor]
 """A parameter and its gradient."""
-FIRST_AGES, MOST_TABLES = 1024, 64
 _WRAPPERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[MaskedOptimizer]] = (
     weakref.WeakKeyDictionary()
 )
@@ -72,7 +71,6 @@ class MaskedOptimizer(torch.optim.Optimizer):
         effective_steps: Number of updates so far, without steps that mixed precision skipped. Set it if an
             optimizer is wrapped in the middle of a training.
         steps_inner: True during a step, which calls the wrapped optimizer's step.
-        saves_dense: True while a dense state_dict is made.
 
     Raises:
         PolicyError: If `inner` is no optimizer, is wrapped already, or is DeepSpeed's, Fabric's,
@@ -92,44 +90,61 @@ class MaskedOptimizer(torch.optim.Optimizer):
     # True if an engine reduces the gradients, and frozen parameters need not have any.
     allows_unused_parameters = False
 
-    def __new__(cls, inner: Any = None, *options: Any, **named: Any) -> MaskedOptimizer:
-        """Create an instance of the subclass that `Optimizers` needs, or of this class."""
-        return super().__new__(getattr(inner, "masked_by", cls) if cls is MaskedOptimizer else cls)
-
     def __init__(
         self, inner: torch.optim.Optimizer, frozen_state: str = "keep", bias_correction: str = "entry"
     ) -> None:
-        _check_inner(inner)
+        # The optimizers that step: the wrapped one, or those that it consists of.
+        joined = inner.optimizers if isinstance(inner, Optimizers) else []
+        for each in (inner, *joined):
+            _check_inner(each)
         self.inner = inner
         self._options = Options().changed(frozen_state=frozen_state, bias_correction=bias_correction)
         self._wrapped = Wrapped(inner)
+        self._parts = [Wrapped(each) for each in joined] or [self._wrapped]
         self._masked: dict[Tensor, MaskedParameter] = {}
         self.effective_steps = 0
-        self._only_probed = False
         # A plain optimizer that has loaded a state_dict of this class keeps what it does not know.
-        checkpoint.take_out(self._wrapped)
+        checkpoint.take_out(inner)
+        self._begin_state()
         self._set_up()
+
+    def _begin_state(self) -> None:
+        """Give each parameter a state, empty until its first update.
+
+        Without any, torch.distributed.checkpoint would take a first step to create it.
+        """
+        for part in self._parts:
+            # Adagrad creates state itself, and cannot be copied with an empty one.
+            for parameter in part.parameters() if not isinstance(part.optimizer, torch.optim.Adagrad) else ():
+                self.inner.state.setdefault(parameter, {})
 
     def _set_up(self) -> None:
         """Set up what `Optimizer.__init__` would, except for what the wrapped optimizer has."""
-        _WRAPPERS[self.inner] = weakref.ref(self)
+        for each in {self.inner, *(part.optimizer for part in self._parts)}:
+            _WRAPPERS[each] = weakref.ref(self)
+            guard = each.register_step_pre_hook(partial(_refuse_to_pass_masks, weakref.ref(self)))
+            weakref.finalize(self, guard.remove)
         for hooks in ("step_pre", "step_post", "state_dict_pre", "state_dict_post"):
             setattr(self, f"_optimizer_{hooks}_hooks", OrderedDict())
         for hooks in ("pre", "post"):
             setattr(self, f"_optimizer_load_state_dict_{hooks}_hooks", OrderedDict())
         self._patch_step_function()
-        self.steps_inner = self.saves_dense = False
-        guard = self.inner.register_step_pre_hook(partial(_refuse_to_pass_masks, weakref.ref(self)))
-        weakref.finalize(self, guard.remove)
-        # The numbers of the rule by age, for the settings that they follow from.
-        self._tables: dict[tuple[object, ...], tuple[Tensor, bool]] = {}
+        self.steps_inner = False
+        # Of several optimizers, the one that steps a parameter.
+        self._part_of = {
+            parameter: part
+            for part in self._parts
+            for parameter in (part.parameters() if part is not self._wrapped else ())
+        }
         self._closure_needed = self._wrapped.needs_closure
         # Some third-party optimizers, such as SAM, call the closure themselves, more than once.
-        described = self._wrapped.rule is not None or self._wrapped.submatrix is not None
-        self._calls_closure_itself = not described and not is_torchs_own(self.inner)
+        known = (self._wrapped.rule, self._wrapped.submatrix)
+        self._calls_closure_itself = not (
+            any(known) or isinstance(self.inner, Optimizers) or is_torchs_own(self.inner)
+        )
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("inner", "_options", "_wrapped", "_masked", "effective_steps", "_only_probed")
+        names = ("inner", "_options", "_wrapped", "_parts", "_masked", "effective_steps")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -183,6 +198,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer; its parameters start with every entry active."""
         self.inner.add_param_group(param_group)
+        self._begin_state()
 
     def whole_parameters(self, *, values: bool) -> AbstractContextManager[Any]:
         """Return a context manager in which parameters have their whole shape, and if asked for their values.
@@ -206,14 +222,16 @@ class MaskedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _switch(self, name: str) -> None:
         """Let a schedule-free optimizer switch between the weights of training and those of evaluation."""
-        switch, state, masked = getattr(self.inner, name, None), self.inner.state, self._masked
-        if switch is None:
+        state, masked = self.inner.state, self._masked
+        switched = [each.optimizer for each in self._parts if hasattr(each.optimizer, name)]
+        if not switched:
             return
         before = {p: p.detach().clone() for p, own in masked.items() if not own.is_full}
-        dense = {p: masked[p].dense_state() if p in masked else own for p, own in state.items()}
-        self.inner.state = defaultdict(dict, dense)
-        switch()
-        self.inner.state = state
+        dense = {p: masked[p].state.dense(masked[p].ages) if p in masked else own for p, own in state.items()}
+        for each in switched:
+            each.state = defaultdict(dict, dense)
+            getattr(each, name)()
+            each.state = state
         for parameter, value in before.items():
             parameter.copy_(torch.where(self.get_mask(parameter), parameter, value))
 
@@ -234,11 +252,15 @@ class MaskedOptimizer(torch.optim.Optimizer):
         groups = [(p, group) for group in self.param_groups for p in group["params"] if p in settings]
         for parameter, group in groups:
             check_settings(settings[parameter], group)
+        for part in self._parts if groups else ():
+            if isinstance(part.optimizer, torch.optim.LBFGS | torch.optim.Rprop):
+                kind = type(part.optimizer).__name__
+                raise PolicyError(
+                    f"{kind} cannot give parameters rates of their own; use another, such as AdamW"
+                )
         own = {p: as_settings(settings[p], group) for p, group in groups}
-        if own and isinstance(self.inner, torch.optim.LBFGS | torch.optim.Rprop):
-            kind = type(self.inner).__name__
-            raise PolicyError(f"{kind} cannot give parameters rates of their own; use another, such as AdamW")
-        self._wrapped.settings = own
+        for part in {self._wrapped, *self._parts}:
+            part.settings = own
 
     def set_mask(
         self,
@@ -323,11 +345,6 @@ class MaskedOptimizer(torch.optim.Optimizer):
         total = sum(each.entries for each in ages)
         return sum(each.active for each in ages) / total if total else 1.0
 
-    @property
-    def is_probed(self) -> bool:
-        """True if the next step is torch.distributed.checkpoint's, which finds out what state there is."""
-        return state_probe.is_probe(self.inner)
-
     def state_bytes(self, parameter: Tensor | None = None) -> int:
         """Return the bytes held on this process for the state of one parameter, or of all.
 
@@ -342,13 +359,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
         """Return each parameter that has, or once had, a mask, with its mask, ages and state."""
         return self._masked
 
-    def active_rows(self, parameter: Tensor) -> ActiveRows | None:
-        """Return the rows, columns or entries to which a gradient can be restricted; None if it cannot."""
-        masked = self._masked.get(parameter)
-        return None if masked is None else masked.active_rows()
-
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        """Return the gradient that the next step uses; it may hold some rows only."""
+        """Return the gradient that the next step uses."""
         return parameter.grad
 
     def _known(self, parameter: Tensor) -> MaskedParameter:
@@ -356,13 +368,9 @@ class MaskedOptimizer(torch.optim.Optimizer):
         masked = self._masked.get(parameter)
         if masked is None:
             self._wrapped.name_of(parameter)
-            updates = 0 if self._was_only_probed(parameter) else None
-            masked = MaskedParameter(parameter, self._wrapped, self._options, updates)
+            part = self._part_of.get(parameter, self._wrapped)
+            masked = MaskedParameter(parameter, part, self._options)
         return masked
-
-    def _was_only_probed(self, parameter: Tensor) -> bool:
-        """Return True if a probe made the state of a parameter, whose first update is still to come."""
-        return self._only_probed and not state_probe.has_begun(self._wrapped, parameter)
 
     # --- steps
 
@@ -389,7 +397,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
             return
         if gradient.layout is not torch.strided:
             self._refuse_sparse(parameter)
-        masked.mask_gradient(gradient)
+        mask_gradient(masked, gradient)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the active entries.
@@ -408,6 +416,24 @@ class MaskedOptimizer(torch.optim.Optimizer):
             return self._step(closure)
         finally:
             self.steps_inner = False
+
+    @torch.no_grad()
+    def step_parameter(self, parameter: Tensor) -> None:
+        """Update one parameter now, before the others.
+
+        Once all are, call `step`, which counts the update; parameters without a gradient do not change in it.
+        """
+        before, updates = self.steps_inner, self.effective_steps
+        owner = self._part_of.get(parameter, self._wrapped)
+        self.steps_inner = True
+        try:
+            with ExitStack() as stack:
+                for part in dict.fromkeys((self._wrapped, *self._parts)):
+                    is_owner = part is owner or part is self._wrapped
+                    stack.enter_context(part.restricted_to(parameter if is_owner else None))
+                self._update(None)
+        finally:
+            self.steps_inner, self.effective_steps = before, updates
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         if self._closure_needed or (closure is not None and self._calls_closure_itself):
@@ -438,19 +464,22 @@ class MaskedOptimizer(torch.optim.Optimizer):
     def _update(self, closure: Callable[[], Any] | None) -> Any:
         """Update once: by the wrapped optimizer where that is exact, then by the rule for the rest."""
         work = self._sorted(closure is not None)
-        if closure is None and self.is_probed:
-            state_probe.probe(self._wrapped, self._masked.values())
-            self._only_probed = True
-            return None
         stepped = self._masked.values() if self._closure_needed else work.by_optimizer
-        with _hidden_gradients(work.hidden), self._scaling(), in_parts(self._wrapped, work.by_part):
+        with ExitStack() as stack:
+            stack.enter_context(_hidden_gradients(work.hidden))
+            stack.enter_context(self._scaling())
+            for part in self._parts:
+                stack.enter_context(in_parts(part, [m for m in work.by_part if m[0].state.wrapped is part]))
             result = self._step_inner([masked for masked in stepped if not masked.is_full], closure)
         for masked in (*work.by_optimizer, *(masked for masked, _ in work.by_part)):
             masked.count_update()
         for masked in work.on_others:
-            masked.count_update_on_others()
-        if self._wrapped.rule is not None and work.by_rule:
-            self._update_by_rule(self._wrapped.rule, work.by_rule)
+            masked.set_count(masked.updates + 1)
+        for part in self._parts:
+            # A param group is of one optimizer.
+            groups = [(g, m) for g, m in work.by_rule if m[0][0].state.wrapped is part]
+            if part.rule is not None and groups:
+                self._update_by_rule(part.rule, groups)
         self.effective_steps += 1
         return result
 
@@ -510,46 +539,22 @@ class MaskedOptimizer(torch.optim.Optimizer):
         torch.autograd.graph.increment_version([m.parameter for _, members in groups for m, _ in members])
 
     def _update_alike(self, rule: UpdateRule, group: Group, members: list[Member]) -> None:
-        """Update all tensors of one dtype and device by one call of a kernel."""
-        parameter = members[0][0].parameter
-        dtype, device = parameter.dtype.to_real(), parameter.device
-        oldest = max([max(masked.ages.oldest, masked.updates) for masked, _ in members])
-        rows, is_constant = self._numbers_by_age(rule, group, oldest, dtype, device)
-        names, updates = tuple(rule.state(group)), []
+        """Update tensors of one dtype and device."""
+        entries = []
         for masked, gradient in members:
+            masked.follow()
             by_tensor = masked.options.bias_correction == "tensor"
-            age = 0 if is_constant else masked.updates if by_tensor else None
-            updates.append(masked.entry_update(group, names, gradient, age))
-        sign, *settings = rule.settings(group)
-        # Half-precision weights may have state of full precision, which only the kernels in torch support.
-        dtypes = {value.dtype for each in updates for value in (each.gradient, *each.state.values())}
-        kernels = select(device, dtype, *dtypes, rule_kernel=rule.kernel)
-        kernels.update(rule, (sign / self._scale, *settings), rows, updates)
-        for (masked, _), update in zip(members, updates, strict=True):
-            for flat, tensor in update.unwritten:
-                masked.layout.write_back(flat, tensor)
-
-    def _numbers_by_age(
-        self, rule: UpdateRule, group: Group, oldest: int, dtype: torch.dtype, device: torch.device
-    ) -> tuple[Tensor, bool]:
-        """Return a row of numbers for each age from 0 updates on, and True if all rows are the same."""
-        # Half precision is computed in float32, as by torch's fused optimizers.
-        exact = torch.promote_types(dtype, torch.float32)
-        settings = rule.age_settings(group)
-        key = (settings, exact, device)
-        rows, is_constant = self._tables.get(key, (None, False))
-        if rows is not None and len(rows) > oldest:
-            return rows, is_constant
-        length = max(FIRST_AGES, 1 << oldest.bit_length())
-        ages = torch.arange(1, length + 1, dtype=torch.float64, device="cpu")
-        columns = rule.numbers(ages, *settings)
-        rows = torch.stack(columns, 1) if columns else ages.new_zeros(length, 0)
-        is_constant = bool((rows == rows[:1]).all())
-        if len(self._tables) >= MOST_TABLES:
-            # A scheduler may change the betas at every step.
-            self._tables.clear()
-        self._tables[key] = rows.to(device=device, dtype=exact).contiguous(), is_constant
-        return self._tables[key]
+            entries.append(
+                moving.Entries(
+                    local_entries(masked.parameter),
+                    local_entries(gradient),
+                    masked.state.completed(group, masked.ages, masked.updates),
+                    masked.ages,
+                    masked.updates if by_tensor else None,
+                    masked.weights,
+                )
+            )
+        moving.update(rule, group, self._scale, entries)
 
     @property
     def _scale(self) -> float:
@@ -559,16 +564,15 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     def _step_inner(self, frozen: Iterable[MaskedParameter], closure: Callable[[], Any] | None) -> Any:
         """Step the wrapped optimizer; frozen entries of these parameters do not change."""
-        if self._only_probed:
-            state_probe.forget(self._wrapped, self._masked, closure is not None)
-            self._only_probed = False
-        saved = [(masked, masked.save_frozen()) for masked in frozen]
-        if isinstance(self.inner, torch.optim.SGD):
-            begin_momenta(self.inner, self._wrapped.group_of, self._scale)
-        with applied(self.inner, self._wrapped.settings):
+        saved = [(masked, save_frozen(masked)) for masked in frozen]
+        with ExitStack() as stack:
+            for part in self._parts:
+                if isinstance(part.optimizer, torch.optim.SGD):
+                    begin_momenta(part.optimizer, part.group_of, self._scale)
+                stack.enter_context(applied(part.optimizer, part.settings))
             result = self.inner.step(closure) if closure is not None else self.inner.step()
-        for masked, names in saved:
-            masked.restore_frozen(names)
+        for masked, values in saved:
+            restore_frozen(masked, values)
         return result
 
     @contextmanager
@@ -595,28 +599,23 @@ class MaskedOptimizer(torch.optim.Optimizer):
     def state_dict(self, *, dense: bool = False) -> dict[str, Any]:
         """Return the wrapped optimizer's own state_dict, with masks and ages beside it under "gradpolicy".
 
-        It is as small as the state: under `drop` it holds moments of active entries only, and none of tensors
-        that are frozen as a whole. For sharded parameters and `torch.distributed.checkpoint` it is dense.
+        Under `drop` it has moments of active entries only, and none of tensors that are frozen entirely.
 
         Args:
-            dense: True for moments that torch alone can load: dense, and 0 where `drop` holds none.
+            dense: True for moments that torch alone can load: dense, and 0 where there are none. Those of
+                sharded parameters always are.
         """
-        self.saves_dense = dense or checkpoint.must_be_dense(self._wrapped)
         for prepare in self._optimizer_state_dict_pre_hooks.values():
             prepare(self)
-        for parameter in self._wrapped.parameters():
-            if is_sharded(parameter):
-                self._masked.setdefault(parameter, self._known(parameter))
-        result = checkpoint.save(self._wrapped, self._masked, self.effective_steps, dense=self.saves_dense)
+        result = checkpoint.save(self.inner, self._all_masked(), self.effective_steps, dense=dense)
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, result)
             result = result if changed is None else changed
-        self.saves_dense = False
         return result
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state_dict of this class, small or dense, or of the wrapped optimizer alone.
+        """Load a state_dict of this class, compact or dense, or of the wrapped optimizer alone.
 
         Masks and ages become the saved ones. If there are none, masks stay and every entry's age becomes its
         tensor's step count.
@@ -630,39 +629,26 @@ class MaskedOptimizer(torch.optim.Optimizer):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         own, steps, saved = checkpoint.split(state_dict)
-        records = self._fitting_records(own, saved)
+        masked = self._all_masked()
+        records = checkpoint.fitting_records(own, saved, masked)
         self.inner.load_state_dict(own)
-        # Current masks must not change state that was saved with other masks.
-        for parameter, masked in self._masked.items():
-            if parameter not in records:
-                masked.adopt_state(updates=0 if self._was_only_probed(parameter) else None)
-        for parameter, record in records.items():
-            self.restore(parameter, record)
+        self._begin_state()
+        for index, each in enumerate(masked):
+            if index in records:
+                checkpoint.restore(each, records[index])
+                self._masked.pop(each.parameter, None)
+                if each.had_mask:
+                    self._masked[each.parameter] = each
+            elif each.parameter in self._masked:
+                # Current masks must not change state that was saved with other masks.
+                each.adopt_state()
         self.effective_steps = self.effective_steps if steps is None else steps
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def restore(self, parameter: Tensor, record: checkpoint.Record) -> None:
-        """Restore a parameter's mask and ages from a record that fits; its state is loaded already."""
-        checkpoint.restore(self._masked.setdefault(parameter, self._known(parameter)), record)
-
-    def _fitting_records(
-        self, own: dict[str, Any], saved: dict[int, checkpoint.Record]
-    ) -> dict[Tensor, checkpoint.Record]:
-        """Return the records by parameter, all of them checked: a load that fails changes nothing."""
-        parameters = self._wrapped.parameters()
-        found: dict[Tensor, checkpoint.Record] = {}
-        for index, record in saved.items():
-            if not 0 <= index < len(parameters):
-                raise PolicyError(
-                    f"the state_dict has a mask for parameter {index}; "
-                    f"the wrapped optimizer has {len(parameters)}, counted from 0"
-                )
-            masked = self._known(parameters[index])
-            name = self._wrapped.name_of(parameters[index])
-            checkpoint.check(record, own["state"].get(index, {}), masked, name)
-            found[parameters[index]] = record
-        return found
+    def _all_masked(self) -> list[MaskedParameter]:
+        """Return each parameter with its mask."""
+        return [self._known(parameter) for parameter in self._wrapped.parameters()]
 
 
 @dataclass(slots=True)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gradpolicy.errors import PolicyError, shortened, shown, under
-from gradpolicy.optim.masked_optimizer import MaskedOptimizer
-from gradpolicy.optim.masked_parameter import MaskedParameter
 from gradpolicy.where import named_parameters, pick
 
 
@@ -47,8 +44,6 @@ class Optimizers(torch.optim.Optimizer):
 
     # Code that creates optimizers from parameters must pass their names too.
     needs_names = True
-    # The class of MaskedOptimizer that wraps it.
-    masked_by: type[MaskedOptimizer]
 
     def __init__(
         self,
@@ -68,10 +63,7 @@ class Optimizers(torch.optim.Optimizer):
         groups = [group for each in self.optimizers for group in each.param_groups]
         first, *others = (each.defaults for each in self.optimizers)
         super().__init__(groups, {key: first[key] for key in first if all(key in each for each in others)})
-        self.join_state()
-
-    def join_state(self) -> None:
-        """Let all optimizers keep their state in one dict."""
+        # All keep their state in one dict.
         for each in self.optimizers:
             self.state.update(each.state)
             each.state = self.state
@@ -113,60 +105,7 @@ class Optimizers(torch.optim.Optimizer):
         for each, count in zip(self.optimizers, self._counts, strict=True):
             own = [group for _, group in zip(range(count), groups, strict=False)]
             # Adds settings of newer versions of torch.
-            plain: Any = getattr(each, "inner", each)
-            plain.__setstate__({"state": self.state, "param_groups": own})
-
-
-class MaskedOptimizers(MaskedOptimizer):
-    """A :class:`~gradpolicy.MaskedOptimizer` for :class:`Optimizers`, each of which masks its parameters.
-
-    Args:
-        inner: The optimizers.
-        frozen_state: As MaskedOptimizer's.
-        bias_correction: As MaskedOptimizer's.
-    """
-
-    inner: Optimizers
-
-    def _set_up(self) -> None:
-        super()._set_up()
-        self._calls_closure_itself = False
-        self._owners: dict[Tensor, MaskedOptimizer] = {}
-        for place, each in enumerate(self.inner.optimizers):
-            own = each if isinstance(each, MaskedOptimizer) else MaskedOptimizer(each, *self._options)
-            # Callers that need all masks, such as checkpoints, find them here.
-            own._masked, self.inner.optimizers[place] = self._masked, own
-            self._owners |= {parameter: own for group in own.param_groups for parameter in group["params"]}
-
-    def _known(self, parameter: Tensor) -> MaskedParameter:
-        self._wrapped.name_of(parameter)
-        return self._owners[parameter]._known(parameter)
-
-    def set_settings(self, settings: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Set settings of single parameters in the optimizer of each."""
-        for each in set(self._owners.values()):
-            each.set_settings(settings)
-
-    def _switch(self, name: str) -> None:
-        for each in self.inner.optimizers:
-            each._switch(name)  # type: ignore[attr-defined]
-
-    @torch.no_grad()
-    def _update(self, closure: Callable[[], Any] | None) -> Any:
-        is_probed = self.is_probed
-        for each in self.inner.optimizers if is_probed else ():
-            # It detects the probe by itself if it has no state yet.
-            each.state = defaultdict(dict)
-        with self._scaling():
-            self.inner.step()
-        if is_probed:
-            self.inner.join_state()
-        else:
-            self.effective_steps += 1
-        return None
-
-
-Optimizers.masked_by = MaskedOptimizers
+            each.__setstate__({"state": self.state, "param_groups": own})
 
 
 def _by_name(model: Iterable[Any]) -> dict[str, nn.Parameter]:
@@ -199,13 +138,15 @@ def _made(
         made = optimizer(own, **settings)
     except (TypeError, ValueError) as error:
         raise PolicyError(str(error)) from error
-    if not isinstance(made, torch.optim.Optimizer) or isinstance(made, torch.optim.LBFGS):
-        raise PolicyError(f"optimizer: needs one whose step takes no closure, got {type(made).__name__}")
+    if not isinstance(made, torch.optim.Optimizer) or isinstance(made, torch.optim.LBFGS | Optimizers):
+        raise PolicyError(
+            f"optimizer: expected an optimizer whose step takes no closure, got {type(made).__name__}"
+        )
     return made
 
 
 def plain_optimizers(optimizers: Iterable[Any]) -> list[torch.optim.Optimizer]:
     """Return the innermost optimizers, with :class:`Optimizers` replaced by its parts."""
-    own = [getattr(each, "inner", each) for each in optimizers]
-    parts = [plain_optimizers(each.optimizers) if isinstance(each, Optimizers) else [each] for each in own]
+    inner = [getattr(each, "inner", each) for each in optimizers]
+    parts = [each.optimizers if isinstance(each, Optimizers) else [each] for each in inner]
     return [each for some in parts for each in some]

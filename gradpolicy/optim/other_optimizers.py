@@ -73,7 +73,7 @@ def initial_values(
     if is_torchs_own(optimizer):
         starts = {"step_size": float(group["lr"])} if isinstance(optimizer, torch.optim.Rprop) else {}
         return {key: torch.tensor(starts.get(key, 0.0), dtype=torch.float64, device="cpu") for key in state}
-    found = _tried_state(optimizer, group, parameter)
+    found = tried_state(optimizer, group, parameter)
     if found is None:
         return {}
     first = entry_state(found, parameter)
@@ -108,7 +108,7 @@ def first_state(optimizer: torch.optim.Optimizer, group: Group, parameter: Tenso
     return dict(other.state[stand_in])
 
 
-def _tried_state(optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor) -> dict[str, Any] | None:
+def tried_state(optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor) -> dict[str, Any] | None:
     """Return the result of `first_state`; None where another optimizer of the class cannot be made."""
     devices = [parameter.device] if parameter.device.type == "cuda" else []
     try:
@@ -135,7 +135,7 @@ def check_entries_can_freeze(optimizer: torch.optim.Optimizer, group: Group, par
             raise _refused(optimizer, why)
     state = optimizer.state.get(parameter)
     if not state and not is_torchs_own(optimizer):
-        state = _tried_state(optimizer, group, parameter)
+        state = tried_state(optimizer, group, parameter)
     check_state_of_entries(optimizer, state or {})
 
 

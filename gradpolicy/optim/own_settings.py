@@ -3,31 +3,24 @@
 The param groups stay as the user made them: learning-rate schedulers, checkpoints and logs see no others.
 During a step a group is split into one for each combination of settings among its parameters, so that the
 optimizer does what it does with param groups made by hand.
-
-Many groups would slow down a fused optimizer of torch. If only rates and weight decay differ, it steps with
-the groups as they are, and torch's fused function is called once for each combination.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradpolicy.errors import PolicyError, unknown
-from gradpolicy.optim.other_optimizers import is_torchs_own
 from gradpolicy.optim.update_rules import Group
 
 Settings = tuple[tuple[str, Any], ...]
 """The settings of a parameter: a factor on "lr", and values of the others."""
 INITIAL, RATE = "initial_lr", "rate"
 """A rate that schedulers scale in place of the group's, and a rate that they do not scale."""
-_OF_FUSED = {"lr", RATE, "weight_decay"}
-"""The settings that a fused function takes by these names, and that do not affect initial state."""
 
 
 def as_settings(own: Mapping[str, Any], group: Group) -> Settings:
@@ -92,54 +85,26 @@ def applied(optimizer: torch.optim.Optimizer, of: Mapping[Tensor, Settings]) -> 
         PolicyError: After a step in which the optimizer writes to its param groups, as schedule-free ones do.
     """
     groups = optimizer.param_groups
-    before, stepped, parts, is_fused = list(groups), [], [], False
+    before, stepped, split = list(groups), [], []
     for group in before:
         places = places_of(group["params"], of)
-        names = {name for settings in places for name, _ in settings}
-        if not names or (group.get("fused") and names <= _OF_FUSED and is_torchs_own(optimizer)):
-            is_fused |= bool(names)
+        if not any(places):
             stepped.append(group)
             continue
-        for settings, own in places.items():
+        for settings, indices in places.items():
             part = {**with_settings(group, settings)}
             for key in {"params", "param_names"} & part.keys():
-                part[key] = [group[key][place] for place in own]
+                part[key] = [group[key][index] for index in indices]
             stepped.append(part)
-            parts.append((part, dict(part)))
+            split.append((part, dict(part)))
     # The list itself changes: other optimizers may hold the same one, as the base optimizer of SAM does.
     groups[:] = stepped
     try:
-        with _FusedCalls(of) if is_fused else nullcontext():
-            yield
+        yield
     finally:
         groups[:] = before
-    if any(after != given for after, given in parts):
+    if any(after != given for after, given in split):
         raise PolicyError(
             f"{type(optimizer).__name__} keeps values of its own in its param groups, which would be lost "
             "where parameters have settings of their own; give it param groups made by hand"
         )
-
-
-class _FusedCalls(TorchDispatchMode):
-    """Calls a fused function of torch once for each combination of settings among its tensors."""
-
-    def __init__(self, of: Mapping[Tensor, Settings]) -> None:
-        super().__init__()
-        self._of = of
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = func.overloadpacket.__name__
-        if not name.startswith("_fused_"):
-            return func(*args, **kwargs)
-        # Python prepares everything first, while it is in the processor's caches. Torch's own name of the
-        # function is quicker to call.
-        call, calls = getattr(torch, name), []
-        for settings, places in places_of(args[0], self._of).items():
-            own = [list(map(each.__getitem__, places)) if each else each for each in args]
-            calls.append((own, with_settings(kwargs, settings)))
-        for own, named in calls:
-            call(*own, **named)
-        return None

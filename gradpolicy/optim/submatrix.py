@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gradpolicy.optim.ages import Ages
 from gradpolicy.optim.update_rules import SubmatrixRule
 from gradpolicy.optim.wrapped import ParameterState, Wrapped
-from gradpolicy.tensors.row_gradient import ActiveRows, RowGradient, whole_gradient
+from gradpolicy.tensors.active_rows import ActiveRows
 
 _LISTS = {"params", "param_names"}
 """What a param group has for each of its parameters."""
@@ -28,7 +28,7 @@ _LISTS = {"params", "param_names"}
 class SubmatrixState(ParameterState):
     """The state of a parameter whose rows or columns the optimizer can step alone."""
 
-    def arrange(self, source: Tensor | None, block: int, ages: Ages, forget: bool) -> None:
+    def arrange(self, before: Ages, ages: Ages, forget: bool) -> None:
         """Arrange the state for the active part, which `part` has by now; see ParameterState."""
         if self.held is not None:
             self.values.update(self._each(_spread, self.held))
@@ -103,7 +103,8 @@ def in_parts(wrapped: Wrapped, members: Iterable[tuple[Any, Tensor]]) -> Iterato
                 group["param_names"] = [*group["param_names"], ""]
             if masked.parameter in settings:
                 wrapped.settings = {**wrapped.settings, stand_in: settings[masked.parameter]}
-            if state := masked.part_state(masked.state.part, stand_in.grad):
+            assert stand_in.grad is not None
+            if state := _part_state(masked, stand_in.grad):
                 optimizer.state[stand_in] = state
         yield
     finally:
@@ -121,11 +122,29 @@ def _stand_in(masked: Any, gradient: Tensor) -> nn.Parameter:
     """Return the active slices of a parameter as a parameter with a gradient."""
     rows = masked.state.part
     made = nn.Parameter(rows.select(masked.parameter.detach()))
-    if isinstance(gradient, RowGradient) and gradient.holds(rows):
-        made.grad = gradient.held.clone()
-    else:
-        made.grad = rows.select(whole_gradient(gradient))
+    made.grad = rows.select(gradient)
     return made
+
+
+def _part_state(masked: Any, gradient: Tensor) -> dict[str, Any]:
+    """Return the state of the slices of a parameter that are to be stepped alone by this gradient."""
+    rows, rule = masked.state.part, masked.submatrix
+    state: dict[str, Any] = masked.state.of_part(rows)
+    if state and rule.begins and masked.options.bias_correction == "entry":
+        # The age of a row is that of its oldest entry.
+        ages = masked.age().movedim(rows.dim or 0, 0)
+        ages = ages.flatten(1).amax(1) if ages.dim() > 1 else ages
+        young = ages.expand(masked.parameter.shape[rows.dim or 0])[rows.positions] == 0
+        if young.any():
+            rule.begin(state, gradient, young)
+    return state
+
+
+def rows_differ(masked: Any) -> bool:
+    """Return True if the optimizer's own step would be wrong for some rows, all of which are active."""
+    if masked.submatrix is None or not masked.submatrix.begins or not masked.state.values:
+        return False
+    return masked.options.bias_correction == "entry" and bool((masked.age() == 0).any())
 
 
 # --- the slices of a tensor of state

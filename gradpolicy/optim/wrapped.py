@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,13 +12,12 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim.ages import Ages
-from gradpolicy.optim.kernels import select
-from gradpolicy.optim.layout import Layout
 from gradpolicy.optim.other_optimizers import reset_state
 from gradpolicy.optim.own_settings import Settings, with_settings
+from gradpolicy.optim.shapes import local_entries
 from gradpolicy.optim.update_rules import Group, rule_for, submatrix_rule_for
 from gradpolicy.optim.update_rules.base import step_count
-from gradpolicy.tensors.row_gradient import ActiveRows
+from gradpolicy.tensors.active_rows import ActiveRows
 from gradpolicy.tensors.sharding import local_shard
 
 
@@ -67,6 +68,25 @@ class Wrapped:
         """Return the param group that a parameter is in."""
         return self.optimizer.param_groups[self._place_of(parameter)[0]]
 
+    @contextmanager
+    def restricted_to(self, parameter: Tensor | None) -> Iterator[None]:
+        """Leave the optimizer only one parameter in the block, or none."""
+        groups = self.optimizer.param_groups
+        before, group = list(groups), dict[str, Any]()
+        lists: dict[str, list[Any]] = {}
+        if parameter is not None:
+            index, position = self._place_of(parameter)
+            group = groups[index]
+            lists = {key: group[key] for key in ["params", "param_names"] if key in group}
+            group.update({key: [value[position]] for key, value in lists.items()})
+        places, self._places = self._places, {}
+        groups[:] = [group] if group else []
+        try:
+            yield
+        finally:
+            group.update(lists)
+            groups[:], self._places = before, places
+
     def name_of(self, parameter: Tensor) -> str:
         """Return the name of a parameter for messages.
 
@@ -110,7 +130,6 @@ class ParameterState:
     Args:
         parameter: The parameter.
         wrapped: The optimizer.
-        layout: The parameter's layout.
 
     Attributes:
         part: The rows or columns that the optimizer steps alone; None where it does not.
@@ -120,8 +139,8 @@ class ParameterState:
     part: ActiveRows | None = None
     held: ActiveRows | None = None
 
-    def __init__(self, parameter: Tensor, wrapped: Wrapped, layout: Layout) -> None:
-        self.parameter, self.wrapped, self.layout = parameter, wrapped, layout
+    def __init__(self, parameter: Tensor, wrapped: Wrapped) -> None:
+        self.parameter, self.wrapped = parameter, wrapped
 
     def take_over(self) -> None:
         """Make what a param group has counted so far each entry's own, where the rule counts for entries."""
@@ -150,40 +169,38 @@ class ParameterState:
     def of_entries(self, ages: Ages) -> dict[str, Tensor]:
         """Return the state that the update rule keeps for each entry, as far as it exists.
 
+        Returns:
+            Real numbers of this process in the shape of the ages or, with an index, of the active entries.
+
         Raises:
-            PolicyError: If it is not the parameter's; see :meth:`check`.
+            PolicyError: If it was replaced by another of the wrong size, or is on another device.
         """
         names = () if self.wrapped.rule is None else self.wrapped.rule.names
-        values = self.values
-        present = {name: values[name] for name in names if values.get(name) is not None}
-        self.check(present, ages)
-        return present
-
-    def check(self, state: dict[str, Tensor], ages: Ages) -> None:
-        """Check that state has the expected number of entries and is on the parameter's device.
-
-        Raises:
-            PolicyError: If it was replaced by another.
-        """
-        count = ages.entries if ages.index is None else ages.signed.numel() * ages.block
-        device = self.parameter.device
-        for name, value in state.items():
-            if value.device == device and (value.numel() == count or _numbers_in(value) == count):
+        values, device = self.values, self.parameter.device
+        shape = ages.shape if ages.index is None else (ages.active,)
+        found: dict[str, Tensor] = {}
+        for name in names:
+            if (value := values.get(name)) is None:
                 continue
-            raise PolicyError(
-                f"the optimizer's state {name!r} of a parameter of shape {tuple(self.parameter.shape)} on "
-                f"{device} has the shape {tuple(value.shape)} and lies on {value.device}; "
-                "load a state_dict of this model, or move the state along with it"
-            )
+            found[name] = local_entries(value) if value.device == device else value
+            if found[name].shape != shape or value.device != device:
+                raise PolicyError(
+                    f"the optimizer's state {name!r} of a parameter of shape {tuple(self.parameter.shape)} "
+                    f"on {device} has the shape {tuple(value.shape)} and is on {value.device}; "
+                    "load a state_dict of this model, or move the state along with it"
+                )
+        return found
 
     def completed(self, group: Group, ages: Ages, updates: int) -> dict[str, Tensor]:
         """Return the state of each entry, after creating what is missing of it and of the tensor's counts."""
         assert self.wrapped.rule is not None
         names = self.wrapped.rule.state(group)
         state = self.wrapped.optimizer.state[self.parameter]
-        if any(state.get(name) is None for name in names):
+        counts = self.wrapped.rule.tensor_state(group, 0)
+        if any(state.get(name) is None for name in (*names, *counts)):
             state.update(self.initial(group, updates, ages.active if ages.index is not None else None))
-        return {name: state[name] for name in names}
+        found = self.of_entries(ages)
+        return {name: found[name] for name in names}
 
     def initial(self, group: Group, updates: int, packed: int | None = None) -> dict[str, Any]:
         """Return the missing part of the state of a parameter.
@@ -195,14 +212,18 @@ class ParameterState:
         """
         rule = self.wrapped.rule
         assert rule is not None
-        made: dict[str, Any] = {}
-        for name, value in rule.tensor_state(group, updates).items():
-            if self.values.get(name) is None:
-                made[name] = self._number(group, value)
+        counts = self.counts(group, updates).items()
+        made: dict[str, Any] = {name: each for name, each in counts if self.values.get(name) is None}
         for name, start in rule.state(group).items():
             if self.values.get(name) is None:
                 made[name] = self._filled(start, packed)
         return made
+
+    def counts(self, group: Group, updates: int) -> dict[str, Tensor]:
+        """Return what the rule keeps once for the tensor, after a number of updates."""
+        rule = self.wrapped.rule
+        counts = {} if rule is None else rule.tensor_state(group, updates)
+        return {name: self._number(group, value) for name, value in counts.items()}
 
     def _number(self, group: Group, value: float) -> Tensor:
         """Return a count as torch's optimizers store it."""
@@ -228,37 +249,40 @@ class ParameterState:
             assert rule is not None
             starts = rule.state(self.group)
             for name, value in self.of_entries(ages).items():
-                start = starts.get(name, 0.0)
-                flat = ages.repacked(value, ages.index, None, ages.block, ages.block, start)
-                state[name] = self.layout.shaped(flat, self.parameter)
+                state[name] = self._shaped(ages.spread(value, starts.get(name, 0.0)))
         return state if rule is None else rule.dense_state(state, self.parameter.detach())
 
-    def arrange(self, source: Tensor | None, block: int, ages: Ages, forget: bool) -> None:
-        """Repack the state of each entry for new ages, one tensor after the other.
+    def _shaped(self, values: Tensor) -> Tensor:
+        """Return real numbers of this process as a tensor like the parameter."""
+        complex_of = {torch.float32: torch.complex64, torch.float64: torch.complex128}
+        dtype = complex_of[values.dtype] if self.parameter.is_complex() else values.dtype
+        shaped = torch.zeros_like(self.parameter, dtype=dtype, memory_format=torch.preserve_format)
+        local_entries(shaped).copy_(values)
+        return shaped.detach()
+
+    def arrange(self, before: Ages, ages: Ages, forget: bool) -> None:
+        """Arrange the state of each entry for new ages, one tensor after the other.
 
         Args:
-            source: The index of the present state; None: every entry has state.
-            block: Entries in a block of both indices.
+            before: The ages of the present state.
             ages: The new ages.
             forget: True if the state of frozen entries is emptied.
         """
         rule = self.wrapped.rule
-        repacks = source is not None or ages.index is not None
+        repacks = before.index is not None or ages.index is not None
         empties = forget and ages.index is None and ages.active < ages.entries
         if rule is None or not (repacks or empties):
             return
         starts, values = rule.state(self.group), self.values
-        for name in [name for name in rule.names if values.get(name) is not None]:
-            value, start = values[name], starts.get(name, 0.0)
-            flat = self.layout.flat(value) if source is None else value
-            flat = ages.repacked(flat, source, ages.index, block, block, start)
+        for name, value in self.of_entries(before).items():
+            start = starts.get(name, 0.0)
+            dense = value if before.index is None else before.spread(value, start)
             if empties:
-                kernels = select(flat.device, flat.dtype)
-                kernels.fill_frozen(flat, ages.signed, None, ages.block, start)
-            if not repacks:
-                self.layout.write_back(flat, value)
-            else:
-                values[name] = flat if ages.index is not None else self.layout.shaped(flat, self.parameter)
+                dense.masked_fill_(~ages.mask, start)
+            if ages.index is not None:
+                values[name] = ages.taken(dense, ages.index).view(-1)
+            elif before.index is not None:
+                values[name] = self._shaped(dense)
 
     def set_count(self, updates: int) -> None:
         """Set the tensor's own count of updates."""
@@ -277,7 +301,7 @@ class ParameterState:
         """Remove all state; return False if the optimizer's step would not create it again."""
         if isinstance(self.wrapped.optimizer, torch.optim.Adagrad):
             return False  # torch 2.11 creates it in the constructor only
-        self.wrapped.optimizer.state.pop(self.parameter, None)
+        self.wrapped.optimizer.state[self.parameter] = {}
         return True
 
     def empty(self, drop: bool) -> None:
@@ -297,13 +321,7 @@ class ParameterState:
                 values[name] = None if drop else _fill(values[name], starts.get(name, 0.0))
 
 
-def _numbers_in(value: Tensor) -> int:
-    """Return how many real numbers of a tensor this process holds."""
-    return local_shard(value).numel() * (2 if value.is_complex() else 1)
-
-
 def _fill(value: Tensor, start: float) -> Tensor:
     """Fill a tensor with a number, both parts of complex ones."""
-    local = local_shard(value)
-    (torch.view_as_real(local) if local.is_complex() else local).fill_(start)
+    local_entries(value).fill_(start)
     return value

@@ -1,7 +1,7 @@
 """One step on a copy of a model: gradients, first masks, and remarks."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,9 +15,8 @@ from gradpolicy.flow import install
 from gradpolicy.flow.install import deactivate
 from gradpolicy.flow.policy_checks import remarks as flow_remarks
 from gradpolicy.flow.policy_report import ReportRow, check_operations
-from gradpolicy.freezing.bound_policy import frozen_together
-from gradpolicy.freezing.diagnostics import copy_buffers, moving_parts, moving_warnings
-from gradpolicy.freezing.freezer import check_same_options
+from gradpolicy.freezing.combination import check_same_options, frozen_together
+from gradpolicy.freezing.moving_parts import copy_buffers, moving_parts, moving_warnings
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.masks.base import MaskSource
 from gradpolicy.optim.optimizers import plain_optimizers
@@ -41,8 +40,7 @@ class FirstStep:
     Attributes:
         parameters: The trainable parameters of the copy.
         gradients: Their gradients; None for a parameter without one.
-        report: The rows of the report of flow policies, by policy.
-        acting: The flow policies that matched an operation or module.
+        report: The rows of the report of flow policies, each active, by policy.
         sources: The mask sources of freeze policies, set up on the copy.
         masks: Their first masks, of all parameters that each policy restricts.
         warnings: Remarks on operations that did not run, on optimizers, and on frozen parts that move.
@@ -51,7 +49,6 @@ class FirstStep:
     parameters: Mapping[str, nn.Parameter]
     gradients: Mapping[str, Tensor | None]
     report: Mapping[str, ReportRow]
-    acting: set[str]
     sources: Mapping[str, MaskSource]
     masks: Mapping[str, Mapping[str, Any]]
     warnings: tuple[str, ...]
@@ -88,7 +85,8 @@ def first_step(
         trained_by = plain_optimizers(_optimizers(duplicate, optimizers))
         divided = divided_factors(policies, optimized, trained_by)
         buffers = copy_buffers(duplicate)
-        gradients, report, unmet, acting = _flow_report(duplicate, flow, step)
+        gradients, report = _flow_report(duplicate, flow, step)
+        unmet = list(_unmet(report, duplicate))
         moving = moving_parts(buffers, duplicate)
         parameters = _trainable(duplicate)
         sources, masks = _first_masks(policies, matched, duplicate, gradients, seed)
@@ -100,7 +98,7 @@ def first_step(
     )
     put_back = put_back_remarks(_partly_frozen(freeze, masks), optimized, trained_by)
     remarks = (*unmet, *flow_remarks(flow), *divided, *put_back, *still)
-    return FirstStep(parameters, gradients, report, acting, sources, masks, remarks)
+    return FirstStep(parameters, gradients, report, sources, masks, remarks)
 
 
 def of_kind(policies: Mapping[str, Policy], kind: type[Kind]) -> dict[str, Kind]:
@@ -139,42 +137,39 @@ def _optimizers(duplicate: nn.Module, given: Optimizers | None) -> list[torch.op
 
 def _flow_report(
     model: nn.Module, policies: Mapping[str, FlowPolicy], step: Step
-) -> tuple[dict[str, Tensor | None], dict[str, ReportRow], list[str], set[str]]:
-    """Return the gradients, the report, remarks on operations that did not run, and the acting policies."""
+) -> tuple[dict[str, Tensor | None], dict[str, ReportRow]]:
+    """Return the gradients, and the report with each policy active."""
     training = {name for name, policy in policies.items() if "fit" in policy.when.phases}
-    gradients, report, unmet, acting = _observe(model, policies, training, step)
-    others = set(policies) - training
-    if others:
-        _, report_of_others, unmet_by_others, acting_others = _observe(model, policies, others, step)
-        report.update({name: report_of_others[name] for name in others})
-        unmet += unmet_by_others
-        acting |= acting_others
-    return gradients, report, unmet, acting
+    gradients, report = _observe(model, policies, training, step)
+    if others := policies.keys() - training:
+        _, report_of_others = _observe(model, policies, others, step)
+        report |= {name: report_of_others[name] for name in others}
+    return gradients, report
 
 
 def _observe(
-    model: nn.Module, policies: Mapping[str, FlowPolicy], active: set[str], step: Step
-) -> tuple[dict[str, Tensor | None], dict[str, ReportRow], list[str], set[str]]:
+    model: nn.Module, policies: Mapping[str, FlowPolicy], active: Set[str], step: Step
+) -> tuple[dict[str, Tensor | None], dict[str, ReportRow]]:
     """Do one step with some of the policies active."""
-    parameters = _trainable(model)
     entry_point = "training_step" if hasattr(model, "training_step") else "forward"
     installed = install(model, policies, entry_points={"": [entry_point]})
     try:
         for name in policies:
             installed.set_active(name, name in active)
-        loss = step(model)
-        found = _gradients(loss, parameters)
-        report = {row.name: row for row in installed.report().rows}
+        gradients = _gradients(step(model), _trainable(model))
+        return gradients, {row.name: row for row in installed.report().rows}
     finally:
         installed.remove(quiet=True)
+
+
+def _unmet(report: Mapping[str, ReportRow], model: nn.Module) -> Iterator[str]:
+    """Yield a line for each policy whose rule did not act at an operation or place."""
     # An operation without a gradient may get one when layers before it thaw.
     thaws = any(not parameter.requires_grad for parameter in model.parameters())
-    lines = []
-    for name in [name for name in policies if name in active]:
-        lines += [f"{name}: cannot see into {call}: {why}" for call, why in report[name].opaque_calls.items()]
-        message = check_operations(report[name], may_get_gradient=thaws)
-        lines += [f"{name}: {message}"] if message else []
-    return found, report, lines, {name for name in active if report[name].matched}
+    for name, row in report.items():
+        yield from (f"{name}: cannot see into {call}: {why}" for call, why in row.opaque_calls.items())
+        if message := check_operations(row, may_get_gradient=thaws):
+            yield f"{name}: {message}"
 
 
 def _gradients(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
@@ -249,7 +244,7 @@ def _partly_frozen(
 def _frozen_tensors(
     policies: Mapping[str, Freeze], masks: Mapping[str, Mapping[str, Any]], sources: Mapping[str, MaskSource]
 ) -> dict[str, set[str]]:
-    """Return the parameters that each policy freezes as a whole, at its first step or later."""
+    """Return the parameters that each policy freezes in full, at its first step or later."""
     frozen = {
         name: {key for key, mask in masks[name].items() if active_share(mask) == 0.0}
         | sources[name].may_freeze()

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from gradpolicy.errors import PolicyError, shortened, shown
 from gradpolicy.flow.install import name_policies
 from gradpolicy.flow.policy_checks import check_cuts
-from gradpolicy.freezing.bound_policy import combine
-from gradpolicy.freezing.freezer import masks_never_change
+from gradpolicy.freezing.bound_policy import masks_never_change
+from gradpolicy.freezing.combination import combine
 from gradpolicy.planning.first_step import FirstStep, Optimizers, Step, first_step, of_kind
 from gradpolicy.planning.plan_rows import row_of
 from gradpolicy.planning.plan_table import Plan
@@ -202,7 +202,7 @@ def _cuts(policies: Mapping[str, Policy], found: FirstStep) -> tuple[str, ...]:
     return tuple(
         f"{found.report[name].where} ({name}{', exact zeros' if policy.mode == 'zero' else ''})"
         for name, policy in of_kind(policies, Stop).items()
-        if name in found.acting
+        if found.report[name].matched
     )
 
 

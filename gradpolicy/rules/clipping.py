@@ -28,7 +28,7 @@ def clip_value(
         value: The largest absolute value of an entry, above 0.
         loss_scale: The factor of the loss in fp16 training; the bound is multiplied by it too.
 
-    Source: Mikolov 2012 (clipping in recurrent networks); element-wise here, at one place in the graph.
+    Source: Mikolov 2012 (clipping in recurrent networks); element-wise here, at one location in the graph.
 
     Example:
         >>> import gradpolicy as gp
@@ -113,7 +113,7 @@ def normalize(
         per_sample: Normalise each index of the first dimension separately.
         loss_scale: The factor of the loss in fp16 training; the norm is multiplied by it too.
 
-    Source: Yu et al. 2017 (block-normalized gradient method), arXiv:1707.04822; here at one place
+    Source: Yu et al. 2017 (block-normalized gradient method), arXiv:1707.04822; here at one location
     in the graph.
 
     Example:

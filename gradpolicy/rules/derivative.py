@@ -132,7 +132,7 @@ def gradient_of(function: Callable[..., Tensor] | str, **parameters: Any) -> Rul
     if isinstance(function, str):
         function = import_by_name(function)
     if not callable(function):
-        raise PolicyError(f"gradient_of: must be a function of tensors or its path, got {shown(function)}")
+        raise PolicyError(f"gradient_of: expected a function of tensors or its path, got {shown(function)}")
     name = getattr(function, "__name__", type(function).__name__)
     return Rule(
         f"gradient of {name}", Derivative(function, f"function {name!r}"), parameters, reads=("inputs",)

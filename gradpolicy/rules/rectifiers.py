@@ -2,7 +2,7 @@
 
 A ReLU's own gradient is gated by its *input*: ``relu'(x) · grad``. Guided backpropagation also gates by the
 sign of the *gradient*, deconvnet backpropagation only by the gradient. Redirected ReLU passes the gradient
-ungated if a whole sample would get none.
+ungated if a sample would get none at all.
 
 For other rectifiers, which have no sharp threshold, the rules are generalised as follows:
 
@@ -82,7 +82,7 @@ def deconv_relu(grad: Tensor, inputs: Inputs, output: Tensor) -> Any:
 
 @rule("redirected_relu")
 def redirected_relu(grad: Tensor, inputs: Inputs, output: Tensor) -> Any:
-    """Bypass a ReLU that would block the gradient of a whole sample: redirected ReLU.
+    """Bypass a ReLU that would block all gradients of a sample: redirected ReLU.
 
     =============================== ==================================================================
     forward                         backward

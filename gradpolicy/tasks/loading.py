@@ -19,7 +19,7 @@ from gradpolicy.errors import PolicyError
 
 
 class TensorRows(TensorDataset):
-    """Rows of equally long tensors, which are fetched as whole batches."""
+    """Rows of equally long tensors, which are fetched as batches."""
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
         """Return the rows of a batch, stacked; a loader over it needs `already_stacked` to collate."""
@@ -51,12 +51,12 @@ class EpochSampler(DistributedSampler[Any]):
         return iter(order[self._places][self.start :].tolist())
 
     def __len__(self) -> int:
-        """Return the number of samples of this rank in a whole epoch."""
+        """Return the number of samples of this rank in a full epoch."""
         return len(range(len(self.dataset))[self._places])  # type: ignore[arg-type]
 
     @property
     def _places(self) -> slice:
-        """This rank's places in the order."""
+        """This rank's indices in the order."""
         samples = len(self.dataset)  # type: ignore[arg-type]
         return slice(self.rank, samples - samples % self.num_replicas * self.drop_last, self.num_replicas)
 

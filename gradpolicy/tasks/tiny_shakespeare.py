@@ -1,4 +1,4 @@
-"""Tiny Shakespeare: a million characters of plays, the whole text or one half."""
+"""Tiny Shakespeare: a million characters of plays, the full text or one half."""
 
 from collections.abc import Sequence
 from pathlib import Path

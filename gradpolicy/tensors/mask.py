@@ -1,6 +1,6 @@
 """Masks of any form, and operations on them.
 
-A mask is ``True`` or ``False`` for the whole tensor, a bool tensor that broadcasts to the parameter
+A mask is ``True`` or ``False`` for the tensor, a bool tensor that broadcasts to the parameter
 (``(n, 1, …)`` for rows), or a :class:`RandomMask`. True = this entry trains.
 """
 
@@ -38,14 +38,14 @@ def check_mask(mask: object, parameter: Tensor, name: str) -> Mask:
         return mask
     if not isinstance(mask, Tensor):
         given = reprlib.repr(mask)
-        raise PolicyError(f"mask of {name}: must be True, False, a bool tensor or a RandomMask, got {given}")
+        raise PolicyError(f"mask of {name}: expected True, False, a bool tensor or a RandomMask, got {given}")
     if mask.dtype != torch.bool:
         kind = str(mask.dtype).removeprefix("torch.")
-        raise PolicyError(f"mask of {name}: must be bool (True = this entry trains), got {kind}")
+        raise PolicyError(f"mask of {name}: expected a bool tensor (True = this entry trains), got {kind}")
     if mask.layout != torch.strided:
-        raise PolicyError(f"mask of {name}: must be dense, got {mask.layout}; use mask.to_dense()")
+        raise PolicyError(f"mask of {name}: expected a dense tensor, got {mask.layout}; use mask.to_dense()")
     if mask.is_meta and not parameter.is_meta:
-        raise PolicyError(f"mask of {name}: the mask lies on the meta device, where tensors have no values")
+        raise PolicyError(f"mask of {name}: the mask is on the meta device, where tensors have no values")
     shape = tuple(parameter.shape)
     padded = (1,) * (len(shape) - mask.dim()) + tuple(mask.shape)
     fits = len(padded) == len(shape) and all(
@@ -54,7 +54,7 @@ def check_mask(mask: object, parameter: Tensor, name: str) -> Mask:
     if not fits:
         raise PolicyError(
             f"mask of {name}: shape {tuple(mask.shape)} does not broadcast to the parameter's {shape}; give "
-            f"{shape} for entries, {(*shape[:1], *(1,) * (len(shape) - 1))} for rows, () for the whole tensor"
+            f"{shape} for entries, {(*shape[:1], *(1,) * (len(shape) - 1))} for rows, () for the tensor"
         )
     return mask
 

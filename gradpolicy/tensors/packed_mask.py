@@ -19,7 +19,7 @@ _SAME: dict[bytes, TensorWeakRef] = {}
 
 
 def pack_bits(flags: Tensor) -> Tensor:
-    """Return a bit for each flag, padded with 0 to whole words of 64 bits (uint8, on the flags' device)."""
+    """Return a bit for each flag, padded with 0 to words of 64 bits (uint8, on the flags' device)."""
     flags = flags.reshape(-1).view(torch.uint8)
     if flags.device.type == "cpu":
         packed = np.packbits(flags.numpy(), bitorder="little")

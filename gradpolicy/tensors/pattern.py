@@ -51,7 +51,7 @@ class Pattern:
         return matrix.unflatten(1, (-1, self.columns)).unflatten(0, (-1, self.rows)).mean((1, 3))
 
     def blocks(self, mask: Tensor) -> Tensor:
-        """Return one flag per block of a mask of whole blocks; for N of M the matrix itself."""
+        """Return one flag per block of a mask of blocks; for N of M the matrix itself."""
         return mask.flatten(1)[:: self.rows, :: 1 if self.kept is not None else self.columns]
 
     def spread(self, marks: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -73,7 +73,7 @@ class Pattern:
         return marks.reshape(scores.shape)
 
     def holds(self, mask: Tensor) -> bool:
-        """Return True if a mask follows the pattern: at most N of every M, or whole blocks."""
+        """Return True if a mask follows the pattern: at most N of every M, or full blocks."""
         pooled = self.pooled(mask.float())
         if self.kept is None:
             return bool(((pooled == 0) | (pooled == 1)).all())

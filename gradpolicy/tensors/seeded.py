@@ -1,26 +1,22 @@
 """Random masks and keys from integer hashes of (seed, step, name, index).
 
-Every rank, device and resumed run gets the same bits, and a part of a tensor can be drawn without the rest.
+Every rank, device and resumed run gets the same bits, and a slice of a tensor can be drawn without the rest.
 The 32-bit finalizer is Wellons' ``triple32`` (Hash Prospector, public domain), with the second half of the
 key added between its rounds, so that two keys never give shifted copies of the same stream.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradpolicy.checks import check_choice
-from gradpolicy.compiling import compiled
 from gradpolicy.errors import PolicyError, shown
 from gradpolicy.tensors.pattern import Pattern, pattern_of
 
@@ -164,16 +160,8 @@ def bernoulli(key: int, density: float, start: int, stop: int, device: torch.dev
     threshold = round(density * 2.0**32)
     if threshold > _WORD or threshold <= 0:
         return drawn.fill_(threshold > 0)
-    library = _library() if drawn.device.type == "cpu" else None
     for first, last, segment_key in _segments(key, start, stop):
-        part = drawn[first - start : last - start]
-        if library is None:
-            _draw(part, first, segment_key, threshold)
-        else:
-            threads = torch.get_num_threads()
-            library.gradpolicy_draw(
-                part.data_ptr(), part.numel(), first & _WORD, *segment_key, threshold, threads
-            )
+        _draw(drawn[first - start : last - start], first, segment_key, threshold)
     return drawn
 
 
@@ -205,18 +193,6 @@ def _segments(key: int, start: int, stop: int) -> list[tuple[int, int, tuple[int
         pieces.append((start, last, (piece_key & _WORD, piece_key >> 32)))
         start = last
     return pieces
-
-
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    """Return seeded.c, compiled; None if it cannot be compiled."""
-    library = compiled(Path(__file__).with_name("seeded.c"))
-    if library is not None:
-        word = ctypes.c_uint32
-        arguments = (ctypes.c_void_p, ctypes.c_int64, word, word, word, word, ctypes.c_int32)
-        library.gradpolicy_draw.argtypes = arguments
-        library.gradpolicy_draw.restype = None
-    return library
 
 
 def _draw(out: Tensor, first: int, key: tuple[int, int], threshold: int) -> None:

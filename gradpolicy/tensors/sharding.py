@@ -1,6 +1,6 @@
 """Operations that differ for tensors that are sharded over processes (DTensor).
 
-Decisions about masks are made on whole tensors, gathered for it, so that every process decides the same.
+Decisions about masks are made on full tensors, gathered for it, so that every process decides the same.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from gradpolicy.finite import all_finite
+from gradpolicy.tensors.finite import all_finite
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -30,24 +30,24 @@ def plain_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the whole tensor, gathered from all processes if it is sharded."""
+    """Return the full tensor, gathered from all processes if it is sharded."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return the part that this process holds; writing to it writes to the tensor."""
+    """Return the local shard; writing to it writes to the tensor."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def shard_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """Return a whole tensor on the device and with the sharding of another of the same shape."""
+    """Return a full tensor on the device and with the sharding of another of the same shape."""
     tensor = tensor.to(other.device)
     if not is_sharded(other):
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
     sharded: Any = other
-    # Every process has the whole tensor already, so there is no communication.
+    # Every process has the full tensor already, so there is no communication.
     return distribute_tensor(tensor, sharded.device_mesh, sharded.placements, src_data_rank=None)
 
 
@@ -70,11 +70,11 @@ def mean_of_ranks(value: float) -> float:
 
 
 def write_entries(tensor: Tensor, indices: Tensor, values: Tensor) -> None:
-    """Write values at flat indices of the whole tensor; each process writes those in its shard.
+    """Write values at flat indices of the full tensor; each process writes those in its shard.
 
     Args:
         tensor: The tensor to write to.
-        indices: Flat indices into the whole tensor, ascending.
+        indices: Flat indices into the full tensor, ascending.
         values: One value per index.
     """
     values = values.to(tensor.dtype)

@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradpolicy as gp
 from benchmarks.measure import Row, paired_ratio
-from gradpolicy.distributed.agreement import check_agreement
-from gradpolicy.distributed.ranks import Ranks
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.tensors.seeded import RandomMask
+from gradpolicy.train.agreement import check_agreement
+from gradpolicy.train.ranks import Ranks
 
 AGREEMENT_EVERY = 100
 

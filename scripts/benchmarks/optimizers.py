@@ -13,16 +13,14 @@ from concurrent.futures import ProcessPoolExecutor
 from math import prod
 from multiprocessing import get_context
 from pathlib import Path
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import gradpolicy as gp
-from benchmarks.measure import HERE, Row, Step, device_seconds, one_thread, paired_ratio
+from benchmarks.measure import HERE, Row, Step, device_seconds, paired_ratio
 from gradpolicy import MaskedOptimizer
 from gradpolicy.freezing import Freezer
-from gradpolicy.optim.kernels import native
 from gradpolicy.tensors.seeded import bernoulli, derive
 
 Shapes = Sequence[tuple[int, ...]]
@@ -279,31 +277,12 @@ def freezer_step() -> Iterator[Row]:
         yield ratio(f"{what}: begin_step, observe, step", step, baseline, round(alone["ratio"] + 0.1, 3))
 
 
-def without_compiler() -> Iterator[Row]:
-    """The reference implementation on one CPU thread, since most of its operations use only one."""
-    shapes = [(1000, 4000)]
-    # As with GRADPOLICY_NATIVE=0.
-    with mock.patch.object(native, "supports", return_value=False), one_thread():
-        baseline = unmasked(shapes=shapes)
-        tried: dict[str, Step] = {
-            "entries, tensor": masked(shapes=shapes, bias_correction="tensor").step,
-            "entries, entry": masked(shapes=shapes).step,
-            "10% of entries, drop": masked(shapes=shapes, density=0.1, frozen_state="drop").step,
-            "10% of rows of 4000": masked(shapes=shapes, density=0.1, rows=True).step,
-        }
-        for state in ("keep", "zero", "drop"):
-            tried[f"new entry masks, {state}"] = changing(masked(shapes=shapes, frozen_state=state), 0.5)
-        for what, candidate in tried.items():
-            yield ratio(f"no C compiler, 4 M entries, one thread: {what}", candidate, baseline, rounds=5)
-
-
 PARTS = [entry_masks, row_masks, many_tensors, mask_changes, memory, freezer_step]
 
 
 def optimizers() -> list[Row]:
-    """All figures with a bound, and those without a compiler."""
-    parts = PARTS + ([without_compiler] if HERE.type == "cpu" else [])
-    return [row for part in parts for row in part()]
+    """All figures with a bound."""
+    return [row for part in PARTS for row in part()]
 
 
 BENCHMARKS: dict[str, Callable[[], list[Row]]] = {"optimizers": optimizers}

@@ -18,9 +18,9 @@ from PIL import Image
 
 import gradpolicy as gp
 from fuzzing.running import ACCEPTED, REFUSED, Case, Content
+from gradpolicy.app.train import main as train
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight import record, report
-from gradpolicy.launch.app import main as train
 
 Files = Mapping[str, bytes]
 Action = Callable[[], object]

@@ -15,10 +15,10 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 # Everything that a run imports is imported once here; each run is a fork.
-import gradpolicy.launch.run  # noqa: F401
+import gradpolicy.app.run  # noqa: F401
+from gradpolicy.app.messages import TERMINATED
+from gradpolicy.app.train import main as train
 from gradpolicy.errors import PolicyError
-from gradpolicy.launch.app import main as train
-from gradpolicy.launch.messages import TERMINATED
 
 # A fork of a process with OpenMP threads would hang at its first parallel loop.
 torch.set_num_threads(1)

@@ -214,12 +214,12 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     ),
     "rows beside a new head": (
         changed(embed__weight=1),
-        "but 'linear.bias', which is replaced, has no place there",
+        "but 'linear.bias', which is replaced, cannot be saved there",
         "linear.*",
     ),
     "a part of a module": (
         changed(conv2d__weight=(1, 1)),
-        "PEFT replaces whole modules, but 'linear.bias' is not replaced",
+        "PEFT replaces complete modules, but 'linear.bias' is not replaced",
         "linear.weight",
     ),
     "too many entries": (

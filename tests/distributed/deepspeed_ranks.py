@@ -1,6 +1,5 @@
 """Ranks that run DeepSpeed, on CPUs too: where it is not installed, these tests are skipped."""
 
-import functools
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -16,22 +15,20 @@ NEEDS_DEEPSPEED = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
 )
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-# Importing DeepSpeed takes seconds, and a minute on a busy machine.
-PATIENCE = 300.0
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[functools.partial]:
+def ranks() -> Iterator[ProcessPool]:
     """Two processes joined by gloo."""
     with ProcessPool(2, "gloo") as pool:
-        yield functools.partial(pool, timeout=PATIENCE)
+        yield pool
 
 
 @pytest.fixture(scope="module")
-def gpu() -> Iterator[functools.partial]:
+def gpu() -> Iterator[ProcessPool]:
     """One process with a GPU, in the environment that torchrun gives it."""
     with ProcessPool(1, "nccl") as pool:
-        yield functools.partial(pool, timeout=PATIENCE)
+        yield pool
 
 
 def use_deepspeed_on_cpus() -> None:

@@ -22,8 +22,9 @@ from torch.utils._pytree import tree_map_only
 
 from gradpolicy.errors import PolicyError
 
-# Seconds until a call is given up; a little earlier each process shows where it waits.
-_PATIENCE = 60.0
+# Seconds until a call is given up, which may begin with imports on a busy machine; a little earlier each
+# process shows where it waits.
+_PATIENCE = 300.0
 # Seconds that the other ranks have to answer when one has failed.
 _PATIENCE_AFTER_FAILURE = 3.0
 # Imported once; every process of every pool is a fork of that one.
@@ -31,7 +32,7 @@ _IMPORTED = [
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
     "lightning.pytorch",
-    "gradpolicy.lightning.callback",
+    "gradpolicy.train.lightning.callback",
 ]
 
 
@@ -88,15 +89,12 @@ class ProcessPool:
     ) -> None:
         self._stop()
 
-    def __call__(
-        self, function: Callable[..., Any], *arguments: Any, timeout: float = _PATIENCE
-    ) -> list[Any]:
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Calls ``function(*arguments)`` on every rank.
 
         Args:
             function: A function of a module's top level; it finds its rank with ``torch.distributed``.
             *arguments: Its arguments, the same on every rank.
-            timeout: Seconds to wait for all ranks.
 
         Returns:
             What it returned, by rank, with all tensors on the CPU.
@@ -109,7 +107,7 @@ class ProcessPool:
         for connection in self.connections:
             file = inspect.unwrap(function).__code__.co_filename
             connection.send((file, function.__name__, arguments))
-        answers = self._answers(time.monotonic() + timeout)
+        answers = self._answers(time.monotonic() + _PATIENCE)
         failures = {rank: error for rank, (_, error) in answers.items() if error is not None}
         if len(answers) < self.size or "the process died" in failures.values():
             # The ranks are no longer at the same point: the next call starts new ones.

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import gradpolicy as gp
-from gradpolicy.lightning.checkpoints import WholeCheckpointIO
-from gradpolicy.lightning.fully_shard_strategy import FullyShardStrategy
 from gradpolicy.policies import Policy
+from gradpolicy.train.lightning.checkpoints import WholeCheckpointIO
+from gradpolicy.train.lightning.fully_shard_strategy import FullyShardStrategy
 from gradpolicy.where import plain_name
 
 # A run takes two epochs, of half the updates each.

@@ -3,8 +3,8 @@ import torch
 import torch.distributed as dist
 from process_pool import ProcessPool, here, refusal
 
-from gradpolicy.distributed.agreement import check_agreement, checksum
 from gradpolicy.tensors.seeded import RandomMask
+from gradpolicy.train.agreement import check_agreement, checksum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.int64, torch.uint8, torch.int16]
 

@@ -13,9 +13,9 @@ from runs import UPDATES, check_equal, fit
 from safetensors.torch import load_file
 
 import gradpolicy as gp
-from gradpolicy.freezing.row_gradients import RowParameter
+from gradpolicy.freezing.row_gradients import _RowForward
 from gradpolicy.insight.audit import Audit
-from gradpolicy.lightning.delta_callback import SaveDelta
+from gradpolicy.train.lightning.delta_callback import SaveDelta
 
 STRATEGIES = ["ddp", "fsdp2"]
 KINDS = ["gradient sources", "rates", "phases"]
@@ -47,7 +47,9 @@ def fit_rows(strategy: str) -> tuple[dict[str, Any], int]:
 
     def prepare(module: LightningModule) -> None:
         layer = module.get_submodule("layers.1.0")
-        layer.register_forward_pre_hook(lambda layer, _: found.append(isinstance(layer.weight, RowParameter)))
+        layer.register_forward_pre_hook(
+            lambda layer, _: found.append(isinstance(vars(layer).get("forward"), _RowForward))
+        )
 
     return fit(strategy, "rows", "zero", prepare=prepare), sum(found)
 

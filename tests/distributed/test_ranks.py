@@ -15,8 +15,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 import gradpolicy as gp
-from gradpolicy.distributed.ranks import Ranks
 from gradpolicy.freezing import Freezer
+from gradpolicy.train.ranks import Ranks
 
 FAULT_AT, EVERY = 2, 4
 
@@ -89,7 +89,8 @@ def hybrid_with_fault(kind: str) -> str:
         if kind == "weight":
             model.weight.to_local().data[0, 0] += 1e-6
         elif kind == "mask":
-            optimizer.masked_parameters()[model.weight].ages.signed[0] *= -1
+            masked = optimizer.masked_parameters()[model.weight]
+            masked.ages = masked.ages.turned(~masked.ages.mask)
         elif kind == "age":
             _count_once_more(optimizer.masked_parameters()[model.weight])
     return refusal(ranks.begin_step, 1)

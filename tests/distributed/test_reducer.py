@@ -7,7 +7,7 @@ from process_pool import ProcessPool, here
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradpolicy.distributed.reducer import ReducerUpdater
+from gradpolicy.train.reducer import ReducerUpdater
 
 STEPS = 8
 # Which layers are frozen at which step: from the start, all but the head, a hole in the middle, nothing.

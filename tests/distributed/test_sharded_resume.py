@@ -12,10 +12,10 @@ from process_pool import ProcessPool, here
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gradpolicy.lightning.checkpoints import WholeCheckpointIO
-from gradpolicy.lightning.fully_shard_strategy import FullyShardStrategy
-from gradpolicy.lightning.resume import ExactResume
 from gradpolicy.tasks.loading import DataModule, TensorRows
+from gradpolicy.train.lightning.checkpoints import WholeCheckpointIO
+from gradpolicy.train.lightning.fully_shard_strategy import FullyShardStrategy
+from gradpolicy.train.lightning.resume import ExactResume
 
 
 class Noisy(LightningModule):

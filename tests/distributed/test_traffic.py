@@ -9,9 +9,9 @@ from process_pool import ProcessPool, here
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradpolicy.lightning.fully_shard_strategy import shard_modules
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.tensors.sharding import local_shard
+from gradpolicy.train.lightning.fully_shard_strategy import shard_modules
 from tests.distributed.collective_traffic import STRATEGIES, CountedTraffic, expected
 
 WIDTH, DEPTH = 32, 8
@@ -85,12 +85,12 @@ def test_dropped_moments_take_no_memory_on_any_rank(
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_mask_of_entries_takes_two_bytes_an_entry_of_the_shard(
+def test_a_mask_of_entries_takes_a_byte_an_entry_of_the_shard(
     pools: dict[int, ProcessPool], ranks: int
 ) -> None:
     for rank in pools[ranks](counted, "fsdp2", "keep"):
         steps = 4 * DEPTH
-        assert rank["state"] - rank["moments"] - steps == 2 * ENTRIES / ranks
+        assert rank["state"] - rank["moments"] - steps == ENTRIES / ranks
 
 
 def counted_with_a_frozen_half() -> dict[str, int]:

@@ -14,7 +14,7 @@ import yaml
 from hydra.utils import instantiate
 
 import gradpolicy as gp
-from gradpolicy.launch.config import Source, check_job, compose_job, fixed_overrides, hydra_at, jobs_of
+from gradpolicy.app.config import Source, check_job, compose_job, fixed_overrides, hydra_at, jobs_of
 from gradpolicy.policies import Policy
 from tests.docs.markdown import DOCS, ROOT, all_blocks, blocks, pictures, write_modules
 from tests.docs.plans import planned

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gradpolicy.launch.config import Source
+from gradpolicy.app.config import Source
 from gradpolicy.tasks import tiny_shakespeare
 from tests.docs.markdown import DOCS, ROOT, all_blocks, write_modules
 from tests.docs.plans import planned

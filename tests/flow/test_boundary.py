@@ -234,13 +234,13 @@ class Collects(nn.Module):
         (lambda: gp.Stop(modules="a", at="output", argument="z"), r"Stop\.argument: is of the input"),
         (lambda: gp.Stop(params="*", argument="z"), r"Stop: argument= goes with modules= or ops="),
         (lambda: gp.Stop(modules="a", argument=-1), r"argument: positions count from 0, got -1"),
-        (lambda: gp.Stop(modules="a", argument=True), r"argument: must be a name or a number, got True"),
+        (lambda: gp.Stop(modules="a", argument=True), r"argument: expected a name or a number, got True"),
         (lambda: gp.Stop(modules="a", output=0), r"Stop\.output: goes with at='through'"),
         (lambda: gp.Stop(modules="a", inside="own"), r"Stop\.inside: goes with at='through'"),
         (lambda: gp.Stop(modules="a", at="through", inside="all"), r"Stop\.inside: unknown choice 'all'"),
         (
             lambda: gp.Stop(modules="a", at="through", output=1.5),
-            r"output: must be a name or a number, got 1.5",
+            r"output: expected a name or a number, got 1.5",
         ),
         (lambda: gp.Guided(modules="a", at="through"), r"Guided: at='through' goes with modules= alone"),
         (

@@ -1,6 +1,8 @@
 """torch.compile: the same numbers, and never those of another time."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -250,3 +252,24 @@ def test_a_model_of_many_modules_within_each_other_compiles(batch, parameter_gra
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         assert same(parameter_gradients(model, batch, call=compiled), expected)
     assert any(gradient.any() for gradient in expected.values())
+
+
+UNKNOWN = """
+import warnings
+import torch
+torch.__version__ = "2.99.0"
+import gradpolicy as gp
+model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+x = torch.tensor([[1.0, -2.0]], requires_grad=True)
+with warnings.catch_warnings(record=True) as found, gp.install(model, [gp.StraightThrough(ops=["relu"])]):
+    (plain,) = torch.autograd.grad(model(x).sum(), x)
+    (gradient,) = torch.autograd.grad(torch.compile(model, backend="eager")(x).sum(), x)
+assert "the compiler of torch 2.99.0 is not known" in str(found[0].message)
+torch.testing.assert_close(gradient, model[0].weight.sum(0)[None])
+torch.testing.assert_close(gradient, plain)
+"""
+
+
+@pytest.mark.mostly_slow
+def test_unknown_compiler_leaves_policies_to_eager_mode():
+    subprocess.run([sys.executable, "-c", UNKNOWN], check=True, timeout=300)

@@ -118,8 +118,8 @@ def test_counted_calls_in_checkpoints(use_reentrant, as_module):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: five_times(ops="add", calls=-1), r"Scale\.calls: must be whole numbers from 0 on, got -1"),
-        (lambda: five_times(ops="add", calls=["1"]), r"calls: must be whole numbers from 0 on, got '1'"),
+        (lambda: five_times(ops="add", calls=-1), r"Scale\.calls: expected integers of at least 0, got -1"),
+        (lambda: five_times(ops="add", calls=["1"]), r"calls: expected integers of at least 0, got '1'"),
         (lambda: five_times(modules="a", calls=1), r"calls: goes with ops="),
     ],
 )

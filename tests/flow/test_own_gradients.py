@@ -95,6 +95,8 @@ def test_tensor_passed_twice(gradients_with, run):
         (gp.Reverse(ops=["linear"], argument="bias"), (1, 1, -1)),
         (gp.Stop("zero", ops=["linear"], argument="weight"), (1, 0, 1)),
         (gp.Stop(ops=["linear"], argument="weight"), (1, None, 1)),
+        (gp.Stop(ops=["linear"], argument=["weight", "bias"]), (1, None, None)),
+        (gp.Scale(3.0, ops=["linear"], argument=[0, 2]), (3, 1, 3)),
     ],
 )
 @pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.mostly_slow)])
@@ -104,6 +106,58 @@ def test_named_argument(policy, expected, compiles, gradients, gradients_with, c
     found = gradients_with(policy, F.linear, inputs, compiled if compiles else lambda model: model)
     for factor, one, other in zip(expected, found, plain, strict=True):
         assert one is None if factor is None else torch.equal(one, factor * other)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (
+            gp.Stop(ops="linear", argument="weight"),
+            gp.Scale(3.0, ops="linear", argument="bias"),
+            (1, None, 3),
+        ),
+        (gp.Scale(2.0, ops="linear", argument=[0, 2]), gp.Reverse(ops="linear", argument=1), (2, -1, 2)),
+    ],
+)
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.mostly_slow)])
+def test_policies_on_different_arguments_of_an_operation(
+    first, second, expected, compiles, gradients, as_module, compiled
+):
+    inputs = made((2, 4), (5, 4), (5,))
+    plain = gradients(F.linear, *inputs)
+    model = as_module(F.linear)
+    with gp.install(model, [first, second], strict=True):
+        found = gradients(compiled(model) if compiles else model, *inputs)
+    for factor, one, other in zip(expected, found, plain, strict=True):
+        assert one is None if factor is None else torch.equal(one, factor * other)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (gp.Scale(2.0, ops="mul", argument=["input", "other"]), gp.Scale(3.0, ops="mul", argument="other")),
+        (gp.Scale(2.0, ops="mul", argument="input"), gp.Scale(3.0, ops="mul", argument=1)),
+        (gp.Scale(2.0, ops="mul", argument="input"), gp.Scale(3.0, ops="mul")),
+        (
+            gp.StraightThrough(ops="mul", argument="input"),
+            gp.StraightThrough("tanh", ops="mul", argument="other"),
+        ),
+    ],
+)
+def test_policies_on_one_argument_of_an_operation_are_refused(first, second, as_module):
+    with pytest.raises(gp.PolicyError, match="both have a rule for operation 'mul'"):
+        gp.install(as_module(torch.mul), [first, second])
+
+
+def test_attention_with_a_fixed_pattern(gradients, as_module):
+    inputs = made((2, 3, 4), (2, 3, 4), (2, 3, 4))
+    attend = F.scaled_dot_product_attention
+    policy = gp.Stop(ops=["scaled_dot_product_attention"], argument=["query", "key"])
+    with gp.install(model := as_module(lambda q, k, v: attend(query=q, value=v, key=k)), [policy]):
+        query, key, value = gradients(model, *inputs)
+    assert query is None
+    assert key is None
+    torch.testing.assert_close(value, gradients(attend, *inputs)[2])
 
 
 @pytest.mark.parametrize(
@@ -274,6 +328,6 @@ class TestALearntFactor:
 
     def test_wrong_factors(self):
         for wrong in (torch.tensor(2), "factor"):
-            with pytest.raises(gp.PolicyError, match=r"Scale\.factor: must be a number, or .* tensor"):
+            with pytest.raises(gp.PolicyError, match=r"Scale\.factor: expected a number, or .* tensor"):
                 gp.Scale(wrong, modules="*")
         assert "factor=Parameter of shape ()" in repr(gp.Scale(nn.Parameter(torch.tensor(2.0)), modules="*"))

@@ -21,9 +21,6 @@ class FakeOptimizer:
         self.settings |= dict.fromkeys(masks, settings)
         self.calls.append(len(masks))
 
-    def active_rows(self, parameter) -> None:
-        """No gradient is computed of rows alone."""
-
     def whole_parameters(self, *, values) -> AbstractContextManager:
         """They always are."""
         return nullcontext()

@@ -284,7 +284,7 @@ def test_a_policy_that_has_become_another_starts_anew(stack, tokens, before, fir
     train(stack, freezer, tokens, range(2))
     policies = [{"it": gp.Freeze(copy.deepcopy(after), params=then)} for _ in range(2)]
     fresh, resumed = (Freezer(stack, [optimizer], each) for each in policies)
-    with pytest.warns(UserWarning, match=r"policy.it: .* it starts anew"):
+    with pytest.warns(UserWarning, match=r"policy.it: .* it is re-initialised"):
         resumed.load_state_dict(freezer.state_dict())
     for each in (fresh, resumed):
         each.begin_step(2)
@@ -342,7 +342,7 @@ def test_wrong_input_is_one_clear_message(stack) -> None:
         ),
         (r"policy\.a: Layerwise.active: 9 layers", {"a": gp.Freeze(gp.masks.Layerwise(active=9))}),
         (r"policy\.a: a mask for 'head.wieght'.*did you mean 'head.weight'", {"a": gp.Freeze(misspelt)}),
-        (r"policy\.a: mask of 'embed.weight': must be True, False", {"a": gp.Freeze(lambda *_: 1)}),
+        (r"policy\.a: mask of 'embed.weight': expected True, False", {"a": gp.Freeze(lambda *_: 1)}),
     ):
         with pytest.raises(PolicyError, match=message):
             freezer_of(stack, policies)[1].begin_step(0)

@@ -1,10 +1,14 @@
 """Gradients that nobody needs are turned off, and nothing else."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import gradpolicy as gp
+from gradpolicy.errors import PolicyError
 from gradpolicy.freezing.requires_grad import RequiresGrad, guard_group_norms
 from tests.freezing.conftest import freezer_of
 
@@ -50,6 +54,56 @@ def test_a_stale_gradient_goes_when_its_tensor_freezes(stack, switch) -> None:
     switch.turn_off({"head.weight"})
     assert stack.head.weight.grad is None
     assert stack.head.bias.grad is not None
+
+
+# ---- reentrant checkpoints behind frozen layers: nothing in them would get a gradient
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.use_reentrant = use_reentrant
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        x = checkpoint(self.blocks[0], x, use_reentrant=self.use_reentrant)
+        return self.blocks[1](x)
+
+
+def train_behind_frozen_embedding(model: nn.Module, steps: int = 2, **options) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gp.training(model, optimizer, [gp.Freeze(params="embed.*")], **options) as optimizer:
+        for _ in range(steps):
+            model(torch.arange(5)).square().sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                model(torch.arange(5))  # no graph, but not for the lack of a gradient
+            optimizer.zero_grad()
+
+
+def test_a_reentrant_checkpoint_behind_frozen_layers_is_refused() -> None:
+    with pytest.raises(PolicyError, match=r"blocks\.0\.weight, .* got no gradient: .*use_reentrant=False"):
+        train_behind_frozen_embedding(Checkpointed(use_reentrant=True))
+
+
+@pytest.mark.parametrize(("use_reentrant", "options"), [(False, {}), (True, {"toggle_requires_grad": False})])
+def test_checkpoints_behind_frozen_layers_train(use_reentrant: bool, options: dict) -> None:
+    model = Checkpointed(use_reentrant)
+    before = model.blocks[0].weight.detach().clone()
+    train_behind_frozen_embedding(model, **options)
+    assert not torch.equal(model.blocks[0].weight, before)
+
+
+def test_a_model_that_says_that_it_checkpoints_reentrantly_trains() -> None:
+    """As those of transformers do."""
+    model = Checkpointed(use_reentrant=True)
+    model._gradient_checkpointing_func = partial(checkpoint, use_reentrant=True)
+    before = model.blocks[0].weight.detach().clone()
+    train_behind_frozen_embedding(model)
+    assert not torch.equal(model.blocks[0].weight, before)
+    assert model.embed.weight.requires_grad
 
 
 # ---- GroupNorm behind frozen layers: torch would crash

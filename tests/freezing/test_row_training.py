@@ -1,4 +1,4 @@
-"""Training by gradients of active rows alone moves what training by masked whole gradients moves."""
+"""Training by gradients of active rows moves what training by masked gradients moves."""
 
 import copy
 from collections.abc import Callable
@@ -7,11 +7,12 @@ from typing import Any
 import lightning
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import gradpolicy as gp
-from gradpolicy.tensors.row_gradient import RowGradient
+from gradpolicy.freezing.row_gradients import _RowForward
 from tests.fixtures import quiet_trainer
 
 STEPS = 6
@@ -24,16 +25,15 @@ SOURCES: dict[str, Callable[[], Any]] = {
 
 
 class Classifier(lightning.LightningModule):
-    """Notes of each step how many gradients hold rows alone."""
+    """Notes for each step how many modules compute gradients of rows only."""
 
-    def __init__(self, *, whole: bool = False) -> None:
+    def __init__(self, *, dense: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 11))
-        self.held: list[int] = []
-        if whole:
-            for parameter in self.parameters():
-                parameter.register_hook(lambda gradient: None)
+        self.restricted: list[int] = []
+        for layer in (self.net[1], self.net[3]) if dense else ():
+            layer.forward = lambda x, layer=layer: F.linear(x, layer.weight, layer.bias)
 
     def forward(self, batch: Tensor) -> Tensor:
         return self.net(batch).logsumexp(-1).mean()
@@ -45,7 +45,7 @@ class Classifier(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.05)
 
     def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        self.held.append(sum(isinstance(p.grad, RowGradient) for p in self.parameters()))
+        self.restricted.append(sum(isinstance(vars(layer).get("forward"), _RowForward) for layer in self.net))
 
 
 def batches() -> Tensor:
@@ -80,16 +80,15 @@ def with_installed_flow_policies(model: Classifier, policies: dict[str, gp.Freez
 @pytest.mark.parametrize("train", [in_a_plain_loop, under_lightning, with_installed_flow_policies])
 @pytest.mark.parametrize("frozen_state", ["keep", "drop"])
 @pytest.mark.parametrize("source", SOURCES)
-def test_rows_move_as_with_whole_gradients(source, frozen_state, train):
+def test_rows_move_as_with_dense_gradients(source, frozen_state, train):
     policies = {"rows": gp.Freeze(SOURCES[source](), params="*.weight", frozen_state=frozen_state)}
-    model, reference = Classifier(), Classifier(whole=True)
+    model, reference = Classifier(), Classifier(dense=True)
     before = copy.deepcopy(model.state_dict())
     for each in (model, reference):
         train(each, copy.deepcopy(policies))
-    # Of entries only where their state is packed too.
-    rows = 2 if train is with_installed_flow_policies else 3  # whole where a rule is the operation's own
-    assert max(model.held) == (0 if "entries" in source and frozen_state == "keep" else rows)
-    assert not any(reference.held)
+    if train is not with_installed_flow_policies:  # their function mode has to see ordinary products
+        assert max(model.restricted) == (2 if "rows" in source else 0)
+    assert not any(reference.restricted)
     torch.testing.assert_close(model.state_dict(), reference.state_dict())
     assert not any(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
@@ -99,7 +98,7 @@ def test_rows_move_as_with_whole_gradients(source, frozen_state, train):
 def test_other_rows_are_added_to_gradients_that_are_not_set_to_none(source: str, zeroed: bool) -> None:
     """First while the rows change, and, after four updates, when everything trains."""
     freeze = gp.Freeze(SOURCES[source](), params="*.weight", frozen_state="drop", when=gp.When(stop=4))
-    model, reference = Classifier(), Classifier(whole=True)
+    model, reference = Classifier(), Classifier(dense=True)
     for each in (model, reference):
         with gp.training(each, each.configure_optimizers(), [copy.deepcopy(freeze)], seed=0) as optimizer:
             for batch in batches():
@@ -108,67 +107,15 @@ def test_other_rows_are_added_to_gradients_that_are_not_set_to_none(source: str,
                 each.on_before_zero_grad(optimizer)
                 if zeroed:
                     optimizer.zero_grad(set_to_none=False)
-    assert any(model.held)
-    assert not any(reference.held)
+    assert any(model.restricted) is ("rows" in source)
+    assert not any(reference.restricted)
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(weight, reference.state_dict()[name])
 
 
-def test_a_gradient_of_rows_stays_small_at_the_end_of_a_block() -> None:
-    model = nn.Linear(3, 4)
-    freeze = gp.Freeze(gp.masks.Rows([0, 1]), params="weight")
-    with gp.training(model, torch.optim.AdamW(model.parameters()), [freeze], seed=0) as optimizer:
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-    assert type(model.weight) is nn.Parameter
-    assert isinstance(model.weight.grad, RowGradient)
-
-
-MASKS = {
-    "rows": torch.tensor([[False], [True], [True], [False]]),
-    "columns": torch.tensor([[False, True, True]]),
-    "entries": torch.arange(1, 13).view(4, 3) % 5 == 0,
-}
-
-
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rule", [torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop])
-def test_every_update_rule_takes_rows(rule, dtype, mask):
-    """In C, and in torch's kernels, which take float16."""
-    weights = [nn.Parameter(torch.arange(12.0).view(4, 3).to(dtype)) for _ in range(2)]
-    for number, weight in enumerate(weights):
-        optimizer = gp.MaskedOptimizer(rule([weight], lr=0.1), frozen_state="drop")
-        optimizer.set_mask(weight, MASKS[mask])
-        rows = optimizer.active_rows(weight)
-        for step in range(3):
-            whole = torch.sin(weight.detach() + step)
-            weight.grad = whole if number else RowGradient(rows.select(whole), *rows, weight.shape)
-            assert optimizer.gradient(weight) is weight.grad
-            optimizer.step()
-    assert torch.equal(*weights)
-
-
-def test_entries_have_a_gradient_of_their_own_where_that_saves_memory() -> None:
-    weight = nn.Parameter(torch.zeros(8, 8))
-    optimizer = gp.MaskedOptimizer(torch.optim.AdamW([weight]), frozen_state="drop")
-    for active in (16, 17):
-        optimizer.set_mask(weight, (torch.arange(64) < active).view(8, 8))
-        assert (optimizer.active_rows(weight) is None) is (active > 16)
-
-
-def test_rows_of_another_mask_count_where_they_are_active() -> None:
-    weight = nn.Parameter(torch.zeros(4, 3))
-    optimizer = gp.MaskedOptimizer(torch.optim.SGD([weight], lr=1.0))
-    optimizer.set_mask(weight, torch.tensor([[False], [True], [True], [False]]))
-    weight.grad = RowGradient(torch.ones(2, 3), torch.tensor([2, 3]), 0, weight.shape)
-    optimizer.step()
-    assert weight[:, 0].tolist() == [0, 0, -1, 0]
-
-
-def test_a_source_that_needs_whole_gradients_gets_them_when_it_chooses() -> None:
+def test_a_source_that_needs_all_gradients_gets_them_when_it_chooses() -> None:
     model = Classifier()
     source = gp.masks.TopK(0.3, by="gradient", level="row", every=3, window=1)
     in_a_plain_loop(model, {"rows": gp.Freeze(source, params="*.weight")})
-    assert 0 in model.held
-    assert max(model.held) > 0
+    assert 0 in model.restricted
+    assert max(model.restricted) > 0

@@ -166,3 +166,15 @@ def test_a_model_of_which_only_parts_are_called_is_refused(model):
 def test_an_unknown_value_is_named():
     with pytest.raises(PolicyError, match=r"Freeze\.buffers"):
         gp.Freeze(False, buffers="still")
+
+
+@pytest.mark.parametrize("embedding", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize(
+    "policy", [gp.Freeze(False, params="0.*"), gp.Train(gp.masks.Rows([0]), params="0.weight")]
+)
+def test_an_embedding_that_rescales_its_rows_is_refused(embedding, policy):
+    model = nn.Sequential(embedding(4, 2, max_norm=1.0))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    message = rf"0\.weight: {embedding.__name__}\(max_norm=1\.0\) rescales .* expected max_norm=None"
+    with pytest.raises(PolicyError, match=message), gp.training(model, optimizer, [policy]):
+        pass

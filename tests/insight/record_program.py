@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import gradpolicy as gp
 from gradpolicy.insight.record import Record
-from gradpolicy.lightning.resume import ExactResume
 from gradpolicy.tasks.digits import DigitsDataModule
+from gradpolicy.train.lightning.resume import ExactResume
 
 
 class Network(LightningModule):

@@ -9,7 +9,7 @@ import numpy as np
 import yaml
 
 from gradpolicy.insight.run_files import AuditFile, Result
-from gradpolicy.lightning.runs import RunRecord
+from gradpolicy.train.lightning.runs import RunRecord
 
 # A proof that holds.
 AUDIT = AuditFile(intervals=1284, entries=900_000, changed=0, sampled=True)

@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -79,19 +79,18 @@ def test_names_from_configs_and_logs_are_escaped(run: Path, tmp_path: Path) -> N
     assert "&lt;script&gt;alert(1)" in text
 
 
-@pytest.mark.parametrize("name", ["csv/version_0/metrics.csv", "config.yaml", "result.json", "record.jsonl"])
-@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.parametrize(
+    "replace", [Path.symlink_to, lambda path, theirs: os.mkfifo(path)], ids=["link", "pipe"]
+)
 def test_a_report_follows_no_link_out_of_the_directory_and_waits_for_no_pipe(
-    run: Path, tmp_path: Path, name: str, kind: str
+    run: Path, tmp_path: Path, replace: Callable[[Path, Path], None]
 ) -> None:
-    path = run / name
-    theirs = path.rename(tmp_path / "theirs")
-    if kind == "link":
-        path.symlink_to(theirs)
-    else:
-        os.mkfifo(path)
+    names = ["csv/version_0/metrics.csv", "config.yaml", "result.json", "record.jsonl"]
+    for name in names:
+        replace(run / name, (run / name).rename(tmp_path / Path(name).name))
     page = page_of([run], tmp_path / "report.html")
-    assert f"<code>{'csv/*/metrics.csv' if name.endswith('csv') else name}</code>" in page
+    for name in ("csv/*/metrics.csv", *names[1:]):
+        assert f"<code>{name}</code>" in page, name
 
 
 FAULT = "x (policy.half): 7 of 9 frozen entries changed"

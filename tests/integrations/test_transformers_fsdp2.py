@@ -129,9 +129,7 @@ def test_the_trainer_resumes_on_another_number_of_ranks(
     wanted, _ = train_with_trainer(kinds, str(tmp_path / "alone"), 0)
     pools[2](train_with_trainer, kinds, str(tmp_path), 2, form)
     for ranks in (1, 4):
-        for resumed, moved in pools[ranks](
-            train_with_trainer, kinds, str(tmp_path), ranks, form, SAVED_AT, timeout=120.0
-        ):
+        for resumed, moved in pools[ranks](train_with_trainer, kinds, str(tmp_path), ranks, form, SAVED_AT):
             assert_same(resumed, wanted)
             assert moved == 0
 

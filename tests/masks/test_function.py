@@ -21,15 +21,15 @@ def test_a_function_gives_masks_by_its_timetable(prepared) -> None:
     for step in (0, 1):
         assert every_step.masks(step, 0)["head.bias"].tolist() == [step == 0, step == 1, step == 0]
     assert every_fifth.masks(9, 0)["head.bias"].tolist() == [False, True, False]
-    assert [step for step in range(12) if every_fifth.due(step, 0)] == [0, 5, 10]
+    assert [every_fifth.period(step, 0) for step in (0, 4, 5, 9, 10)] == [0, 0, 1, 1, 2]
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (3, "must be a mask source"),
-        (gp.masks.Gradual, "must be a mask source"),
-        (type("Bare", (), {"masks": lambda self, step: {}})(), "must be a mask source"),
+        (3, "expected a mask source"),
+        (gp.masks.Gradual, "expected a mask source"),
+        (type("Bare", (), {"masks": lambda self, step: {}})(), "expected a mask source"),
         (lambda name: True, r"must take \(name, parameter, step\)"),
     ],
 )

@@ -176,27 +176,27 @@ def test_a_training_that_ends_early_says_which_phases_never_began(stack, tokens,
     with gp.training(stack, torch.optim.SGD(stack.parameters()), [policy]) as optimizer:
         step_once(stack, tokens, optimizer)
     (warning,) = [str(each.message) for each in recwarn]
-    assert warning == "Phases: the training ended in phase 0 (params head.*); 1 more never began"
+    assert warning == "Phases: the training ended in phase 0 (params head.*); 1 more never started"
 
 
 @pytest.mark.parametrize(
     ("phases", "message"),
     [
-        ([], r"Phases\.phases: must be a list of phases"),
-        ({"params": "*"}, r"Phases\.phases: must be a list of phases"),
-        ([3], r"phases\[0\]: must be a dict with params"),
-        ([{"until": {"steps": 1}}], r"phases\[0\]: params: must be globs"),
+        ([], r"Phases\.phases: expected a list of phases"),
+        ({"params": "*"}, r"Phases\.phases: expected a list of phases"),
+        ([3], r"phases\[0\]: expected a dict with keys"),
+        ([{"until": {"steps": 1}}], r"phases\[0\]: params: expected globs"),
         ([{"params": "*"}, {"params": "*"}], r"phases\[0\]: until: is missing"),
         ([{"params": "*", "untl": {}}], r"phases\[0\]: .*'untl'.*did you mean 'until'"),
-        ([{"params": "*", "until": {"epoch": 0}}], r"until\.epoch: must be a whole number of at least 1"),
+        ([{"params": "*", "until": {"epoch": 0}}], r"until\.epoch: expected an integer of at least 1"),
         ([{"params": "*", "until": {"stps": 3}}], r"until.*'stps'.*'steps'"),
         ([{"params": "*", "until": {"patience": 3}}], r"until\.patience: goes with until\.metric"),
         ([{"params": "*", "until": {"metric": "a", "mode": "mn"}}], r"until\.mode: .*'min'"),
-        ([{"params": "*", "until": {"metric": "a", "min_delta": -1}}], r"until\.min_delta: must be"),
+        ([{"params": "*", "until": {"metric": "a", "min_delta": -1}}], r"until\.min_delta: expected"),
         ([{"params": "*", "until": {"steps": 3}, "best": True}], r"best: needs until\.metric"),
-        ([{"params": "*", "lr": -1.0}], r"phases\[0\]: lr: must be a number of at least 0"),
-        ([{"params": {"*": {"lr": "fast"}}}], r"phases\[0\]: params: '\*': lr: must be a number"),
-        ([{"params": {"*": 0.1}}], r"params: '\*': must be a dict of settings"),
+        ([{"params": "*", "lr": -1.0}], r"phases\[0\]: lr: expected a number of at least 0"),
+        ([{"params": {"*": {"lr": "fast"}}}], r"phases\[0\]: params: '\*': lr: expected a number"),
+        ([{"params": {"*": 0.1}}], r"params: '\*': expected a dict of settings"),
     ],
 )
 def test_a_wrong_phase_is_named(phases, message: str) -> None:
@@ -220,5 +220,5 @@ def test_a_checkpoint_of_more_phases_is_refused(prepared) -> None:
     source.masks(0, 0)
     source.masks(1, 0)
     fewer = prepared(gp.masks.Phases([{"params": "*"}]))
-    with pytest.raises(PolicyError, match="is of phase 1, and there are 1"):
+    with pytest.raises(PolicyError, match="was saved in phase 1, but this run has 1 phases"):
         fewer.load_state_dict(source.state_dict())

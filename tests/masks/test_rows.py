@@ -62,7 +62,7 @@ def test_an_index_with_commas_means_that_part_of_the_tensor(prepared) -> None:
         ({"rows": "7:"}, "'7:' leaves nothing of 'w'"),
         ({"rows": "::0"}, "'::0' is no number"),
         ({"rows": []}, "no row is given"),
-        ({"rows": 0.5}, "must be numbers, a slice or an index, got 0.5"),
+        ({"rows": 0.5}, "expected numbers, a slice or an index, got 0.5"),
         ({"rows": "a:b"}, "'a:b' is no number"),
         ({"rows": [0], "dim": 2}, "has no dimension 2"),
         ({"rows": [0], "size": 4}, "cannot be cut into pieces of 4"),
@@ -71,7 +71,7 @@ def test_an_index_with_commas_means_that_part_of_the_tensor(prepared) -> None:
         ({"rows": torch.tensor([True, False])}, "2 flags for the 6 rows"),
         ({"rows": torch.ones(6, 4, dtype=torch.bool)}, r"\[True, True, True, True\] is no number"),
         ({"rows": [2, 0, {"3": None}]}, 'an index is written as text: "2, 0, 3:"'),
-        ({"rows": 0, "dim": "first"}, "Rows.dim: must be a whole number, got 'first'"),
+        ({"rows": 0, "dim": "first"}, "Rows.dim: expected an integer, got 'first'"),
         ({"row": 0, "rows": 0}, "takes no argument 'row'; did you mean 'rows'"),
     ],
 )

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
@@ -42,10 +43,29 @@ def test_wanda_takes_the_input_channels_of_a_convolution(groups: int) -> None:
     source.model = layer
     source.setup({"weight": layer.weight}, seed=0)
     x = torch.randn(2, 4, 5, 5)
-    layer(x)
+    layer(x).sum().backward()
     norms = x.square().sum((0, 2, 3)).sqrt().reshape(groups, -1).repeat_interleave(6 // groups, 0)
     torch.testing.assert_close(source._norms.squares["weight"].sqrt()[..., 0, 0], norms)
     source.release()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_wanda_counts_a_recomputed_forward_pass_once(model, batches, use_reentrant: bool) -> None:
+    source = gp.masks.TopK(0.5, by="wanda")
+    source.model = model
+    source.setup({"0.weight": model[0].weight}, seed=0)
+    x = batches[0][0].requires_grad_()
+    checkpoint(model, x, use_reentrant=use_reentrant).sum().backward()
+    torch.testing.assert_close(source._norms.squares["0.weight"], x.detach().square().sum(0)[None])
+    source.release()
+
+
+def test_wanda_of_a_transposed_convolution_is_an_error() -> None:
+    layer = nn.ConvTranspose2d(4, 6, 3)
+    source = gp.masks.TopK(0.5, by="wanda")
+    source.model = layer
+    with pytest.raises(PolicyError, match="'weight' is no weight of a Linear or Conv"):
+        source.setup({"weight": layer.weight}, seed=0)
 
 
 @pytest.mark.parametrize("last", [0.5, 1e-2, 1e-5])
@@ -85,7 +105,7 @@ def test_groups_are_ranked_each_by_itself(model) -> None:
     ("by", "message"),
     [
         (lambda weights: weights, "unknown input 'weights'; did you mean 'weight'"),
-        (3, "must be a name or a function"),
+        (3, "expected a name or a function"),
         ("wand", "did you mean 'wanda'"),
     ],
 )

@@ -76,9 +76,9 @@ def test_the_count_is_that_of_exact_arithmetic(density: str, count: int) -> None
 @pytest.mark.parametrize(
     ("schedule", "text"),
     [
-        (gp.masks.Constant(2), r"Constant\.value: must be a number between 0 and 1, got 2\.0"),
-        (gp.masks.Cubic(1.5, 0.1, steps=3), r"Cubic\.start: must be a number between 0 and 1, got 1\.5"),
-        (gp.masks.Linear(0.5, -0.1, steps=3), r"Linear\.stop: must be a number between 0 and 1, got -0\.1"),
+        (gp.masks.Constant(2), r"Constant\.value: expected a number between 0 and 1, got 2\.0"),
+        (gp.masks.Cubic(1.5, 0.1, steps=3), r"Cubic\.start: expected a number between 0 and 1, got 1\.5"),
+        (gp.masks.Linear(0.5, -0.1, steps=3), r"Linear\.stop: expected a number between 0 and 1, got -0\.1"),
     ],
 )
 def test_a_ready_made_schedule_that_leaves_the_shares_is_an_error_at_once(schedule, text) -> None:

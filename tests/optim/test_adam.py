@@ -45,7 +45,7 @@ def test_a_forked_process_updates_as_its_parent_does(monkeypatch):
 
 @pytest.mark.parametrize("frozen_state", ["keep", "drop"])
 @pytest.mark.parametrize("changes", [1, 7, 12, 40])
-def test_an_entrys_place_decides_nothing(kernels, frozen_state, changes):
+def test_an_entrys_place_decides_nothing(device, frozen_state, changes):
     """Vectors and their remainders give the same bits for the same history."""
     kinds = torch.arange(203) % 5
     parameter = torch.nn.Parameter(torch.randn(5)[kinds])
@@ -58,7 +58,7 @@ def test_an_entrys_place_decides_nothing(kernels, frozen_state, changes):
 
 
 @pytest.mark.parametrize("form", ["channels_last", "transposed", "strided", "complex", "scalar", "empty"])
-def test_any_memory_format(kernels, form):
+def test_any_memory_format(device, form):
     made = {
         "channels_last": lambda: torch.randn(4, 3, 2, 2).double().to(memory_format=torch.channels_last),
         "transposed": lambda: torch.randn(3, 4).double().t(),

@@ -11,7 +11,7 @@ SETTINGS = {"lr": 0.01, "betas": (0.9, 0.98)}
 
 
 @pytest.mark.slow
-def test_any_course_of_masks_past_the_numbers_of_two_bytes(kernels):
+def test_any_course_of_masks_past_the_numbers_of_two_bytes(device):
     """Each entry comes to an age of its own in few changes of masks: its number's bits say when it trains."""
     count = (1 << 15) + 1
     numbers = torch.arange(count)

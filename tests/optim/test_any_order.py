@@ -12,10 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from gradpolicy import MaskedOptimizer
-from gradpolicy.optim.kernels import native
 from tests.fixtures import through_a_file
 from tests.optim.alone import WITH_RULE, Alone, PutBack, without_rule
-from tests.optim.conftest import KERNELS
 
 SHAPES = [(4, 3), (3,), ()]
 # Adagrad of torch 2.11 makes its state in the constructor, so that it cannot add a group.
@@ -52,14 +50,8 @@ class InAnyOrder(RuleBasedStateMachine):
     ages_are_entries = True
     compared = 0
 
-    def __init__(self):
-        super().__init__()
-        self.patch = pytest.MonkeyPatch()
-
-    @initialize(data=st.data(), frozen_state=FROZEN_STATES, kernels=st.sampled_from(KERNELS))
-    def begin(self, data, frozen_state, kernels):
-        if kernels == "reference":
-            self.patch.setattr(native, "supports", lambda *_: False)
+    @initialize(data=st.data(), frozen_state=FROZEN_STATES)
+    def begin(self, data, frozen_state):
         # What torch counts in numbers, NAdam's product for one, is exact then, also after a load.
         torch.set_default_dtype(torch.float64)
         self.make = self.kinds[data.draw(st.sampled_from(sorted(set(self.kinds) - NOT_IN_GROUPS)))]
@@ -81,7 +73,6 @@ class InAnyOrder(RuleBasedStateMachine):
         self.optimizer = MaskedOptimizer(inner, frozen_state=frozen_state)
 
     def teardown(self):
-        self.patch.undo()
         torch.set_default_dtype(torch.float32)
 
     @invariant()

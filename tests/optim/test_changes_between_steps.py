@@ -42,12 +42,9 @@ def end(change, frozen_state):
 
 @pytest.mark.parametrize("change", [turn_gradient, narrow_data, replace_moments, ask_for_the_maximum])
 @pytest.mark.parametrize("frozen_state", ["keep", "drop"])
-def test_all_kernels_see_a_change(use, change, frozen_state):
-    native, untouched = end(change, frozen_state), end(lambda *_: None, frozen_state)
-    use("reference")
-    tolerance = 0.02 if change is narrow_data else 1e-5
-    torch.testing.assert_close(native, end(change, frozen_state), rtol=tolerance, atol=tolerance)
-    assert torch.allclose(native, untouched) is (change is turn_gradient)
+def test_a_step_sees_a_change(change, frozen_state):
+    changed, untouched = end(change, frozen_state), end(lambda *_: None, frozen_state)
+    assert torch.allclose(changed, untouched) is (change is turn_gradient)
 
 
 def test_an_update_shows_in_the_version_that_autograd_checks():

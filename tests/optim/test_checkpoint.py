@@ -132,8 +132,16 @@ BEGINNING_ODDLY = {
 }
 
 
-@pytest.mark.parametrize("kind", BEGINNING_ODDLY)
-@pytest.mark.parametrize("way", ["look", "save and load", "load what others saved later"])
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        (kind, way)
+        for kind in BEGINNING_ODDLY
+        for way in ("look", "save and load", "load what others saved later")
+        # Torch loads no full state with counts in the param groups, which AdEMAMix has after its first step.
+        if (kind, way) != ("ademamix", "load what others saved later")
+    ],
+)
 def test_looking_at_the_state_before_the_first_step_changes_nothing(kind, way):
     """Neither what makes the state of the first step, nor what was loaded before it."""
     full, ends = StateDictOptions(full_state_dict=True), []
@@ -159,6 +167,20 @@ def test_looking_at_the_state_before_the_first_step_changes_nothing(kind, way):
         run(model, optimizer, range(4))
         ends.append(model)
     assert_same(*ends)
+
+
+def test_a_first_step_with_rate_zero_counts_as_torchs():
+    """It is what torch.distributed.checkpoint takes where there is no state."""
+    masked, plain = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = MaskedOptimizer(torch.optim.AdamW([masked]))
+    alone = torch.optim.AdamW([plain])
+    for lr, gradient in ((0.0, 0.0), (0.1, 1.0)):
+        for its, weight in ((optimizer, masked), (alone, plain)):
+            its.param_groups[0]["lr"] = lr
+            weight.grad = torch.full((2,), gradient)
+            its.step()
+    assert torch.equal(masked, plain)
+    assert optimizer.effective_steps == optimizer.age(masked)[0] == 2
 
 
 @pytest.mark.parametrize("kind", ["SGD", "NAdam", "Adafactor", "Muon"])
@@ -338,8 +360,8 @@ def test_state_in_memory_and_in_a_file_is_that_of_active_entries_and_a_small_ind
         weight.grad = torch.ones(count)
         optimizer.step()
     active = int(optimizer.get_mask(weight).sum())
+    assert optimizer.state_bytes() <= (8 + 2) * active + 4 * active + 64
     index = count / 8 if share >= 0.03 else 4 * active
-    assert optimizer.state_bytes() <= (8 + 2) * active + index + 64
     file = io.BytesIO()
     torch.save({"optimizer": optimizer.state_dict()}, file)
     assert (8 + 2) * active + index <= file.tell() <= (8 + 2) * active + index + 6000

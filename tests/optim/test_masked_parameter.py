@@ -19,7 +19,7 @@ def made():
 
 
 @pytest.mark.parametrize("frozen_state", ["keep", "drop"])
-def test_a_mask_may_lie_in_memory_in_any_way(kernels, frozen_state):
+def test_a_mask_may_lie_in_memory_in_any_way(device, frozen_state):
     pattern = torch.rand(64) < 0.5
     for mask in (pattern.repeat_interleave(2)[::2], torch.tensor([True]).expand(64), pattern.flip(0)):
         weight = torch.nn.Parameter(torch.zeros(64))

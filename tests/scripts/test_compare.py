@@ -8,8 +8,8 @@ from PIL import Image
 
 import compare
 from compare import COMPARISONS, CONF, Comparison, Run, band, markdown, runs_of, table_of
+from gradpolicy.app.config import VERSION_BASE
 from gradpolicy.insight.run_files import RESULT, Result
-from gradpolicy.launch.config import VERSION_BASE
 
 TWO_WAYS = Comparison(
     title="Two ways",
@@ -100,6 +100,7 @@ def test_the_program_trains_what_is_missing_and_says_why_a_run_failed(
     assert "did you mean 'fashion'" in capsys.readouterr().err
 
 
+@pytest.mark.mostly_slow
 @pytest.mark.parametrize("name", sorted(COMPARISONS))
 def test_every_run_of_a_comparison_composes(name: str, tmp_path: Path) -> None:
     runs = list(runs_of(COMPARISONS[name], [0], tmp_path))

@@ -64,7 +64,7 @@ def test_the_networks_classify_images_of_their_size() -> None:
 )
 def test_an_impossible_size_is_refused_by_its_name(model: type, sizes: list[str], bad: float) -> None:
     for name in sizes:
-        with pytest.raises(gp.PolicyError, match=rf"^{model.__name__}\.{name}: must be"):
+        with pytest.raises(gp.PolicyError, match=rf"^{model.__name__}\.{name}: expected"):
             model(**{name: bad})
 
 

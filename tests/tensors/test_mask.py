@@ -30,10 +30,10 @@ def test_what_fits_is_given_back_as_it_is(mask) -> None:
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (None, "must be True, False, a bool tensor or a RandomMask, got None"),
-        (torch.ones(SHAPE), "must be bool"),
-        (ENTRIES.to_sparse(), "must be dense"),
-        (torch.empty(SHAPE, dtype=torch.bool, device="meta"), "the mask lies on the meta device"),
+        (None, "expected True, False, a bool tensor or a RandomMask, got None"),
+        (torch.ones(SHAPE), "expected a bool tensor"),
+        (ENTRIES.to_sparse(), "expected a dense tensor"),
+        (torch.empty(SHAPE, dtype=torch.bool, device="meta"), "the mask is on the meta device"),
         (ENTRIES.T, r"shape \(3, 4\) does not broadcast to .* give \(4, 3\) for entries, \(4, 1\) for rows"),
         (ENTRIES[None], r"shape \(1, 4, 3\) does not broadcast"),
     ],

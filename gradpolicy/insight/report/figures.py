@@ -29,7 +29,7 @@ class Figure:
         title: The heading above it.
         figure: The plotly figure.
         note: The explanation below it.
-        wide: If True, it takes the whole width of the page.
+        wide: If True, it takes the full width of the page.
     """
 
     title: str
@@ -45,7 +45,7 @@ def line_figure(title: str, table: pd.DataFrame, note: str = "", *, wide: bool =
         title: The heading.
         table: A table with a row for each point, with its ``step``.
         note: The explanation below it.
-        wide: If True, it takes the whole width of the page, and each row of panels its height.
+        wide: If True, it takes the full width of the page, and each row of panels its height.
         **how: Arguments of :func:`plotly.express.line`.
     """
     names = {key: how[key] for key in ("color", "line_dash", "line_group") if how.get(key)}

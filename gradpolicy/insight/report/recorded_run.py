@@ -15,9 +15,9 @@ from pydantic import BaseModel
 from gradpolicy.errors import brief
 from gradpolicy.insight import record
 from gradpolicy.insight.run_files import AUDIT, PLAN, RESULT, AuditFile, Result, flat
-from gradpolicy.json_file import read_json
-from gradpolicy.lightning.runs import RunRecord
 from gradpolicy.planning.plan_table import Plan
+from gradpolicy.train.json_file import read_json
+from gradpolicy.train.lightning.runs import RunRecord
 from gradpolicy.whole_file import is_inside
 
 Content = TypeVar("Content")

@@ -62,7 +62,7 @@ def as_score(key: str, by: object, named: Mapping[str, Callable[..., Tensor]]) -
         raise unknown("value", by, named, key=key)
     formula = (named[by] if by in named else import_by_name(by)) if isinstance(by, str) else by
     if isinstance(formula, type) or not callable(formula):
-        raise PolicyError(f"{key}: must be a name or a function, got {shown(formula)}")
+        raise PolicyError(f"{key}: expected a name or a function, got {shown(formula)}")
     name = by if isinstance(by, str) else getattr(by, "__name__", repr(by))
     asks = tuple(
         each.name

@@ -14,7 +14,6 @@ class Adagrad(UpdateRule):
     """`torch.optim.Adagrad`."""
 
     names = ("sum",)
-    kernel = "adagrad"
 
     def state(self, group: Group) -> dict[str, float]:
         """Return the sum of squares, with the constructor's initial value: torch ignores a param group's."""

@@ -19,7 +19,6 @@ class Adam(UpdateRule):
     """`torch.optim.Adam` and `AdamW`."""
 
     names: tuple[str, ...] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    kernel = "adam"
 
     def state(self, group: Group) -> dict[str, float]:
         """Return first and second moment, and with AMSGrad the second moment's largest value."""
@@ -34,26 +33,22 @@ class Adam(UpdateRule):
         rates = (1 - beta1, beta2, 1 - beta2, lr, float(group["eps"]))
         return (sign_of(group), *decays, *rates, float(group.get("amsgrad", False)))
 
-    def age_settings(self, group: Group) -> tuple[float, ...]:
+    def bases(self, group: Group) -> tuple[float, ...]:
         """Return the betas."""
         return tuple(map(float, group["betas"]))
-
-    def numbers(self, ages: Tensor, *age_settings: float) -> Numbers:
-        """Return 1 / (1 - b1^t) and 1 / sqrt(1 - b2^t)."""
-        beta1, beta2 = age_settings
-        return 1 / (1 - beta1**ages), (1 - beta2**ages).rsqrt()
 
     def update(
         self, parameter: Tensor, gradient: Tensor, state: State, settings: Settings, numbers: Numbers
     ) -> tuple[Tensor, State]:
         """See `UpdateRule.update`."""
         sign, decay, shrink, rest1, beta2, rest2, lr, eps, _ = settings
-        correction1, correction2 = numbers
+        collected1, collected2 = numbers
+        root = collected2.sqrt()
         gradient = sign * gradient + decay * parameter
         first = state["exp_avg"] + (gradient - state["exp_avg"]) * rest1
         second = largest = state["exp_avg_sq"] * beta2 + gradient * gradient * rest2
         new = {"exp_avg": first, "exp_avg_sq": second}
         if "max_exp_avg_sq" in state:
             new["max_exp_avg_sq"] = largest = torch.maximum(state["max_exp_avg_sq"], second)
-        denominator = largest.sqrt() * correction2 + eps
-        return parameter * shrink - lr * correction1 * (first / denominator), new
+        step = root * first / (collected1 * (largest.sqrt() + eps * root))
+        return parameter * shrink - lr * step, new

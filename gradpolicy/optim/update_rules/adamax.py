@@ -10,18 +10,17 @@ import torch
 from torch import Tensor
 
 from gradpolicy.optim.update_rules.adam import Adam
-from gradpolicy.optim.update_rules.base import Numbers, Settings, State
+from gradpolicy.optim.update_rules.base import Group, Numbers, Settings, State
 
 
 class Adamax(Adam):
     """`torch.optim.Adamax`."""
 
     names = ("exp_avg", "exp_inf")
-    kernel = "adamax"
 
-    def numbers(self, ages: Tensor, *age_settings: float) -> Numbers:
-        """Return 1 / (1 - b1^t)."""
-        return (1 / (1 - age_settings[0] ** ages),)
+    def bases(self, group: Group) -> tuple[float, ...]:
+        """Return b1."""
+        return super().bases(group)[:1]
 
     def update(
         self, parameter: Tensor, gradient: Tensor, state: State, settings: Settings, numbers: Numbers
@@ -31,5 +30,5 @@ class Adamax(Adam):
         gradient = sign * gradient + decay * parameter
         first = state["exp_avg"] + (gradient - state["exp_avg"]) * rest1
         largest = torch.maximum(beta2 * state["exp_inf"], gradient.abs() + eps)
-        parameter = parameter * shrink - lr * numbers[0] * (first / largest)
+        parameter = parameter * shrink - lr * (first / (numbers[0] * largest))
         return parameter, {"exp_avg": first, "exp_inf": largest}

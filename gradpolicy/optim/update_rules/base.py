@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.tensors.row_gradient import ActiveRows
+from gradpolicy.tensors.active_rows import ActiveRows
 
 Group = dict[str, Any]
 """One of the param groups of an optimizer."""
@@ -31,14 +31,11 @@ class UpdateRule(ABC):
 
     Attributes:
         names: Every name that `state` may have.
-        kernel: Name of the C body of `update`, a file of this folder; empty if there is none. In it the state
-            of these names is a, b and c, in that order.
         counts_in_group: True if the optimizer counts its steps once for a param group. A parameter that has
             had a mask then always moves by the rule, which counts for each entry.
     """
 
     names: tuple[str, ...] = ()
-    kernel = ""
     counts_in_group = False
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -75,12 +72,19 @@ class UpdateRule(ABC):
         The first is the factor of the gradient: 1, or -1 for `maximize`.
         """
 
+    def bases(self, group: Group) -> tuple[float, ...]:
+        """Return the bases of the rule's moving averages.
+
+        For each base b the first `numbers` of `update` are 1 - b^t, the weight that it has collected.
+        """
+        return ()
+
     def age_settings(self, group: Group) -> tuple[float, ...]:
         """Return the settings that `numbers` depends on."""
         return ()
 
     def numbers(self, ages: Tensor, *age_settings: float) -> Numbers:
-        """Return the numbers of `update` that follow from the age of an entry.
+        """Return other numbers of `update` that follow from the age of an entry.
 
         Args:
             ages: 1, 2, 3, ..., without a gap, float64.
@@ -102,7 +106,8 @@ class UpdateRule(ABC):
             gradient: Gradients.
             state: The state by the names of `state`.
             settings: The result of `settings`, as numbers or tensors of one number.
-            numbers: The result of `numbers` for the age of each entry; they broadcast to `parameter`.
+            numbers: The weights of `bases` and the result of `numbers` for the age of each entry, which
+                broadcast to `parameter`.
         """
 
 

@@ -16,7 +16,6 @@ class Lion(UpdateRule):
     """`pytorch_optimizer.Lion`."""
 
     names = ("exp_avg",)
-    kernel = "lion"
 
     def supports(self, group: Group) -> bool:
         """Return False with options that depend on a whole tensor."""

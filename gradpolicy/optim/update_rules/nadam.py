@@ -20,41 +20,41 @@ class NAdam(Adam):
     """`torch.optim.NAdam`."""
 
     names = ("exp_avg", "exp_avg_sq")
-    kernel = "nadam"
 
     def tensor_state(self, group: Group, updates: int) -> dict[str, float]:
         """Return the count, and mu_1 ... mu_t."""
-        beta1, _, decay = self.age_settings(group)
-        return {"step": float(updates), "mu_product": self._product(updates, beta1, decay)}
+        return {"step": float(updates), "mu_product": self._product(updates, *self.age_settings(group))}
 
     def _product(self, updates: int, *settings: float) -> float:
         """Return mu_1 ... mu_t, from the products up to the next power of two."""
         length = 1 << max(updates, 1).bit_length()
         return float(_products(length, *settings, torch.get_default_dtype())[updates - 1]) if updates else 1.0
 
+    def bases(self, group: Group) -> tuple[float, ...]:
+        """Return b2."""
+        return super().bases(group)[1:]
+
     def age_settings(self, group: Group) -> tuple[float, ...]:
-        """Return the betas and psi."""
-        return (*map(float, group["betas"]), float(group["momentum_decay"]))
+        """Return b1 and psi."""
+        return float(group["betas"][0]), float(group["momentum_decay"])
 
     def numbers(self, ages: Tensor, *age_settings: float) -> Numbers:
-        """Return c_g, c_m and 1 / sqrt(1 - b2^t)."""
-        beta1, beta2, decay = age_settings
-        now, following = _mu(ages, beta1, decay), _mu(ages + 1, beta1, decay)
-        product = _products(len(ages), beta1, decay, torch.get_default_dtype())
-        coefficients = (1 - now) / (1 - product), following / (1 - product * following)
-        return (*coefficients, (1 - beta2**ages).rsqrt())
+        """Return c_g and c_m."""
+        now, following = _mu(ages, *age_settings), _mu(ages + 1, *age_settings)
+        product = _products(len(ages), *age_settings, torch.get_default_dtype())
+        return (1 - now) / (1 - product), following / (1 - product * following)
 
     def update(
         self, parameter: Tensor, gradient: Tensor, state: State, settings: Settings, numbers: Numbers
     ) -> tuple[Tensor, State]:
         """See `UpdateRule.update`."""
         sign, decay, shrink, rest1, beta2, rest2, lr, eps, _ = settings
-        of_gradient, of_moment, correction2 = numbers
+        collected2, of_gradient, of_moment = numbers
         first, second = state["exp_avg"], state["exp_avg_sq"]
         gradient = sign * gradient + decay * parameter
         first = first + (gradient - first) * rest1
         second = second * beta2 + gradient * gradient * rest2
-        direction = (of_gradient * gradient + of_moment * first) / (second.sqrt() * correction2 + eps)
+        direction = (of_gradient * gradient + of_moment * first) / ((second / collected2).sqrt() + eps)
         return parameter * shrink - lr * direction, {"exp_avg": first, "exp_avg_sq": second}
 
 

@@ -11,14 +11,21 @@ import torch
 from torch import Tensor
 
 from gradpolicy.optim.update_rules.adam import Adam
-from gradpolicy.optim.update_rules.base import Numbers, Settings, State
+from gradpolicy.optim.update_rules.base import Group, Numbers, Settings, State
 
 
 class RAdam(Adam):
     """`torch.optim.RAdam`."""
 
     names = ("exp_avg", "exp_avg_sq")
-    kernel = "radam"
+
+    def bases(self, group: Group) -> tuple[float, ...]:
+        """Return nothing: all follows from the age."""
+        return ()
+
+    def age_settings(self, group: Group) -> tuple[float, ...]:
+        """Return the betas."""
+        return tuple(map(float, group["betas"]))
 
     def numbers(self, ages: Tensor, *age_settings: float) -> Numbers:
         """Return 1 / (1 - b1^t), l_t (0 before updates adapt), and 1 before updates adapt, else 0."""

@@ -15,7 +15,6 @@ class RMSprop(UpdateRule):
     """`torch.optim.RMSprop`."""
 
     names = ("square_avg", "momentum_buffer", "grad_avg")
-    kernel = "rmsprop"
 
     def state(self, group: Group) -> dict[str, float]:
         """Return the mean square, and if they are used the momentum and the mean."""

@@ -63,7 +63,7 @@ class ScheduleFreeSGD(UpdateRule):
 
     def numbers(self, ages: Tensor, *age_settings: float) -> Numbers:
         """Return the warm-up's factor of the rate, and t^r."""
-        warmup, power = age_settings[:2]
+        warmup, power = age_settings
         return (ages / max(warmup, 1.0)).clamp(max=1.0), ages**power
 
     def update(
@@ -78,7 +78,7 @@ class ScheduleFreeSGD(UpdateRule):
     ) -> tuple[Tensor, State]:
         """Return y, and z, W and A, after an update in a direction."""
         momentum, lr, _, power = settings[:4]
-        warmed, factor = numbers[:2]
+        warmed, factor = numbers
         rate, before = lr * warmed, state["weight_sum"]
         z = torch.where(before > 0, state["z"], parameter)
         largest = torch.maximum(state["lr_max"], rate)
@@ -98,13 +98,9 @@ class ScheduleFreeAdamW(ScheduleFreeSGD):
         """See `UpdateRule.settings`."""
         return (*super().settings(group), float(group["betas"][1]), float(group["eps"]))
 
-    def age_settings(self, group: Group) -> tuple[float, ...]:
-        """Return the length of the warm-up, r and b2."""
-        return (*super().age_settings(group), float(group["betas"][1]))
-
-    def numbers(self, ages: Tensor, *age_settings: float) -> Numbers:
-        """Those of SGD, and 1 / sqrt(1 - b2^t)."""
-        return (*super().numbers(ages, *age_settings), (1 - age_settings[2] ** ages).rsqrt())
+    def bases(self, group: Group) -> tuple[float, ...]:
+        """Return b2."""
+        return (float(group["betas"][1]),)
 
     def update(
         self, parameter: Tensor, gradient: Tensor, state: State, settings: Settings, numbers: Numbers
@@ -113,6 +109,6 @@ class ScheduleFreeAdamW(ScheduleFreeSGD):
         sign, _, _, decay, _, beta2, eps = settings
         gradient = sign * gradient
         second = state["exp_avg_sq"] * beta2 + gradient * gradient * (1 - beta2)
-        direction = gradient / (second.sqrt() * numbers[2] + eps) + decay * parameter
-        moved, new = self._moved(parameter, direction, state, settings[1:], numbers)
+        direction = gradient / ((second / numbers[0]).sqrt() + eps) + decay * parameter
+        moved, new = self._moved(parameter, direction, state, settings[1:], numbers[1:])
         return moved, {**new, "exp_avg_sq": second}

@@ -19,7 +19,6 @@ class SGD(UpdateRule):
     """`torch.optim.SGD`."""
 
     names = ("momentum_buffer",)
-    kernel = "sgd"
 
     def state(self, group: Group) -> dict[str, float]:
         """Return the momentum, if it is used."""

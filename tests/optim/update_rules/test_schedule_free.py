@@ -27,7 +27,7 @@ def made(name):
 @pytest.mark.supports("schedule-free", loop="plain")
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 @pytest.mark.parametrize("name", KINDS)
-def test_each_entry_moves_as_alone_in_training_and_evaluation(kernels, name, seed):
+def test_each_entry_moves_as_alone_in_training_and_evaluation(device, name, seed):
     make, generator = made(name), torch.Generator(device="cpu").manual_seed(seed)
     weight = torch.nn.Parameter(torch.randn(SHAPE, dtype=torch.float64))
 

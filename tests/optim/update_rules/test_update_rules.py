@@ -62,7 +62,7 @@ def check_alone(kind, settings, frozen_state, dtype=torch.float64, atol=1e-12, r
 
 @pytest.mark.parametrize("frozen_state", FROZEN_STATES)
 @pytest.mark.parametrize("name", KINDS)
-def test_each_entry_moves_as_alone(kernels, name, frozen_state):
+def test_each_entry_moves_as_alone(device, name, frozen_state):
     check_alone(*KINDS[name], frozen_state)
 
 
@@ -78,7 +78,7 @@ def _double():
 @pytest.mark.parametrize("frozen_state", FROZEN_STATES)
 @pytest.mark.parametrize("name", KINDS)
 def test_by_the_count_of_the_tensor_frozen_entries_are_put_back_and_all_else_is_torchs(
-    kernels, name, frozen_state
+    device, name, frozen_state
 ):
     """With a resumed run after every fourth step."""
     kind, settings = KINDS[name]
@@ -101,7 +101,7 @@ def test_by_the_count_of_the_tensor_frozen_entries_are_put_back_and_all_else_is_
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05), (torch.float16, 0.02)]
 )
-def test_lower_precision_is_that_of_torchs_fused_step(kernels, dtype, tolerance, frozen_state):
+def test_lower_precision_is_that_of_torchs_fused_step(device, dtype, tolerance, frozen_state):
     settings = {"lr": 0.1, "weight_decay": 0.1, "eps": 1e-3, "fused": True}
     check_alone(torch.optim.AdamW, settings, frozen_state, dtype, 4 * tolerance, tolerance)
 

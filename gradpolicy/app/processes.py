@@ -1,0 +1,206 @@
+"""The processes of a run: their command lines, and values that all of them share."""
+
+import os
+import re
+import signal
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
+from omegaconf import OmegaConf, open_dict, read_write
+
+from gradpolicy.app.messages import TERMINATED
+
+# Arguments of a sweep that its jobs must not get, since a job runs alone in the directory of its first rank.
+SWEEP_ONLY = re.compile(r"[+~]*hydra(/launcher|/sweeper|\.launcher|\.sweeper|\.sweep|\.mode|\.run)\b")
+# Lightning sets these for the processes that it starts; the next job of a sweep must not inherit them.
+LAUNCHED_BY_LIGHTNING = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Where launchers write the rank of a process, in the order in which Lightning reads them.
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+COMMAND = "gradpolicy"
+START_FORMAT = "%Y-%m-%d_%H-%M-%S-%f"
+
+
+def is_first_rank() -> bool:
+    """Return True if this process is the one that prints, plans and writes."""
+    lightning = sys.modules.get("lightning.fabric.utilities.rank_zero")
+    if lightning is not None:
+        return bool(lightning.rank_zero_only.rank == 0)
+    # Importing Lightning takes seconds, and `--help` does not need it.
+    return next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0") == "0"
+
+
+def under_torchrun() -> bool:
+    """Return True if torchrun started this process."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def under_srun() -> bool:
+    """Return True if Slurm's ``srun`` started this process beside others."""
+    return int(os.environ.get("SLURM_NTASKS", 1)) > 1 and "SLURM_STEP_ID" in os.environ
+
+
+def agreed(key: str, value: Callable[[], str]) -> str:
+    """Return the value that the first process of a torchrun computed, on all processes, also after a restart.
+
+    Args:
+        key: The name of the value in the store that torchrun's agent keeps.
+        value: A function that computes it, called on the first rank if the store does not have the value.
+    """
+    store = _agent_store()
+    if os.environ.get("RANK", "0") == "0" and not store.check([key]):
+        store.set(key, value())
+    return store.get(key).decode()
+
+
+def reports_errors() -> bool:
+    """Return True if this process reports its error: all under torchrun, else the first rank of a Slurm step.
+
+    Lightning starts the other ranks only after the first one has made all checks.
+    """
+    return is_first_rank() or not under_srun()
+
+
+def _agent_store() -> Any:
+    """Return the store that torchrun's agent keeps."""
+    import torch.distributed as dist
+
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(minutes=5),
+    )
+
+
+def started() -> str:
+    """Return the start time of this run, the same on all its processes, for the name of its directory.
+
+    Under Slurm's `srun` it is the job and step number, so that a requeued job finds its directory.
+    """
+    if under_torchrun():
+        return agreed("gradpolicy/started", _now)
+    if under_srun():
+        return f"slurm-{os.environ['SLURM_JOB_ID']}-{os.environ['SLURM_STEP_ID']}"
+    return _now()
+
+
+def _now() -> str:
+    return datetime.now().strftime(START_FORMAT)[:-3]
+
+
+def program_name() -> str:
+    """Return the command that runs this job again, without its arguments."""
+    started = program(HydraConfig.get()) if HydraConfig.initialized() else Path(sys.argv[0])
+    return "python train.py" if started.name == "train.py" else COMMAND
+
+
+OmegaConf.register_new_resolver("started", started, use_cache=True, replace=True)
+OmegaConf.register_new_resolver("program", program_name, replace=True)
+
+
+@contextmanager
+def termination_exits() -> Iterator[None]:
+    """Exit with code 143 on SIGTERM, running all cleanup code."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(TERMINATED)
+
+
+# ---- the other processes that Lightning starts
+
+
+def quoted(value: str) -> str:
+    """Return a value quoted for Hydra.
+
+    Example:
+        >>> quoted("a=b, c")
+        "'a=b, c'"
+    """
+    return QuotedString(value, Quote.single).with_quotes()
+
+
+@contextmanager
+def own_command_line(checkpoint: Path | None = None) -> Iterator[None]:
+    """Set the command line to that of this job while it runs, and end the process group afterwards.
+
+    Lightning starts other ranks with the command line of this process. In a sweep that is the command line of
+    the sweep: each other rank would run all jobs again, and train with other values than the first.
+
+    Args:
+        checkpoint: The checkpoint to resume from. The other ranks must not search for the newest one
+            themselves.
+    """
+    if not HydraConfig.initialized():
+        yield
+        return
+    import torch.distributed as dist
+
+    main: Any = sys.modules["__main__"]
+    argv, spec = sys.argv, getattr(main, "__spec__", None)
+    environment = {name: os.environ.get(name) for name in LAUNCHED_BY_LIGHTNING}
+    hydra: Any = HydraConfig.get()
+    sys.argv = [str(program(hydra)), *job_arguments(hydra)]
+    if checkpoint is not None:
+        sys.argv.append(f"ckpt_path={quoted(str(checkpoint.absolute()))}")
+    # Lightning uses `python -m` again if the program was started so.
+    main.__spec__ = spec if _is_package(spec) else None
+    with read_write(hydra), open_dict(hydra):
+        hydra.run.dir = hydra.runtime.output_dir
+    try:
+        yield
+    finally:
+        sys.argv, main.__spec__ = argv, spec
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+        for name, value in environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def job_arguments(hydra: Any) -> list[str]:
+    """Return the command line of this job alone."""
+    sources = {source.provider: source.path for source in hydra.runtime.config_sources}
+    arguments = ["--config-name", hydra.job.config_name] if hydra.job.config_name else []
+    if "command-line" in sources:
+        arguments += ["--config-dir", sources["command-line"]]
+    kept = [line for line in hydra.overrides.hydra if not SWEEP_ONLY.match(line)]
+    return [*arguments, *hydra.overrides.task, *kept]
+
+
+def program(hydra: Any) -> Path:
+    """Return the path of ``train.py`` or of the command.
+
+    In a launcher's worker, the command line is the launcher's.
+    """
+    started = Path(sys.argv[0])
+    if started.name in (f"{hydra.job.name}.py", COMMAND):
+        return started.absolute()
+    configs = next(Path(source.path) for source in hydra.runtime.config_sources if source.provider == "main")
+    beside = configs.parent / "train.py"
+    return beside if beside.is_file() else Path(sysconfig.get_path("scripts")) / COMMAND
+
+
+def _is_package(spec: ModuleSpec | None) -> bool:
+    """Return True if the program was started by ``python -m gradpolicy``."""
+    return spec is not None and spec.name == f"{COMMAND}.__main__"

@@ -1,0 +1,270 @@
+"""Executes one run: builds its parts, plans, fits, tests, reports."""
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.utilities import rank_zero_warn
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from gradpolicy.app.config import Settings, check_config, default_config, resolved
+from gradpolicy.app.messages import explain
+from gradpolicy.app.processes import (
+    is_first_rank,
+    job_arguments,
+    own_command_line,
+    program_name,
+    termination_exits,
+)
+from gradpolicy.app.resumed import Resumed, chosen_checkpoint, resumed_run
+from gradpolicy.app.run_directory import RunDirectory, run_directory
+from gradpolicy.app.targets import build, build_all
+from gradpolicy.app.trainer import build_trainer, finished_loggers
+from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.insight.loggers import LogRun, name_loggers, write_plan
+from gradpolicy.insight.report import write_report
+from gradpolicy.insight.run_files import REPORT, RESULT, STOPPED, Result
+from gradpolicy.insight.run_log import logged_run, print_config, print_results, quieter
+from gradpolicy.planning.plan import plan, training_loss
+from gradpolicy.planning.plan_table import Plan
+from gradpolicy.policies import Policy
+from gradpolicy.tasks.task import Task
+from gradpolicy.train.lightning.callback import GradientPolicies
+from gradpolicy.train.lightning.checkpoints import check_fits, check_resumable
+from gradpolicy.train.lightning.resume import checked_restore
+from gradpolicy.train.lightning.runs import Kind, RunRecord, best_checkpoint, best_scores
+from gradpolicy.whole_file import write_text
+
+CONFIG, DEFAULTS = "config.yaml", "defaults.yaml"
+
+
+@dataclass
+class Subject:
+    """The data, the model, and the policies that act on it."""
+
+    data: LightningDataModule
+    model: LightningModule
+    policies: dict[str, Policy]
+
+
+def build_subject(container: Mapping[str, Any]) -> Subject:
+    """Build the data module, the model and the policies of a resolved config.
+
+    Raises:
+        PolicyError: If one cannot be built, or has the wrong type.
+    """
+    return Subject(
+        build(container["data"], "data", LightningDataModule),
+        build(container["model"], "model", LightningModule),
+        build_all(container.get("policy"), "policy", Policy),
+    )
+
+
+def run(config: DictConfig, overrides: list[str]) -> Result:
+    """Execute the run of a composed config.
+
+    Args:
+        config: The config, without Hydra's own part.
+        overrides: The overrides of the command line, for the record.
+
+    Raises:
+        PolicyError: For invalid input.
+        SystemExit: With code 143, if the run got SIGTERM.
+    """
+    settings = check_config(config)
+    name_loggers(dict(settings), overrides, sweep_name(settings))
+    container = settings.model_dump(exclude_unset=True)
+    with (
+        termination_exits(),
+        quieter(),
+        run_directory(Path(settings.paths.output_dir)) as directory,
+        logged_run(first_rank=is_first_rank()) as console,
+    ):
+        return plan_and_run(settings, container, overrides, directory, console)
+
+
+def plan_and_run(
+    settings: Settings,
+    container: dict[str, Any],
+    overrides: list[str],
+    directory: RunDirectory,
+    console: Console,
+) -> Result:
+    """Check, plan, train, test and report.
+
+    Args:
+        settings: The config.
+        container: The config as plain containers.
+        overrides: The overrides of the command line.
+        directory: The run directory.
+        console: The console.
+    """
+    seed_everything(settings.seed, workers=True, verbose=False)
+    own = None if settings.plan_only else directory.path
+    checkpoint = chosen_checkpoint(settings, own, in_sweep=_in_sweep())
+    resumed = resumed_run(settings, checkpoint, own) if checkpoint is not None and settings.train else None
+    subject = build_subject(container)
+    if checkpoint is not None:
+        check_fits(checkpoint, subject.model)
+    elif not settings.train and not settings.plan_only:
+        rank_zero_warn("train=false without ckpt_path: the weights that are tested were never trained")
+    if settings.train:
+        check_optimizer(subject.model)
+    if resumed is not None:
+        check_resumable(resumed.checkpoint)
+        console.print(str(resumed), markup=False, soft_wrap=True)
+    reporter = LogRun(container, None, optimized_metrics(settings))
+    policies = GradientPolicies(subject.policies, seed=settings.seed)
+    record = record_of(settings, directory, resumed)
+    result = Result(overrides, directory=str(directory.path), program=program_name())
+    began = time.monotonic()
+    try:
+        with own_command_line(checkpoint), finished_loggers():
+            trainer = build_trainer(settings, policies, directory, record, reporter, resumed=resumed)
+            if is_first_rank():
+                if settings.plan_only or settings.extras.plan:
+                    reporter.plan = make_run_plan(subject, settings.seed)
+                    policies.shown_warnings = frozenset(reporter.plan.warnings)
+                    console.print(reporter.plan)
+                    policies.layers = False  # the plan has them
+                if settings.extras.print_config:
+                    print_config(container, console)
+            if settings.plan_only:
+                directory.clear_unless_started()
+                return Result(overrides, status="planned")
+            if is_first_rank():
+                save_settings(container, reporter.plan, directory.path)
+            metrics = train_and_test(settings, subject, trainer, checkpoint)
+        result = replace(result, metrics=metrics, optimized=optimized_value(settings, metrics))
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        failure = explain(error) if isinstance(error, Exception) else STOPPED
+        status = "failed" if isinstance(error, Exception) else "stopped"
+        result = replace(result, status=status, error=failure)
+        # Invalid input that is found before the first step leaves no files.
+        if directory.started:
+            save_result(replace(result, seconds=time.monotonic() - began), settings, console)
+        raise
+    result = replace(result, seconds=time.monotonic() - began)
+    save_result(result, settings, console)
+    if is_first_rank():
+        print_results(result, settings.optimized_metric, directory.path / REPORT, console)
+    return result
+
+
+def check_optimizer(model: LightningModule) -> None:
+    """Create the optimizer of a task once, to check its arguments before training.
+
+    Raises:
+        PolicyError: For invalid arguments of the optimizer.
+    """
+    if isinstance(model, Task):
+        try:
+            model.build_optimizer()
+        except (TypeError, ValueError) as error:
+            raise PolicyError(f"optimizer: {error}") from error
+
+
+def save_result(result: Result, settings: Settings, console: Console) -> None:
+    """Write a run's result and report."""
+    if is_first_rank():
+        directory = Path(result.directory)
+        result.save(directory / RESULT)
+        if settings.extras.report:
+            write_report([directory], directory / REPORT, console)
+
+
+def make_run_plan(subject: Subject, seed: int) -> Plan:
+    """Return the plan, by one step on a copy of the model with the first batch."""
+    subject.data.prepare_data()
+    subject.data.setup("fit")
+    batch = next(iter(subject.data.train_dataloader()))
+    return plan(subject.model, subject.policies, lambda model: training_loss(model, batch), seed=seed)
+
+
+def train_and_test(
+    settings: Settings, subject: Subject, trainer: Trainer, checkpoint: Path | None
+) -> dict[str, float]:
+    """Train, test the best weights, and return the last value of each metric."""
+    metrics: dict[str, float] = {}
+    best: dict[str, float] = {}
+    if settings.train:
+        with checked_restore(trainer, checkpoint):
+            trainer.fit(subject.model, subject.data, ckpt_path=checkpoint, weights_only=True)
+        best = best_scores(trainer)
+        metrics = _numbers(trainer.callback_metrics) | best
+        checkpoint = best_checkpoint(trainer)
+    if settings.test:
+        with checked_restore(trainer, checkpoint):
+            trainer.test(subject.model, subject.data, ckpt_path=checkpoint, weights_only=True, verbose=False)
+        metrics |= _numbers(trainer.callback_metrics)
+    for logger in trainer.loggers:
+        logger.log_metrics(best, step=trainer.global_step)
+        logger.save()
+    return metrics
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def record_of(settings: Settings, directory: RunDirectory, resumed: Resumed | None) -> RunRecord:
+    """Return the record of a new or continued run."""
+    former = RunRecord.load(directory.path) if resumed is not None and resumed.directory is not None else None
+    kind: Kind = "sweep" if _in_sweep() or "WANDB_SWEEP_ID" in os.environ else "run"
+    kind = "trial" if "study" in (settings.callbacks or {}) else kind
+    command = job_arguments(HydraConfig.get()) if HydraConfig.initialized() else []
+    record = RunRecord.begin(directory.path, settings.task_name, former.kind if former else kind, command)
+    return replace(record, checkpoints=former.checkpoints) if former else record
+
+
+def save_settings(container: Mapping[str, Any], planned: Plan | None, directory: Path) -> None:
+    """Write the plan, the config, and the config without overrides to the run directory.
+
+    The latter is for the differences in the report.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    defaults = default_config()
+    configs = {CONFIG: dict(container), DEFAULTS: resolved(defaults) if defaults is not None else None}
+    for name, config in configs.items():
+        if config is not None:
+            write_text(directory / name, yaml.safe_dump(config, sort_keys=False))
+    if planned is not None:
+        write_plan(planned, directory)
+
+
+def optimized_metrics(settings: Settings) -> list[str]:
+    """Return the metric by which runs are compared, and the metric of which it is the best value."""
+    name = settings.optimized_metric
+    return [] if name is None else list(dict.fromkeys((name, name.removesuffix("_best"))))
+
+
+def sweep_name(settings: Settings) -> str | None:
+    """Return the name of the run's sweep or study."""
+    study = ((settings.callbacks or {}).get("study") or {}).get("study")
+    return Path(HydraConfig.get().sweep.dir).name if _in_sweep() else study
+
+
+def optimized_value(settings: Settings, metrics: Mapping[str, float]) -> float | None:
+    """Return the value of the optimized metric; None, with a warning, if it was not logged.
+
+    A run without checkpoints (``trainer.fast_dev_run``, most of ``debug=``) has no best value to log.
+    """
+    name = settings.optimized_metric
+    if name is None or not settings.train:
+        return None
+    quiet = name.endswith("_best") and name.removesuffix("_best") in metrics
+    if name not in metrics and not quiet:
+        rank_zero_warn(f"optimized_metric: {name!r} was not logged; {nearest(name, metrics)}")
+    return metrics.get(name)
+
+
+def _in_sweep() -> bool:
+    # Hydra numbers the jobs of a sweep. Their mode is that of a single run, unless a config sets it.
+    return HydraConfig.initialized() and not OmegaConf.is_missing(HydraConfig.get().job, "num")

@@ -1,0 +1,293 @@
+"""Searches the space of a sweep config with Optuna.
+
+    gradpolicy sweep sweep=learning_rate --trials 20
+    gradpolicy sweep sweep=learning_rate --trials 20 trainer.max_epochs=5    # any override of a run
+
+The study is in an sqlite file: run the same command again to continue it, run it twice at the same time to
+search with two processes, open it with `optuna-dashboard sqlite:///outputs/study.db`. Ctrl-C and SIGTERM stop
+the search: the current trial counts as failed, and the next call starts with its values.
+"""
+
+import argparse
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+from omegaconf import OmegaConf
+from optuna.trial import FrozenTrial, Trial, TrialState
+from optuna_integration import PyTorchLightningPruningCallback
+
+from gradpolicy.app.config import Source, check_job, compose_job, hydra_at
+from gradpolicy.app.messages import INTERRUPTED, TERMINATED, WRONG_INPUT, report_error, wrong_input_errors
+from gradpolicy.app.processes import quoted, termination_exits
+from gradpolicy.app.train import main as train
+from gradpolicy.display import wide_console
+from gradpolicy.errors import PolicyError, shown, unknown
+from gradpolicy.insight.report import write_report
+from gradpolicy.insight.run_files import REPORT, RESULT, Result
+from gradpolicy.insight.run_log import replace_unencodable
+from gradpolicy.insight.sweep_summary import SweepSummary
+
+DIRECTORY = "directory"
+
+
+def make_pruner() -> optuna.pruners.BasePruner:
+    """Return the pruner of every study: after two reports, a trial below the median of five others ends.
+
+    A study does not store its pruner, so each process that opens it creates one.
+    """
+    return optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=2)
+
+
+class PruneTrial(PyTorchLightningPruningCallback):
+    """Optuna's pruning callback, with arguments that a config can have.
+
+    Args:
+        storage: The storage of the study, such as ``sqlite:///study.db``.
+        study: The study's name.
+        trial: The trial's number in the storage.
+        monitor: The metric that is reported after each validation.
+    """
+
+    def __init__(self, storage: str, study: str, trial: int, monitor: str) -> None:
+        opened = optuna.load_study(study_name=study, storage=storage, pruner=make_pruner())
+        super().__init__(Trial(opened, trial), monitor)
+
+
+class SearchEndedError(Exception):
+    """Raised if no other trial may follow, with the exit code: after Ctrl-C, SIGTERM or invalid input."""
+
+
+class TrialFailedError(Exception):
+    """Raised if a trial failed; the search continues."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """The settings of a search, which all its trials share.
+
+    Args:
+        study: The study.
+        url: The storage of the study.
+        parameters: The values that are drawn, by key: a list, or a mapping of ``min``, ``max`` and perhaps
+            ``log: true``, of two integers or two numbers.
+        overrides: The overrides of all trials.
+        directory: The directory of the trials.
+        metric: The metric that is optimized.
+        mode: ``"min"`` or ``"max"``.
+        config_dir: The directory of configs.
+    """
+
+    study: optuna.Study
+    url: str
+    parameters: Mapping[str, Any]
+    overrides: list[str]
+    directory: Path
+    metric: str
+    mode: str
+    config_dir: Path
+
+
+def main(arguments: Sequence[str], config_dir: Path) -> int:
+    """Run the program.
+
+    Args:
+        arguments: The command line.
+        config_dir: The directory of configs.
+
+    Returns:
+        The exit code: 0, 2 for invalid input, 130 for Ctrl-C, 143 for SIGTERM.
+    """
+    replace_unencodable()
+    options = parse(arguments)
+    code = 0
+    try:
+        with termination_exits():
+            search = prepare(options, config_dir)
+            code = run_trials(search, options.trials)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except wrong_input_errors() as error:
+        report_error(error, show_traceback=False)
+        return WRONG_INPUT
+    if code != WRONG_INPUT:
+        show(search)
+    return code
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        prog="gradpolicy sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", help="sweep=NAME of conf/sweep, and overrides of a run")
+    parser.add_argument(
+        "--trials", type=int, default=20, help="the total number of trials, including earlier ones"
+    )
+    parser.add_argument("--study", help="the study's name; default: the sweep's")
+    parser.add_argument("--storage", help="its storage; default: sqlite:///DIRECTORY/study.db")
+    parser.add_argument("--directory", default="outputs", help="the directory of the trials and the study")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of the sampler")
+    return parser.parse_intermixed_args(arguments)
+
+
+def prepare(options: argparse.Namespace, config_dir: Path) -> Search:
+    """Read the search space, and open the study or create it."""
+    source, overrides = Source(config_dir), options.overrides
+    with hydra_at(source):
+        config = compose_job(source, overrides)
+        sweep = config.get("sweep")
+        space: Any = OmegaConf.to_container(sweep, resolve=True) if OmegaConf.is_config(sweep) else {}
+        parameters = space.get("parameters") if isinstance(space, dict) else None
+        if not isinstance(parameters, dict) or not parameters:
+            raise PolicyError(
+                "sweep: name one search space, a config of the group sweep with parameters, such as"
+                " sweep=learning_rate"
+            )
+        # Check the overrides with one value of each parameter.
+        first = [f"{key}={json.dumps(check_space(key, each))}" for key, each in parameters.items()]
+        settings = check_job(compose_job(source, [*overrides, *first]))
+    metric, mode = settings.optimized_metric, settings.optimized_mode
+    if metric is None:
+        raise PolicyError("optimized_metric: must name the metric that the search compares, got None")
+    directory = Path(options.directory).absolute()
+    directory.mkdir(parents=True, exist_ok=True)
+    url = options.storage or f"sqlite:///{directory / 'study.db'}"
+    name = options.study or str(config.hydra.runtime.choices.sweep)
+    study = open_study(url, name, metric, mode, options.seed)
+    place = directory / study.study_name
+    return Search(study, url, parameters, overrides, place, metric, mode, config_dir)
+
+
+def check_space(key: str, space: Any) -> Any:
+    """Return one of the values of a parameter.
+
+    Raises:
+        PolicyError: If it is neither a list of values nor an interval.
+    """
+    if isinstance(space, list) and space:
+        return space[0]
+    if isinstance(space, dict) and {"min", "max"} <= space.keys() <= {"min", "max", "log"}:
+        low, high = space["min"], space["max"]
+        numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in (low, high))
+        if numbers and low <= high and (low > 0 or not space.get("log")):
+            return low
+    raise PolicyError(
+        f"sweep.parameters.{key}: must be a list of values, or numbers min and max and perhaps log: true,"
+        f" got {shown(space)}"
+    )
+
+
+def draw(trial: Trial, key: str, space: Any) -> Any:
+    """Draw the value of a trial."""
+    if isinstance(space, list):
+        return trial.suggest_categorical(key, space)
+    integers = isinstance(space["min"], int) and isinstance(space["max"], int)
+    suggest: Any = trial.suggest_int if integers else trial.suggest_float
+    return suggest(key, space["min"], space["max"], log=bool(space.get("log")))
+
+
+def open_study(url: str, name: str, metric: str, mode: str, seed: int) -> optuna.Study:
+    """Open or create a study; trials whose process is gone count as failed.
+
+    In dashboards the objective is named after the metric.
+    """
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    storage = optuna.storages.RDBStorage(url, heartbeat_interval=30, grace_period=120)
+    known = name in optuna.get_all_study_names(storage)
+    done = len(optuna.load_study(study_name=name, storage=storage).trials) if known else 0
+    study = optuna.create_study(
+        study_name=name,
+        storage=storage,
+        direction="minimize" if mode == "min" else "maximize",
+        # The same seed would repeat the first trials.
+        sampler=optuna.samplers.TPESampler(seed=seed + done),
+        pruner=make_pruner(),
+        load_if_exists=True,
+    )
+    study.set_metric_names([metric])
+    optuna.storages.fail_stale_trials(study)
+    return study
+
+
+def run_trials(search: Search, wanted: int) -> int:
+    """Run trials until the study has the given number, and return the exit code."""
+    good = (TrialState.COMPLETE, TrialState.PRUNED)
+    missing = wanted - len(search.study.get_trials(states=good))
+    if missing > 0:
+        try:
+            search.study.optimize(lambda trial: run_trial(trial, search), missing, catch=(TrialFailedError,))
+        except SearchEndedError as ended:
+            return int(ended.args[0])
+    return 0
+
+
+def run_trial(trial: Trial, search: Search) -> float:
+    """Train once with drawn values, and return the value that is optimized."""
+    directory = search.directory / str(trial.number)
+    trial.set_user_attr(DIRECTORY, str(directory))
+    report = {
+        "_target_": "gradpolicy.app.sweep.PruneTrial",
+        "storage": search.url,
+        "study": search.study.study_name,
+        "trial": trial._trial_id,
+        "monitor": search.metric.removesuffix("_best"),
+    }
+    words = [
+        *search.overrides,
+        *(f"{key}={json.dumps(draw(trial, key, each))}" for key, each in search.parameters.items()),
+        f"+callbacks.study={as_override(report)}",
+        f"hydra.run.dir={quoted(str(directory))}",
+    ]
+    try:
+        code = train(search.config_dir, words)
+    except optuna.TrialPruned:
+        replace(Result.load(directory / RESULT), status="pruned", error="").save(directory / RESULT)
+        raise
+    if code in (INTERRUPTED, TERMINATED):
+        search.study.enqueue_trial(trial.params)
+    if code in (INTERRUPTED, TERMINATED, WRONG_INPUT):
+        raise SearchEndedError(code)
+    if code:
+        raise TrialFailedError(f"trial {trial.number} ended with code {code}")
+    # With several processes the callback ends the training as usual and stores this note.
+    if search.study.trials[trial.number].system_attrs.get("ddp_pl:pruned"):
+        raise optuna.TrialPruned
+    result = Result.load(directory / RESULT)
+    if result.optimized is None:
+        raise unknown("metric", search.metric, result.metrics, key="optimized_metric")
+    return result.optimized
+
+
+def as_override(node: Mapping[str, Any]) -> str:
+    """Return a config node as a Hydra override."""
+    inner = (f"{key}: {quoted(value) if isinstance(value, str) else value}" for key, value in node.items())
+    return f"{{{', '.join(inner)}}}"
+
+
+def show(search: Search) -> None:
+    """Print and save the table of all trials, and a report of the runs."""
+    results = [as_result(trial) for trial in search.study.trials]
+    summary, console = SweepSummary(results, search.metric, search.mode), wide_console()
+    summary.show(console)
+    # Not with_suffix, which would replace the end of a name such as v1.2.
+    summary.write(search.directory.with_name(f"{search.directory.name}.csv"), console)
+    if summary.runs:
+        write_report(summary.runs, search.directory / REPORT, console, names_it=True)
+
+
+def as_result(trial: FrozenTrial) -> Result:
+    """Return a trial as a row of the table."""
+    state = trial.state.name.lower()
+    return Result(
+        overrides=[f"{key}={value}" for key, value in trial.params.items()],
+        optimized=trial.value if state == "complete" else None,
+        status={"complete": "completed", "fail": "failed"}.get(state, state),
+        error="" if state == "complete" else state,
+        directory=str(trial.user_attrs.get(DIRECTORY, "")),
+    )

@@ -1,0 +1,201 @@
+"""Finds the classes and functions that a config names, checks their arguments, and builds them.
+
+The check is by signatures, so that it refuses `trainer.max_epoch` and `optimizer.lr=abc` before anything
+runs, for any `_target_`. :func:`hydra.utils.instantiate` builds.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError
+
+from gradpolicy.app.messages import LINE, root_cause, type_error
+from gradpolicy.errors import NAMED, PolicyError, brief, constructors, nearest, under
+from gradpolicy.imports import import_by_name, to_install
+from gradpolicy.masks import MaskSource
+from gradpolicy.policies import Policy
+
+TARGET = "_target_"
+# Hydra's own keys of a node.
+OWN_KEYS = (TARGET, "_partial_", "_recursive_", "_convert_", "_args_")
+PLAIN = (str, int, float, bool, type(None))
+
+
+# ---- checking
+
+
+def check_arguments(config: Any, key: str) -> None:
+    """Check every `_target_` and its arguments in a part of the resolved config.
+
+    Args:
+        config: The part.
+        key: Its key in the config.
+
+    Raises:
+        PolicyError: For a target that does not exist, an unknown argument, or a value of the wrong type.
+    """
+    if isinstance(config, list):
+        for index, value in enumerate(config):
+            check_arguments(value, f"{key}[{index}]")
+    elif isinstance(config, Mapping):
+        for name, value in config.items():
+            check_arguments(value, f"{key}.{name}")
+        if TARGET in config:
+            with under(f"{key}.{TARGET}"):
+                target = import_by_name(str(config[TARGET]))
+            _check_call(target, config, key)
+
+
+def _signature(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """Return the parameters of a function or class; None if Python does not know them."""
+    for evaluated in (True, False):
+        try:
+            return list(inspect.signature(function, eval_str=evaluated).parameters.values())
+        except NameError:
+            # An annotation uses a name that is imported for type checking only.
+            continue
+        except (TypeError, ValueError):
+            break
+    return None
+
+
+def argument_names(target: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
+    """Return the arguments of a target by name, and True if it also takes others.
+
+    A policy or a mask source passes arguments on to its base classes, so theirs are included.
+    """
+    passes_on = isinstance(target, type) and issubclass(target, Policy | MaskSource)
+    known: dict[str, inspect.Parameter] = {}
+    takes_any = True
+    for function in constructors(target) if passes_on else [target]:  # type: ignore[arg-type]
+        parameters = _signature(function)
+        if parameters is None:
+            break
+        for parameter in parameters:
+            if parameter.kind in NAMED and parameter.name != "self":
+                known.setdefault(parameter.name, parameter)
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    return known, takes_any
+
+
+def _check_call(target: Callable[..., Any], config: Mapping[str, Any], key: str) -> None:
+    parameters, takes_any = argument_names(target)
+    for name, value in config.items():
+        full_key = brief(f"{key}.{name}")
+        if name in parameters:
+            annotation, default = parameters[name].annotation, parameters[name].default
+            known = annotation is not inspect.Parameter.empty and not isinstance(annotation, str)
+            if known and value != default and not _has_target(value):
+                check_value(full_key, annotation, value)
+        elif not takes_any and name not in OWN_KEYS:
+            raise PolicyError(
+                f"{full_key}: {config[TARGET]} takes no such argument; {nearest(str(name), parameters)}"
+            )
+
+
+def check_value(key: str, annotation: Any, value: Any) -> None:
+    """Check a value from a config against an annotation; strings are not converted to numbers.
+
+    Raises:
+        PolicyError: If it does not match; names the expected types.
+
+    Example:
+        >>> check_value("betas", tuple[float, float], [0.9, 1])
+        >>> check_value("lr", float, "abc")
+        Traceback (most recent call last):
+        gradpolicy.errors.PolicyError: lr: must be a valid number, got 'abc'
+    """
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
+    except (PydanticSchemaGenerationError, PydanticUserError, TypeError, NameError):
+        return
+    problems: list[Any] = []
+    # YAML has no tuples, so a list is accepted for one. Nothing else is converted.
+    for strict in (True, False) if not isinstance(value, PLAIN) else (True,):
+        try:
+            adapter.validate_python(value, strict=strict)
+        except PydanticUserError:
+            # Pydantic does not support a class of the annotation, such as a config of transformers.
+            return
+        except ValidationError as error:
+            problems = error.errors()
+        else:
+            return
+    raise type_error(key, problems)
+
+
+def _has_target(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return TARGET in value or any(_has_target(item) for item in value.values())
+    return isinstance(value, list) and any(_has_target(item) for item in value)
+
+
+# ---- building
+
+
+def build(node: Mapping[str, Any], key: str, kind: type = object, **arguments: Any) -> Any:
+    """Build the object of a node of the resolved config, by :func:`hydra.utils.instantiate`.
+
+    Args:
+        node: The node, with its ``_target_``.
+        key: Its key in the config.
+        kind: The class of the result.
+        **arguments: Further arguments of the target.
+
+    Raises:
+        PolicyError: If building fails, or the result has the wrong type; has the key of the innermost node
+            that failed, and the cause.
+    """
+    if TARGET not in node:
+        raise PolicyError(f"{key}: needs a {TARGET}, the path of a class")
+    try:
+        built = instantiate(OmegaConf.create({**node, "_partial_": True, "_convert_": "all"}))
+        if not node.get("_partial_"):
+            built = built(**arguments)
+    except Exception as error:
+        raise _under_key(error, key) from error
+    if not isinstance(built, kind):
+        raise PolicyError(f"{key}: must be a {kind.__name__}, got {type(built).__name__}")
+    return built
+
+
+def build_all(nodes: Mapping[str, Mapping[str, Any] | None] | None, key: str, kind: type) -> dict[str, Any]:
+    """Build each node of a group; removed nodes are null."""
+    return {
+        name: build(node, f"{key}.{name}", kind) for name, node in (nodes or {}).items() if node is not None
+    }
+
+
+def _under_key(error: Exception, key: str) -> PolicyError:
+    inner = (
+        re.search(r"\nfull_key: (\S+)$", str(error)) if isinstance(error, InstantiationException) else None
+    )
+    key = f"{key}.{inner[1]}" if inner else key
+    cause = root_cause(error)
+    if isinstance(cause, ModuleNotFoundError):
+        return PolicyError(f"{key}: {to_install(cause)}")
+    message = brief(str(cause), most=LINE)
+    if isinstance(cause, PolicyError):
+        return PolicyError(_message_at(key, message))
+    # Lightning's messages are clear without their type; a KeyError is not.
+    kind = [] if type(cause).__name__ == "MisconfigurationException" else [type(cause).__name__]
+    return PolicyError(": ".join([key, *kind, *([message] if message else [])]))
+
+
+def _message_at(key: str, message: str) -> str:
+    """Prefix a message by a key: ``Stop.mode: …`` at ``policy.cut`` becomes ``policy.cut.mode: …``.
+
+    So does ``when.phases: …`` at ``policy.cut.when``.
+    """
+    owner, _, rest = message.partition(": ")
+    class_name, _, argument = owner.partition(".")
+    own = class_name[:1].isupper() or class_name == key.split(".")[-1]
+    if own and argument.isidentifier():
+        return f"{key}.{argument}: {rest}"
+    return f"{key}: {message}"

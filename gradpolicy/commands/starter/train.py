@@ -1,9 +1,0 @@
-"""Train the model under the policies of conf/; see ``python train.py --help``."""
-
-import sys
-from pathlib import Path
-
-from gradpolicy.commands.cli import main
-
-if __name__ == "__main__":
-    sys.exit(main(config_dir=Path(__file__).parent / "conf"))

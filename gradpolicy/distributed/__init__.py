@@ -1,1 +1,0 @@
-"""Several processes: agreement of ranks, DDP's reducer, sharded checkpoints."""

@@ -1,0 +1,320 @@
+"""The two edges that put rules into the graph: :func:`replace` and :func:`tap`.
+
+``replace`` gives values, of an operation, a module or any function, the gradient of a rule; if the values are
+the tensor itself (:func:`insert_rule`), the rule acts on the gradient that passes it. ``tap`` gives an
+operation its inputs with the rule on what the operation's own backward returns for them.
+
+They work under ``torch.compile`` and ``torch.func``, but not under forward-mode differentiation
+(``torch.func.jvp``, ``jacfwd``), which torch refuses: a rule maps the gradient of the output to the gradient
+of the input, and unless this map is linear, it has no transpose that forward mode could use.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.flow.bound_rule import BoundRule
+from gradpolicy.flow.containers import rebuilt_sequence
+from gradpolicy.flow.tracing import in_functorch, in_transform, is_compiling, skip_alone
+from gradpolicy.rules.routing import is_differentiable
+
+
+class Replaced(Function):
+    """Attaches the gradient of a rule to values that were computed without a graph."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(bound_rule: BoundRule, count: int, *tensors: Tensor) -> Any:
+        """Return the values.
+
+        Args:
+            bound_rule: The rule.
+            count: The number of values.
+            *tensors: The values, then the inputs from which they were computed.
+        """
+        # If an input were returned, autograd would make it a view, which forbids in-place operations.
+        if count == 1:
+            return tensors[0].detach()
+        return tuple(tensor.detach() for tensor in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        """Save the tensors that the rule reads. The gradient stands in for inputs of its shape."""
+        bound_rule, count, *tensors = inputs
+        outputs = output if isinstance(output, tuple) else (output,)
+        given = tensors[count:]
+        reads_inputs = count > 1 or "inputs" in bound_rule.reads
+        reads_output = count > 1 or "output" in bound_rule.reads
+        kept = [
+            reads_inputs or tensor.shape != outputs[0].shape or not tensor.is_floating_point()
+            for tensor in given
+        ]
+        ctx.bound_rule, ctx.count = bound_rule, count
+        ctx.kept, ctx.reads_output = kept, reads_output
+        ctx.dtypes = [tensor.dtype for tensor in given]
+        saved = [tensor for tensor, keep in zip(given, kept, strict=True) if keep]
+        ctx.save_for_backward(*saved, *(outputs if reads_output else ()))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        """Call the rule."""
+        saved = list(ctx.saved_tensors)
+        inputs = []
+        for keep, dtype in zip(ctx.kept, ctx.dtypes, strict=True):
+            inputs.append(saved.pop(0) if keep else grads[0].to(dtype))
+        outputs = tuple(saved) if ctx.reads_output else grads
+        grad, output = (grads[0], outputs[0]) if ctx.count == 1 else (grads, outputs)
+        wanted = ctx.needs_input_grad[2 + ctx.count :]
+        gradients = ctx.bound_rule.gradients(grad, tuple(inputs), output, wanted)
+        return (None, None, *[None] * ctx.count, *gradients)
+
+
+class Tapped(Function):
+    """A node between an operation and its inputs that modifies the operation's own gradients.
+
+    There is one node for all inputs, so the rule gets all gradients at once.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(bound_rule: BoundRule, outputs: list, places: tuple, *tensors: Tensor) -> Any:
+        """Return the inputs that require a gradient: a tensor if there is one, otherwise a tuple.
+
+        Args:
+            bound_rule: The rule.
+            outputs: A list to which the operation's output and its version are added later.
+            places: The indices of the inputs that require a gradient.
+            *tensors: The inputs.
+        """
+        changed = [tensors[place].detach() for place in places]
+        return changed[0] if len(changed) == 1 else tuple(changed)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        """Save the inputs if the rule reads them, otherwise their shapes."""
+        ctx.bound_rule, ctx.outputs, ctx.places, *tensors = inputs
+        ctx.reads_inputs = "inputs" in ctx.bound_rule.reads
+        ctx.set_materialize_grads(False)
+        ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+        if ctx.reads_inputs:
+            ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        """Call the rule."""
+        own: list[Tensor | None] = [None] * len(ctx.like)
+        for place, grad in zip(ctx.places, grads, strict=True):
+            own[place] = grad
+        inputs = ctx.saved_tensors
+        if not ctx.reads_inputs:
+            inputs = [
+                torch.zeros((), dtype=dtype, device=device).expand(shape) if grad is None else grad
+                for grad, (shape, dtype, device) in zip(own, ctx.like, strict=True)
+            ]
+        output = None
+        if ctx.outputs:
+            output, version = ctx.outputs
+            if output._version != version or torch.is_grad_enabled():
+                raise PolicyError(
+                    f"rule {ctx.bound_rule.rule.name!r} at {ctx.bound_rule.location} reads the operation's "
+                    "output, which must not be changed in place and has no second derivatives "
+                    "(create_graph=True); compute what it needs from the inputs"
+                )
+        wanted = [grad is not None for grad in own]
+        gradients = ctx.bound_rule.gradients(tuple(own), tuple(inputs), output, wanted)
+        return (None, None, None, *gradients)
+
+
+class Wire:
+    """Stands for a rule in :class:`Replaced`: every input gets the gradient as it is, or none does."""
+
+    reads = ()
+
+    def __init__(self, passes: bool) -> None:
+        self.passes = passes
+
+    def gradients(
+        self, grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Return the gradient for each input, in its dtype."""
+        return [grad.to(tensor.dtype) if self.passes else None for tensor in inputs]
+
+
+_PASS, _CUT = Wire(True), Wire(False)
+
+
+class SafeProduct:
+    """Stands for a rule in :class:`Replaced`: a path gets ``grad · slope``, with 0 · infinity = 0."""
+
+    reads = ("inputs",)
+
+    def gradients(
+        self, grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Return the gradient for the first input, in its dtype."""
+        path, slope = inputs
+        return [torch.where(grad == 0, torch.zeros_like(grad), grad * slope).to(path.dtype), None]
+
+
+_SAFE_PRODUCT = SafeProduct()
+
+
+class AdoptHistory(Function):
+    """Gives a tensor the autograd history of an alias through which it was modified in place.
+
+    A module that modifies its input in place (``nn.ReLU(inplace=True)``) gets an alias of the input. Code
+    that uses the input afterwards sees the new values, and so needs their gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, alias: Tensor) -> Tensor:
+        """Return the tensor, which shares the alias's values."""
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        """Pass the gradient to the alias."""
+        return None, grad
+
+
+@skip_alone
+def may_have_gradient(tensor: Tensor) -> bool:
+    """Return True if a gradient may reach a tensor; under transforms ``requires_grad`` does not say."""
+    if not is_differentiable(tensor):
+        return False
+    return tensor.requires_grad or in_functorch() or (not is_compiling() and forward_ad._current_level >= 0)
+
+
+def run_function(function: type[Function], *args: Any) -> Any:
+    """Call an autograd Function with all of its arguments.
+
+    ``Function.apply`` spends most of its time on the defaults in the signature of ``forward``.
+    """
+    if is_compiling():
+        # The compiler accepts each tensor only once. A copy is free in compiled code.
+        given: list[Any] = []
+        for arg in args:
+            given.append(arg.clone() if isinstance(arg, Tensor) and any(arg is one for one in given) else arg)
+        args = tuple(given)
+    if in_transform():
+        return function.apply(*args)
+    return super(Function, function).apply(*args)  # type: ignore[misc]
+
+
+def replace(bound_rule: BoundRule, values: Any, inputs: Sequence[Tensor]) -> Any:
+    """Attach the gradient of a rule to a value, or to the floating-point values of a tuple.
+
+    Args:
+        bound_rule: The rule.
+        values: A tensor, or a tuple of tensors and other objects; computed without a graph.
+        inputs: The tensors from which the values were computed.
+
+    Raises:
+        PolicyError: If the values are of another type, or ``torch.compile`` traces a transform of
+            ``torch.func``.
+    """
+    _check_transforms(bound_rule)
+    bound_rule = bound_rule.with_current_numbers()
+    if is_compiling() and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)):
+        # Without gradients there is nothing to do, and the compiler mishandles Functions of several tensors.
+        return values
+    if isinstance(values, Tensor):
+        return run_function(Replaced, bound_rule, 1, values, *inputs)
+    if not isinstance(values, tuple | list):
+        raise PolicyError(f"cannot put a rule on a result of type {type(values).__name__}")
+    indices = [index for index, value in enumerate(values) if is_differentiable(value)]
+    if not indices:
+        return values
+    floating = [values[index] for index in indices]
+    found = run_function(Replaced, bound_rule, len(indices), *floating, *inputs)
+    results = list(values)
+    for index, result in zip(indices, found if len(indices) > 1 else (found,), strict=True):
+        results[index] = result
+    return rebuilt_sequence(values, results)
+
+
+def tap(bound_rule: BoundRule, inputs: Sequence[Tensor], outputs: list) -> list[Tensor]:
+    """Return the inputs for a call of an operation whose own gradients a rule modifies.
+
+    Args:
+        bound_rule: The rule.
+        inputs: The original inputs.
+        outputs: An empty list. If the rule reads the output, the caller adds the output and its version.
+
+    Raises:
+        PolicyError: If the rule reads the output in compiled or transformed code, where the output is not
+            available to the backward pass.
+    """
+    if "output" in bound_rule.reads and in_transform():
+        raise PolicyError(
+            f"rule {bound_rule.rule.name!r} at {bound_rule.location} changes the operation's own gradients "
+            "(own=True) and cannot read its output in code that is compiled or transformed by torch.func: "
+            "compute what it needs from the inputs, leave this part to eager mode (torch.compiler.disable), "
+            "or compile without fullgraph"
+        )
+    found = list(inputs)
+    # Under torch.func `requires_grad` is False for tensors that get a gradient.
+    unknown = in_transform() and not is_compiling()
+    places = [
+        place
+        for place, tensor in enumerate(inputs)
+        if is_differentiable(tensor) and (unknown or tensor.requires_grad)
+    ]
+    if not places:
+        return found
+    _check_transforms(bound_rule)
+    bound_rule = bound_rule.with_current_numbers()
+    if is_compiling():
+        # For a view of an input the compiler would return a tensor without a gradient.
+        inputs = [tensor.clone() if place in places else tensor for place, tensor in enumerate(inputs)]
+    changed = run_function(Tapped, bound_rule, outputs, tuple(places), *inputs)
+    for place, tensor in zip(places, changed if len(places) > 1 else (changed,), strict=True):
+        found[place] = tensor
+    return found
+
+
+def insert_rule(bound_rule: BoundRule, values: Any) -> Any:
+    """Insert a rule between a tensor, or each floating-point tensor of a tuple, and its autograd node."""
+    if isinstance(values, Tensor):
+        if not is_differentiable(values):
+            return values
+        return replace(bound_rule, values.detach(), [values])
+    return rebuilt_sequence(values, [insert_rule(bound_rule, value) for value in values])
+
+
+def alias_of(tensor: Tensor, *, cut: bool = False) -> Tensor:
+    """Return an alias of a tensor that needs a gradient; its gradient passes to the tensor unless ``cut``."""
+    return run_function(Replaced, _CUT if cut else _PASS, 1, tensor.detach(), tensor)
+
+
+def join(values: Tensor, path: Tensor) -> Tensor:
+    """Return values whose gradient goes to them and to a path of their shape."""
+    return run_function(Replaced, _PASS, 1, values.detach(), values, path)
+
+
+def scaled(path: Tensor, slope: Tensor) -> Tensor:
+    """Return a path whose gradient is multiplied by a slope, with 0 · infinity = 0."""
+    return run_function(Replaced, _SAFE_PRODUCT, 1, path.detach(), path, slope)
+
+
+@skip_alone
+def _check_transforms(bound_rule: BoundRule) -> None:
+    """Check that rules are supported under the active transforms.
+
+    Raises:
+        PolicyError: Under a transform of ``torch.func`` in compiled code.
+    """
+    if is_compiling() and in_functorch():
+        # The compiler would ignore the rule, or fail with an unrelated error.
+        raise PolicyError(
+            f"rule {bound_rule.rule.name!r} at {bound_rule.location} cannot be compiled under a transform of "
+            "torch.func: the compiler does not take autograd Functions through them. Leave this part to "
+            "eager mode (torch.compiler.disable), or compile without fullgraph"
+        )

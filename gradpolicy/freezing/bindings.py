@@ -1,0 +1,175 @@
+"""Policies bound to the parameters of a model, and the optimizers that update these."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+from torch import Tensor, nn
+
+from gradpolicy.errors import PolicyError, shortened, under
+from gradpolicy.freezing.bound_policy import BoundPolicy
+from gradpolicy.freezing.combination import check_same_options
+from gradpolicy.freezing.requires_grad import is_turned_off
+from gradpolicy.freezing.still import check_not_renormalised
+from gradpolicy.optim import MaskedOptimizer
+from gradpolicy.optim.own_settings import check_settings
+from gradpolicy.policies import Freeze
+from gradpolicy.rates import Rates, Settings
+from gradpolicy.where import named_parameters, pick
+
+
+class Bindings:
+    """Binds policies to those parameters of a model that optimizers update.
+
+    Args:
+        model: The model.
+        optimizers: The optimizers of its parameters.
+        policies: The freeze policies by name.
+        rates: The policies that set learning rates and other settings of single parameters, by name.
+        seed: The seed of mask sources without their own seed.
+
+    Attributes:
+        model: The model.
+        named: All parameters of the model by name.
+        optimized: The parameters of each optimizer.
+        policies: The bound freeze policies by name.
+        parameters: The parameters that freeze policies restrict, by name.
+        policies_of: The policies of each of these; those that match it come first, since their options apply.
+        settings_of: The settings of parameters by policy of ``rates``.
+        matched: The parameters that match any policy, by name.
+
+    Raises:
+        PolicyError: If a pattern matches nothing, no optimizer has the matched parameters, two policies have
+            the same source, or two policies require different optimizer state for one parameter.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[MaskedOptimizer],
+        policies: Mapping[str, Freeze],
+        rates: Mapping[str, Rates],
+        seed: int,
+    ) -> None:
+        self.model = model
+        self._optimizers, self._rates, self._seed = optimizers, rates, seed
+        self.parameters: dict[str, Tensor] = {}
+        self.matched: dict[str, Tensor] = {}
+        _check_sources(policies)
+        self._find_parameters()
+        self.policies = {name: self._bind(name, policy) for name, policy in policies.items()}
+        self._index()
+
+    def holders(self, parameter: Tensor) -> list[MaskedOptimizer]:
+        """Return the optimizers that update a parameter."""
+        return [optimizer for optimizer, own in self.optimized.items() if parameter in own]
+
+    def trainable(self) -> set[Tensor]:
+        """Return the parameters that an optimizer updates at some time."""
+        optimized = set().union(*self.optimized.values())
+        return {p for p in optimized if p.requires_grad or is_turned_off(p)}.union(self.parameters.values())
+
+    def join(self) -> bool:
+        """Bind policies to parameters that were added to an optimizer, as by a finetuning schedule.
+
+        Returns:
+            True if there were any.
+
+        Raises:
+            PolicyError: If a mask source has gathered gradients, or made a decision, without them.
+        """
+        if self._count_optimized() == self._counted:
+            return False
+        self._find_parameters()
+        for name, each in self.policies.items():
+            matched = pick(self.named, each.policy.restricts)
+            joined = [key for key, p in matched.items() if key not in each.parameters and self.holders(p)]
+            if joined and each.source.state_dict():
+                raise PolicyError(
+                    f"policy.{name}: {shortened(joined, most=5)} joined the optimizer during training, and "
+                    f"{type(each.source).__name__} decides by what it gathered without; give the optimizer "
+                    "all parameters from the start, or take these out of params"
+                )
+            if joined:
+                self.policies[name] = self._bind(name, each.policy)
+        self._index()
+        return True
+
+    @contextmanager
+    def gathered(self, *, values: bool = False) -> Iterator[None]:
+        """Gather sharded parameters in the block: their shapes only, unless ``values=True``."""
+        with ExitStack() as block:
+            for optimizer in self._optimizers:
+                block.enter_context(optimizer.whole_parameters(values=values))
+            yield
+
+    def _find_parameters(self) -> None:
+        """Find the model's parameters by name, and the parameters of each optimizer."""
+        self.named = named_parameters(self.model)
+        self.optimized = {
+            each: {parameter for group in each.param_groups for parameter in group["params"]}
+            for each in self._optimizers
+        }
+        self._counted = self._count_optimized()
+
+    def _count_optimized(self) -> int:
+        return sum(len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups)
+
+    def _bind(self, name: str, policy: Freeze) -> BoundPolicy:
+        """Find a policy's parameters, and set up its source."""
+        with under(f"policy.{name}.params"):
+            matched = pick(self.named, policy.params)
+        with under(f"policy.{name}"):
+            own = self._optimized_of(matched)
+            parameters = self._optimized_of(pick(self.named, policy.restricts))
+            check_not_renormalised(self.model, parameters)
+            policy.mask.model = self.model
+            policy.mask.setup(own, seed=self._seed)
+            holders = {each for p in parameters.values() for each in self.holders(p)}
+            known = {key for each in holders for group in each.param_groups for key in group}
+            check_settings(policy.mask.setting_names, known)
+        return BoundPolicy(name, policy, parameters)
+
+    def _optimized_of(self, matched: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the parameters that an optimizer updates."""
+        parameters = {key: p for key, p in matched.items() if self.holders(p)}
+        if not parameters:
+            raise PolicyError(f"no optimizer holds what it matches: {shortened(list(matched), most=5)}")
+        return parameters
+
+    def _settings(self, name: str, policy: Rates) -> dict[str, Settings]:
+        """Return the settings of each parameter that a policy matches."""
+        with under(f"policy.{name}.params"):
+            matched = policy.settings_of(self.named)
+            self._optimized_of({key: self.named[key] for key in matched})
+        return matched
+
+    def _index(self) -> None:
+        """Update the attributes that depend on the bound policies."""
+        bound = self.policies.values()
+        # The same dicts, which others refer to.
+        self.parameters.clear()
+        self.parameters.update({name: p for each in bound for name, p in each.parameters.items()})
+        self.policies_of = {
+            name: sorted((b for b in bound if name in b.parameters), key=lambda b: not b.matches(name))
+            for name in self.parameters
+        }
+        for name, policies in self.policies_of.items():
+            matching = [each for each in policies if each.matches(name)] or policies
+            check_same_options(name, {each.name: each.policy for each in matching})
+        self.settings_of = {name: self._settings(name, policy) for name, policy in self._rates.items()}
+        rated = {name: self.named[name] for own in self.settings_of.values() for name in own}
+        self.matched.clear()
+        self.matched.update({**rated, **self.parameters})
+
+
+def _check_sources(policies: Mapping[str, Freeze]) -> None:
+    """Check that no two policies share a mask source.
+
+    Raises:
+        PolicyError: If they do.
+    """
+    first: dict[int, str] = {}
+    for name, policy in policies.items():
+        other = first.setdefault(id(policy.mask), name)
+        if other != name:
+            raise PolicyError(f"policy.{name}: has the mask source of policy.{other}; each needs its own")

@@ -1,0 +1,96 @@
+"""Masks and values in the shape of a parameter and of its shards.
+
+What moves are the real numbers of this process; complex parameters have a last dimension of 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.tensors.mask import as_tensor, check_mask
+from gradpolicy.tensors.sharding import full_tensor, is_sharded, local_shard
+
+
+def local_mask(mask: Tensor, parameter: Tensor) -> Tensor:
+    """Return this process's part of a mask, sharding a plain one like the parameter without communication."""
+    if is_sharded(mask) or not is_sharded(parameter):
+        return local_shard(mask)
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = _placements(parameter, mask.shape)
+    return distribute_tensor(mask.to(parameter.device), mesh, placements, src_data_rank=None).to_local()
+
+
+def _placements(parameter: Tensor, shape: Sequence[int]) -> tuple[Any, list[Any]]:
+    """Return a sharded parameter's mesh, and the placements of a mask of a shape on it."""
+    from torch.distributed.tensor import Replicate
+
+    sharded: Any = parameter
+    return sharded.device_mesh, [
+        Replicate() if placement.is_shard() and _is_one(shape, parameter, placement.dim) else placement
+        for placement in sharded.placements
+    ]
+
+
+def coarse_mask(mask: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the coarser mask from which a mask with a flag per entry was made.
+
+    Args:
+        mask: Bool, of the parameter's shape; if it is sharded, every process must take part.
+        shape: Shape of the mask as it was set.
+    """
+    if tuple(shape) == tuple(mask.shape):
+        return mask
+    whole = full_tensor(mask)
+    return whole[tuple(slice(size) for size in shape)]
+
+
+def fitting_mask(mask: object, parameter: Tensor, name: str) -> Tensor:
+    """Return a mask as a bool tensor with as many dimensions as the parameter.
+
+    Raises:
+        PolicyError: As `check_mask`, or if the parameter has no values.
+    """
+    if parameter.is_meta:
+        raise PolicyError(f"{name}: the parameter lies on the meta device, where tensors have no values")
+    tensor = as_tensor(check_mask(mask, parameter, name), parameter.shape, parameter.device)
+    missing = parameter.dim() - tensor.dim()
+    return tensor.reshape((1,) * missing + tuple(tensor.shape)) if missing else tensor
+
+
+def local_entries(tensor: Tensor) -> Tensor:
+    """Return this process's entries as real numbers; writing to them writes to the tensor."""
+    # The shard of the parameter itself would be a view that autograd follows.
+    local = local_shard(tensor.detach())
+    return torch.view_as_real(local) if local.is_complex() else local
+
+
+def _is_one(shape: Sequence[int], parameter: Tensor, dim: int) -> bool:
+    """Return True if a mask of this shape has one value for all of a dimension."""
+    return shape[dim] == 1 and parameter.shape[dim] > 1
+
+
+def as_sharded(value: Tensor, parameter: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return local values as a tensor like the parameter: a DTensor if that is one.
+
+    Args:
+        value: This process's part.
+        parameter: The parameter.
+        shape: Shape of the whole tensor; 1 where one value is that of a whole dimension.
+    """
+    if not is_sharded(parameter):
+        return value
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = _placements(parameter, shape)
+    stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    size = torch.Size(shape)
+    return DTensor.from_local(
+        value.contiguous(), mesh, placements, run_check=False, shape=size, stride=stride
+    )

@@ -1,0 +1,1 @@
+"""One training run under policies, and what drives it: loops, Lightning, processes."""

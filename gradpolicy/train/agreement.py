@@ -1,0 +1,147 @@
+"""Checks that all ranks hold the same masks, ages and weights, by exchanging two numbers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradpolicy.errors import PromiseError
+from gradpolicy.tensors.seeded import derive
+
+# The number of columns; a prime, so that swapped rows of a matrix are in different columns.
+_COLUMNS = 509
+_WORD_BYTES = 8
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return a checksum of the bits of a tensor.
+
+    The memory is read as 64-bit words, which are summed into columns (with wrap-around, so the order does not
+    matter); the columns are weighted by random odd numbers. One changed bit always changes the result; two
+    swapped entries do so unless their distance is a multiple of 4072 bytes.
+
+    Args:
+        tensor: A dense tensor of any dtype and shape.
+
+    Returns:
+        An int64 scalar on the tensor's device; equal on every device for equal bits in equal strides.
+    """
+    words, rest = _words(tensor)
+    rows = words.numel() // _COLUMNS
+    sums = words.new_zeros(_COLUMNS)
+    if rows:
+        sums += words[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0)
+    left = words[rows * _COLUMNS :]
+    sums[: left.numel()] += left
+    sums[-rest.numel() - 1 : -1] += rest
+    return (sums * _column_weights(tensor.device)).sum()
+
+
+def check_agreement(tensors: Mapping[str, Any], *, group: Any = None, moment: str = "") -> None:
+    """Check that all ranks have the same values, and raise an error on every rank if they differ.
+
+    If they agree, only one all-reduce of 16 bytes is needed. Every rank of the group must call this.
+
+    Args:
+        tensors: The values that must be equal, by a descriptive name: tensors, or objects that are identified
+            by their ``repr`` (a seeded mask, a number). The error names the first difference in this order.
+        group: The process group; None for all ranks.
+        moment: The time of the check for the message, such as ``"before update 300"``.
+
+    Raises:
+        PromiseError: On every rank, naming the first difference and the ranks that differ from the majority.
+
+    Example:
+        >>> check_agreement({"weight": torch.ones(3)})  # one process always agrees with itself
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return
+    sums = {name: _as_number(value) for name, value in tensors.items()}
+    on_device = [value for value in sums.values() if isinstance(value, Tensor)]
+    device = on_device[0].device if on_device else torch.device("cpu")
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for name, value in sums.items():
+        total = total * _name_weight(name) + value
+    # All are equal if and only if the maximum equals the minimum: max(x) = −max(−x).
+    bounds = torch.stack([total, ~total]).to(_wire_device(group))
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    high, inverted_low = bounds.tolist()
+    if high != ~inverted_low:
+        _raise_difference({name: int(value) for name, value in sums.items()}, group, moment)
+
+
+def of_every_rank(value: Any, group: Any = None) -> list[Any]:
+    """Return the values of all ranks in their order; without a process group, the value alone.
+
+    Args:
+        value: A picklable object.
+        group: The process group; None for all ranks.
+    """
+    if not dist.is_initialized():
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
+
+
+def _raise_difference(sums: Mapping[str, int], group: Any, moment: str) -> None:
+    """Exchange all checksums and name the first that differs."""
+    everyone = of_every_rank(dict(sums), group)
+    names = list(dict.fromkeys(name for other in everyone for name in other))
+    differing = [name for name in names if len({other.get(name) for other in everyone}) > 1]
+    when = f" {moment}" if moment else ""
+    if not differing:
+        raise PromiseError(f"the ranks disagree{when}: they name the same tensors in different orders")
+    seen = [other.get(differing[0]) for other in everyone]
+    usual = max(seen, key=seen.count)
+    members = dist.get_process_group_ranks(group)
+    ranks = [str(members[index]) for index, value in enumerate(seen) if value != usual]
+    raise PromiseError(
+        f"the ranks disagree{when}: {differing[0]} differs on rank {', '.join(ranks)} from the others "
+        f"({len(differing)} of {len(names)} checked differ)"
+    )
+
+
+def _as_number(value: Any) -> Tensor | int:
+    """Return a checksum. That of a tensor stays on its device, which avoids a synchronisation."""
+    if isinstance(value, Tensor):
+        return checksum(value.detach())
+    return _signed(derive(repr(value)))
+
+
+def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tensor's memory as int64 words, and the remaining bytes."""
+    # Without a copy if the tensor is dense.
+    flat = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).contiguous().view(-1)
+    per_word = _WORD_BYTES // flat.element_size() or 1
+    whole = flat.numel() - flat.numel() % per_word
+    aligned = flat.storage_offset() * flat.element_size() % _WORD_BYTES == 0
+    bulk = flat[:whole] if aligned else flat[:whole].clone()
+    return bulk.view(torch.int64), flat[whole:].clone().view(torch.uint8)
+
+
+def _column_weights(device: torch.device) -> Tensor:
+    """Return odd factors, one per column."""
+    if device not in _WEIGHTS:
+        factors = [_signed(derive("column", column) | 1) for column in range(_COLUMNS)]
+        _WEIGHTS[device] = torch.tensor(factors, dtype=torch.int64, device=device)
+    return _WEIGHTS[device]
+
+
+_WEIGHTS: dict[torch.device, Tensor] = {}
+
+
+def _name_weight(name: str) -> int:
+    return _signed(derive(name) | 1)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _wire_device(group: Any) -> torch.device:
+    """Return the device of tensors for the group's collectives."""
+    on_gpu = dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -1,0 +1,281 @@
+"""Checkpoint files: read without running code, written completely or not at all, checked before use."""
+
+import glob
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from pathlib import Path, PurePath
+from typing import Any
+
+import lightning
+import torch
+from fsspec.utils import get_protocol
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+
+from gradpolicy.errors import PolicyError, shortened
+from gradpolicy.tensors.checkpoint_file import (
+    UnreadableError,
+    check_file,
+    could_not_save,
+    errors_named,
+    load_file,
+)
+from gradpolicy.tensors.finite import bounds
+from gradpolicy.whole_file import written_whole
+
+KEY = "ckpt_path"
+WEIGHTS = "state_dict"
+VERSION = "pytorch-lightning_version"
+# The keys under which the saved state of a ModelCheckpoint holds paths.
+PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
+BY_INITIAL_WEIGHTS = "callbacks=[default,initial_weights] callbacks.initial_weights.path=…"
+# The parts that Lightning writes in addition to weights. If a part of the loops is missing, it starts at
+# zero.
+RESUMED = (
+    ("optimizer_states",),
+    ("lr_schedulers",),
+    *(("loops", "fit_loop", part) for part in ("state_dict", "epoch_progress", "epoch_loop.batch_progress")),
+)
+CANNOT_RESUME = f"a run cannot be resumed from it; start a new one with its weights by {BY_INITIAL_WEIGHTS}"
+IS_DIRECTORY = (
+    "is a directory, and a checkpoint is a file; python -m torch.distributed.checkpoint.format_utils "
+    "dcp_to_torch DIRECTORY FILE makes one with the weights of a directory of shards, if you trust it: it "
+    "unpickles"
+)
+
+
+# ---- reading
+
+
+def check_checkpoint(path: Path, key: str = KEY) -> frozenset[str]:
+    """Check that a checkpoint is undamaged, contains no code, and has no NaN weights.
+
+    A checkpoint is checked once, even if a run reads it several times. One that another program wrote may
+    have no checksums, of which a warning is given.
+
+    Args:
+        path: The checkpoint.
+        key: The config key that names it, for the message.
+
+    Returns:
+        The names of tensors with infinite values, which buffers may have and parameters may not.
+
+    Raises:
+        PolicyError: If it is damaged, contains code, or has NaN weights.
+    """
+    with errors_named(path, key):
+        if path.is_dir():
+            raise UnreadableError(IS_DIRECTORY)
+        status = path.stat()
+        return _check(path.absolute(), (status.st_ino, status.st_size, status.st_mtime_ns))
+
+
+@lru_cache
+def _check(path: Path, stamp: object) -> frozenset[str]:
+    """Check a checkpoint. The arguments of the cache include its inode, size and time."""
+    has_checksums = check_file(path)
+    content = load_file(path, mmap=True)
+    _check_paths(content)
+    infinite = set()
+    for key, value in _weights(content).items():
+        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()) and value.numel():
+            extremes = bounds(value)
+            if extremes.isnan().any():
+                raise UnreadableError(f"holds NaN in {str(key)[:120]}: no run can go on from it")
+            if extremes.isinf().any():
+                infinite.add(str(key))
+    # If the checkpoint is refused, no other message is needed.
+    if not has_checksums:
+        rank_zero_warn(f"{path} was written without checksums: it cannot be told whether it is damaged")
+    return frozenset(infinite)
+
+
+def read_checkpoint(
+    path: Path, key: str = KEY, *, map_location: Any = "cpu", mmap: bool = True
+) -> dict[str, Any]:
+    """Return the content of a checkpoint. No code in it is run.
+
+    Args:
+        path: The checkpoint.
+        key: The config key that names it, for the message.
+        map_location: As for ``torch.load``.
+        mmap: Map tensors into memory; not for files that may be overwritten meanwhile.
+
+    Raises:
+        PolicyError: If it is damaged, contains anything but tensors and plain values, or is not a Lightning
+            checkpoint.
+    """
+    check_checkpoint(path, key)
+    with errors_named(path, key):
+        content: Any = load_file(path, map_location=map_location, mmap=mmap)
+        if not isinstance(content, Mapping) or not isinstance(content.get(WEIGHTS), Mapping):
+            raise UnreadableError(f"holds no {WEIGHTS!r} with tensors by name: it is no checkpoint of a run")
+    # Lightning needs these keys to test a file with weights alone.
+    return {VERSION: lightning.__version__, **content}
+
+
+def _weights(content: Any) -> Mapping[str, Any]:
+    weights = content.get(WEIGHTS) if isinstance(content, Mapping) else None
+    return weights if isinstance(weights, Mapping) else {}
+
+
+def _check_paths(content: Any) -> None:
+    """Refuse a checkpoint that would make Lightning delete files outside its directory.
+
+    Lightning's ModelCheckpoint deletes outdated checkpoints named in its saved state: those below its own
+    directory, without resolving ``..``, and any path with a protocol, such as ``local://``.
+
+    Raises:
+        UnreadableError: If it names such a path.
+    """
+    states = content.get("callbacks") if isinstance(content, Mapping) else None
+    for state in states.values() if isinstance(states, Mapping) else ():
+        if not isinstance(state, Mapping):
+            continue
+        best = state.get("best_k_models")
+        for named in (*map(state.get, PATHS), *(best if isinstance(best, Mapping) else ())):
+            if isinstance(named, str) and (get_protocol(named) != "file" or ".." in PurePath(named).parts):
+                raise UnreadableError(
+                    f"names {named[:120]!r} as a checkpoint of its run, which training would delete;"
+                    " its weights alone can be used: callbacks.initial_weights.path"
+                )
+
+
+# ---- writing
+
+
+class WholeCheckpointIO(TorchCheckpointIO):
+    """Writes each checkpoint under a temporary name, syncs it to the disk, then renames it.
+
+    If the run is killed while saving, or the disk is full, the previous checkpoint is unchanged; in the
+    second case the error says so. When a checkpoint is read, its checksum is compared, and no code in it is
+    run. Lightning handles remote paths (``s3://…``), without checksums.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(plugins=[WholeCheckpointIO()], logger=False)
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint.
+
+        Args:
+            checkpoint: The content, for ``torch.save``.
+            path: The path.
+            storage_options: Not for local files.
+
+        Raises:
+            OSError: If it could not be written; the message names the remaining checkpoint.
+        """
+        if storage_options is not None or "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        write_checkpoint(checkpoint, Path(path))
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Any | None = lambda storage, _: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Return a checkpoint.
+
+        Args:
+            path: The checkpoint.
+            map_location: As for ``torch.load``.
+            weights_only: Ignored: only tensors and plain values are ever read.
+
+        Raises:
+            FileNotFoundError: If there is none.
+            PolicyError: If it is damaged, has NaN weights, or contains code.
+        """
+        if "://" in str(path):
+            return super().load_checkpoint(path, map_location, weights_only=True)
+        if not Path(path).exists():
+            raise FileNotFoundError(f"there is no checkpoint {path}")
+        return read_checkpoint(Path(path), map_location=map_location, mmap=False)
+
+
+def write_checkpoint(content: Any, path: Path) -> None:
+    """Save with a checksum; the path has the old content until the new content is complete.
+
+    Raises:
+        OSError: If it could not be written; the message names the newest remaining checkpoint.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Incomplete files of killed processes, not those that other runs write to the same directory.
+    for abandoned in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        abandoned.unlink(missing_ok=True)
+    try:
+        with written_whole(path, "w+b") as file:
+            torch.save(content, file)
+    except (OSError, RuntimeError) as error:
+        raise could_not_save(path, error) from error
+
+
+# ---- checks before use
+
+
+def check_fits(path: Path, model: nn.Module, key: str = KEY) -> None:
+    """Check that a checkpoint fits a model: names, shapes and layouts, and no infinite parameters.
+
+    Args:
+        path: The checkpoint.
+        model: The model.
+        key: The config key that names it, for the message.
+
+    Raises:
+        PolicyError: If it is damaged, or of another model.
+    """
+    saved, wanted = _forms(read_checkpoint(path, key)[WEIGHTS]), _forms(model.state_dict())
+    lacking, surplus = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
+    reshaped = [
+        f"{name} is {saved[name]} there and {wanted[name]} here"
+        for name in wanted
+        if name in saved and saved[name] != wanted[name]
+    ]
+    differences = [
+        *([f"it lacks {shortened(lacking)}"] if lacking else []),
+        *([f"it holds {shortened(surplus)}, which this model does not have"] if surplus else []),
+        *reshaped[:2],
+    ]
+    if differences:
+        raise PolicyError(f"{key}: {path} is of another model: {'; '.join(differences)}")
+    infinite = check_checkpoint(path, key) & {name for name, _ in model.named_parameters()}
+    if infinite:
+        raise PolicyError(f"{key}: {path} holds infinite values in {shortened(sorted(infinite))}")
+
+
+def _forms(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the shape of each tensor, and its layout if it is sparse, which no parameter can load."""
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return {
+        name: f"{tuple(tensor.shape)}" + ("" if tensor.layout is torch.strided else f" in {tensor.layout}")
+        for name, tensor in tensors.items()
+    }
+
+
+def check_resumable(path: Path) -> None:
+    """Check that a checkpoint contains everything besides weights that a run needs in order to resume.
+
+    Args:
+        path: The checkpoint.
+
+    Raises:
+        PolicyError: If anything is missing.
+    """
+    content = read_checkpoint(path)
+    lacking = dict.fromkeys(keys[0] for keys in RESUMED if not _holds(content, keys))
+    if lacking:
+        raise PolicyError(f"{KEY}: {path} holds no {' and no '.join(lacking)}: {CANNOT_RESUME}")
+
+
+def _holds(content: Any, keys: Iterable[str]) -> bool:
+    for key in keys:
+        if not isinstance(content, Mapping) or key not in content:
+            return False
+        content = content[key]
+    return True

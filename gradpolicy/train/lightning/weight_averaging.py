@@ -1,0 +1,43 @@
+"""A check for callbacks that average weights and so change frozen entries."""
+
+from collections.abc import Iterable, Mapping
+
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.freezing.bound_policy import masks_never_change
+from gradpolicy.policies import Freeze, Policy
+
+
+def check_weight_averaging(callbacks: Iterable[Callback], policies: Mapping[str, Policy]) -> None:
+    """Check that no callback averages weights whose masks change during training.
+
+    An average over all steps mixes the values of an entry from before and after it froze. If masks never
+    change, the average of a frozen entry is over equal values.
+
+    Raises:
+        PolicyError: If a callback averages weights whose masks change; or if it is EMAWeightAveraging, which
+            rounds averages of equal values to others.
+    """
+    averaging = [
+        type(callback).__name__
+        for callback in callbacks
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging)
+    ]
+    freezing = {name: policy for name, policy in policies.items() if isinstance(policy, Freeze)}
+    if not averaging or not freezing:
+        return
+    changing = [name for name, policy in freezing.items() if not masks_never_change(policy)]
+    if changing:
+        raise PolicyError(
+            f"policy.{changing[0]}: {averaging[0]} averages over steps in which entries are frozen and moves "
+            "these; leave it out, give the policy masks that never change, or average active entries alone "
+            "in a loop of your own (docs/python.md, Averaged weights)"
+        )
+    if any(isinstance(callback, EMAWeightAveraging) for callback in callbacks):
+        raise PolicyError(
+            f"policy.{next(iter(freezing))}: {averaging[0]} rounds the average of equal values, which moves "
+            "frozen entries; use WeightAveraging("
+            "multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay)), which does not"
+        )

@@ -1,0 +1,321 @@
+"""Measures the effect of policies in an update: active entries, norms, counts of operations."""
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradpolicy.flow.install import Installed
+from gradpolicy.freezing import Freezer
+from gradpolicy.optim import MaskedOptimizer
+from gradpolicy.optim.ages import Ages
+from gradpolicy.optim.masked_parameter import MaskedParameter
+from gradpolicy.tensors.sharding import is_sharded, local_shard
+from gradpolicy.train.agreement import of_every_rank
+
+Measured = dict[str, dict[str, Any]]
+"""The quantities of each policy. Those of a freeze policy are lists with one value per parameter."""
+
+SUMS = ("entries", "active", "flipped", "state_bytes")
+NORMS = ("weight_norm", "update_norm", "gradient_norm_before", "gradient_norm_after")
+
+
+class Measurements:
+    """Measures policies in selected updates, and counts the entries that flip in between.
+
+    Args:
+        freezer: The freezer of the freeze policies, if there are any.
+        installed: The flow policies, if there are any.
+    """
+
+    def __init__(self, freezer: Freezer | None, installed: Installed | None) -> None:
+        self._freezer, self._installed = freezer, installed
+        self._active: dict[str, Ages] = {}
+        # Since the last measurement: entries that flipped, and parameters that got their first mask.
+        self._flips: dict[str, int | Tensor] = {}
+        self._first: set[str] = set()
+        # Before the update that is measured: weights, and the norms of gradients by column and parameter.
+        self._weights: dict[str, Tensor] = {}
+        self._gradients: dict[str, dict[str, Tensor]] = {}
+        # By phase: how many operations of each flow policy were counted when it began.
+        self._operations: dict[str, Counter[str]] = {}
+        self._restored: Counter[str] = Counter()
+        # The numbers as first logged; None for those that have changed since.
+        self._logged: dict[str, float | None] = {}
+        if freezer is not None:
+            freezer.observers.append(self)
+
+    def detach(self) -> None:
+        """Stop observing masks."""
+        if self._freezer is not None:
+            self._freezer.observers.remove(self)
+
+    # ---- masks
+
+    @torch.no_grad()
+    def before_masks(self, names: Collection[str]) -> None:
+        """Store which entries are active before new masks are set."""
+        for name in names:
+            _, masked = self._find(name)
+            if masked is None or masked.mask_shape is None:
+                self._first.add(name)
+            elif masked.ages.entries:
+                self._active[name] = masked.ages
+
+    @torch.no_grad()
+    def after_masks(self, names: Collection[str]) -> None:
+        """Count the entries that flipped."""
+        for name in names:
+            _, masked = self._find(name)
+            before = self._active.pop(name, None)
+            if before is not None and masked is not None:
+                flips = masked.ages.flips(before)
+                self._flips[name] = self._flips.get(name, 0) + flips
+
+    def state(self) -> dict[str, Any]:
+        """Return the counts so far, for a checkpoint."""
+        return {
+            "flips": {name: int(n) for name, n in self._flips.items()},
+            "first": sorted(self._first),
+            "operations": dict(self._met("fit")) if "fit" in self._operations else {},
+            "logged": dict(self._logged),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Load the result of :meth:`state`."""
+        self._flips = {str(name): int(n) for name, n in state.get("flips", {}).items()}
+        self._first, self._logged = set(map(str, state.get("first", ()))), dict(state.get("logged", {}))
+        self._restored = Counter({str(name): int(n) for name, n in state.get("operations", {}).items()})
+
+    # ---- the update that is measured
+
+    def begin(self, phase: str = "fit") -> None:
+        """Start counting for an update, or for the evaluation of a phase."""
+        if self._installed is not None:
+            self._operations[phase] = Counter(self._installed.operation_counts)
+        if phase == "fit":
+            self._operations.setdefault(phase, Counter()).subtract(self._restored)
+            self._weights, self._gradients, self._restored = {}, {}, Counter()
+
+    def _met(self, phase: str) -> Counter[str]:
+        """Return the number of operations of each flow policy since the start of a phase."""
+        counts = Counter(self._installed.operation_counts if self._installed is not None else {})
+        counts.subtract(self._operations[phase])
+        return counts
+
+    @torch.no_grad()
+    def take_gradients(self, optimizer: torch.optim.Optimizer, column: str) -> None:
+        """Measure the norms of gradients and copy the weights before an optimizer's update.
+
+        Args:
+            optimizer: The optimizer that is about to step.
+            column: ``"gradient_norm_before"`` or ``"gradient_norm_after"`` the masks.
+        """
+        if self._freezer is None:
+            return
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        parameters = {name: p for name, p in self._freezer.parameters.items() if id(p) in own}
+        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        self._gradients.setdefault(column, {}).update(_norms(gradients))
+        # Copied in one call. Parameters that are frozen as a whole do not change.
+        moving = {
+            name: local_shard(p)
+            for name, p in parameters.items()
+            if name not in self._weights and self._freezer.mask_of(name) is not False
+        }
+        copies = torch._foreach_mul(list(moving.values()), 1.0) if moving else ()
+        self._weights |= dict(zip(moving, copies, strict=True))
+
+    @torch.no_grad()
+    def measure(self, phase: str = "fit") -> Measured:
+        """Return the measurements of an update, or of the evaluation of a phase; equal on all processes.
+
+        Values of sharded parameters are summed over the processes. Norms of flow policies are those of the
+        loss averaged over the processes.
+        """
+        freeze = self._measure_freeze(self._freezer) if phase == "fit" and self._freezer is not None else {}
+        flow, rows = zip(*of_every_rank((self._measure_flow(phase), freeze)), strict=True)
+        return self._by_policy(_add_rows(rows)) | _flow_quantities(flow, phase)
+
+    def varying(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """Return the numbers for loggers: each at its first measurement, and again once it has changed."""
+        shown = {name: number for name, number in numbers.items() if number != self._logged.get(name)}
+        self._logged |= {name: None if name in self._logged else number for name, number in shown.items()}
+        return shown
+
+    def _measure_flow(self, phase: str) -> dict[str, dict[str, float]]:
+        """Return this process's counts, squared norms and zeros of each flow policy."""
+        if self._installed is None:
+            return {}
+        counts = self._met(phase)
+        del self._operations[phase]
+        # Without the counts of an evaluation within the update.
+        for other in self._operations.values():
+            other.update(counts)
+        found: dict[str, dict[str, float]] = {
+            name: {"operations": counts[name], "active": self._installed.is_active(name)}
+            for name in self._installed.operation_counts
+        }
+        norms = self._installed.gradient_norms
+        values = iter(_numbers([n for one in norms.values() for n in (one.before, one.after, one.zeros)]))
+        for name, one in norms.items():
+            before, after, zeros = next(values), next(values), next(values)
+            found[name] |= {"before": before, "after": after, "zeros": zeros, "entries": one.entries}
+        return found
+
+    def _measure_freeze(self, freezer: Freezer) -> dict[str, dict[str, Any]]:
+        """Return this process's values of each parameter of freeze policies, with squared norms.
+
+        If several processes hold the same entries, only the first one returns values.
+        """
+        rows: dict[str, dict[str, Any]] = {}
+        held: dict[str, Tensor] = {}
+        for name, parameter in freezer.parameters.items():
+            optimizer, masked = self._find(name)
+            assert optimizer is not None
+            assert masked is not None
+            if not _is_first_replica(parameter):
+                rows[name] = {}
+                continue
+            held[name], parts = local_shard(parameter), 2 if parameter.is_complex() else 1
+            rows[name] = {
+                "entries": masked.ages.entries // parts,
+                "active": masked.ages.active // parts,
+                "flipped": int(self._flips.get(name, 0)) // parts,
+                "state_bytes": optimizer.state_bytes(parameter),
+                # Parameters that are frozen as a whole neither change nor have a gradient.
+                "update_norm": 0.0,
+                "gradient_norm_after": 0.0,
+            }
+        moved = {name: weight for name, weight in self._weights.items() if name in held}
+        norms = {"weight_norm": _norms({**held, **moved})}
+        if moved:
+            torch._foreach_sub_(list(moved.values()), [held[name] for name in moved])
+        norms["update_norm"] = _norms(moved)
+        for column, taken in self._gradients.items():
+            norms[column] = {name: local_shard(norm) for name, norm in taken.items() if name in held}
+        values = iter(_numbers([norm for each in norms.values() for norm in each.values()]))
+        for column, each in norms.items():
+            for name in each:
+                rows[name][column] = next(values) ** 2
+        return rows
+
+    def _by_policy(self, rows: Mapping[str, dict[str, Any]]) -> Measured:
+        """Return the columns of each policy's parameters, and reset the counts."""
+        measured: Measured = {}
+        if self._freezer is None or not rows:
+            return measured
+        for name, row in rows.items():
+            masked = self._find(name)[1]
+            row["changed"] = name in self._first or row["flipped"] > 0
+            row["frozen_state"] = masked.options.frozen_state if masked is not None else None
+        self._flips, self._first, self._weights = {}, set(), {}
+        for policy in self._freezer.policies:
+            names = [name for name in rows if name in self._freezer.parameters_of(policy)]
+            columns = {key: [rows[name][key] for name in names] for key in rows[names[0]]}
+            measured[policy] = {"kind": "freeze", "parameter": names, **columns}
+        return measured
+
+    def _find(self, name: str) -> tuple[MaskedOptimizer | None, MaskedParameter | None]:
+        """Return the first optimizer that has a mask of a parameter, and the parameter there."""
+        assert self._freezer is not None
+        parameter = self._freezer.parameters[name]
+        optimizers: list[Any] = self._freezer.optimizers
+        for optimizer in optimizers:
+            if (masked := optimizer.masked_parameters().get(parameter)) is not None:
+                return optimizer, masked
+        return None, None
+
+
+def summary(measured: Measured) -> dict[str, float]:
+    """Return one number for each quantity, as ``policy/<name>/<quantity>``.
+
+    Example:
+        >>> summary({"guided": {"kind": "flow", "phase": "fit", "active": True, "zeros_passed": None}})
+        {'policy/guided/active': 1.0}
+    """
+    found: dict[str, float] = {}
+    for policy, quantities in measured.items():
+        totals = _totals(quantities) if quantities["kind"] == "freeze" else quantities
+        numbers = {key: value for key, value in totals.items() if isinstance(value, int | float)}
+        found |= {f"policy/{policy}/{key}": float(value) for key, value in numbers.items()}
+    return found
+
+
+def _totals(columns: Mapping[str, Sequence[Any]]) -> dict[str, float | None]:
+    """Return the quantities of a freeze policy over all its parameters."""
+    entries, norms = sum(columns["entries"]), {key: _total_norm(columns[key]) for key in NORMS}
+    return {
+        "active_share": sum(columns["active"]) / max(entries, 1),
+        "flipped": sum(columns["flipped"]),
+        "gradient_norm_before": norms["gradient_norm_before"],
+        "gradient_norm_after": norms["gradient_norm_after"],
+        "update_size": norms["update_norm"] / norms["weight_norm"] if norms["weight_norm"] else None,
+        "optimizer_bytes": sum(columns["state_bytes"]),
+    }
+
+
+def _total_norm(norms: Iterable[float | None]) -> float:
+    return math.sqrt(sum(norm**2 for norm in norms if norm is not None))
+
+
+def _flow_quantities(of_ranks: Sequence[dict[str, dict[str, float]]], phase: str) -> Measured:
+    """Return the quantities of flow policies: counts of the first process, norms and zeros of all."""
+    measured: Measured = {}
+    for name, first in of_ranks[0].items():
+        parts = [part.get(name, {}) for part in of_ranks]
+        total = {
+            key: sum(part.get(key, 0.0) for part in parts) for key in ("before", "after", "zeros", "entries")
+        }
+        has_norms = any("before" in part for part in parts)
+        measured[name] = {
+            "kind": "flow",
+            "phase": phase,
+            "operations": first["operations"],
+            "gradient_norm_before": math.sqrt(total["before"]) / len(parts) if has_norms else None,
+            "gradient_norm_after": math.sqrt(total["after"]) / len(parts) if has_norms else None,
+            "zeros_passed": total["zeros"] / total["entries"] if total["entries"] else None,
+            "active": bool(first["active"]),
+        }
+    return measured
+
+
+def _add_rows(of_ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Return the rows of all processes together."""
+    added: dict[str, dict[str, Any]] = {}
+    for name in of_ranks[0]:
+        own = [rows[name] for rows in of_ranks]
+        row = added[name] = {}
+        for key in (*SUMS, *NORMS):
+            values = [each[key] for each in own if key in each]
+            row[key] = (math.sqrt(sum(values)) if key in NORMS else sum(values)) if values else None
+    return added
+
+
+def _norms(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    norms = torch._foreach_norm(list(tensors.values())) if tensors else ()
+    return dict(zip(tensors, norms, strict=True))
+
+
+def _numbers(values: Sequence[Tensor]) -> list[float]:
+    """Return tensors of one element as numbers, with a single transfer from the accelerator."""
+    if not values:
+        return []
+    device = values[0].device
+    found: list[float] = torch.stack([value.double().to(device) for value in values]).tolist()
+    return found
+
+
+def _is_first_replica(parameter: Tensor) -> bool:
+    """Return True if this process is the first of those that hold the same entries."""
+    if not dist.is_initialized():
+        return True
+    if not is_sharded(parameter):
+        return dist.get_rank() == 0
+    sharded: Any = parameter
+    places = zip(sharded.placements, sharded.device_mesh.get_coordinate() or (), strict=False)
+    return all(place == 0 for placement, place in places if placement.is_replicate())

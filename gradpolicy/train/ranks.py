@@ -1,0 +1,147 @@
+"""Steps of freeze policies that several processes take together, in any training loop."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from gradpolicy.freezing import Freezer
+from gradpolicy.optim import MaskedOptimizer
+from gradpolicy.optim.masked_parameter import MaskedParameter
+from gradpolicy.tensors.sharding import is_sharded, local_shard
+from gradpolicy.train.agreement import check_agreement
+from gradpolicy.train.reducer import ReducerUpdater
+
+
+class Ranks:
+    """Prepares DDP's reducer for masks, and checks that the ranks agree.
+
+    Before each effective step, after its masks are set, :meth:`begin_step` rebuilds the reducer if the set of
+    active parameters has changed, and at some steps checks that all ranks have the same masks, ages and
+    weights.
+
+    Args:
+        model: The model, wrapped in DistributedDataParallel if that is used.
+        named: Its parameters by name.
+        freezer: The freezer of the freeze policies; None if there are none.
+        optimizers: The masked optimizers.
+        agreement_every: Effective steps between checks; None for no checks.
+
+    Example:
+        ::
+
+            ranks = Ranks(ddp_model, dict(ddp_model.module.named_parameters()), freezer, [optimizer])
+            for step, batch in enumerate(batches):
+                freezer.begin_step(step)
+                ranks.begin_step(step)
+                ...
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        named: Mapping[str, Tensor],
+        freezer: Freezer | None = None,
+        optimizers: Iterable[MaskedOptimizer] = (),
+        *,
+        agreement_every: int | None = 100,
+    ) -> None:
+        self.named = dict(named)
+        self.freezer = freezer
+        self.optimizers = list(optimizers)
+        self.agreement_every = agreement_every
+        self.reducer: ReducerUpdater | None = None
+        if isinstance(model, DistributedDataParallel):
+            self.reducer = ReducerUpdater(model)
+
+    def begin_step(self, step: int, *, cut: bool = False) -> None:
+        """Prepare an effective step; every rank must call this with the same arguments.
+
+        Args:
+            step: Effective optimizer steps taken so far.
+            cut: True if a policy cuts the graph in this step, so that parameters may get no gradient.
+
+        Raises:
+            PolicyError: If the ranks disagree.
+        """
+        if self.reducer is not None:
+            self.reducer.refresh(find_unused_parameters=cut)
+        if self.agreement_every is not None and step % self.agreement_every == 0:
+            self._check_agreement(f"before update {step + 1}")
+
+    def release(self) -> None:
+        """Leave the model to training without policies, which have been removed from it."""
+        if self.reducer is not None:
+            self.reducer.release()
+
+    def _check_agreement(self, moment: str) -> None:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            for group, compared in self.replicated().items():
+                check_agreement(compared, group=group, moment=moment)
+
+    def replicated(self) -> dict[Any, dict[str, Any]]:
+        """Return the values that must be equal within a process group, by name; None means all ranks.
+
+        These are masks, ages, the count of updates, learning rates, the state of mask sources, and weights.
+        Of a sharded parameter only its source's mask is the same everywhere. Under plain FSDP2 no two ranks
+        have the same shard; under hybrid sharding several do.
+        """
+        found: dict[Any, dict[str, Any]] = {None: {}}
+
+        def add(parameter: Tensor, name: str, value: Any) -> None:
+            for group in _replica_groups(parameter):
+                found.setdefault(group, {})[name] = value
+
+        for name, masked in self._masked():
+            signed = masked.ages.signed()
+            add(masked.parameter, f"the mask of {name!r}", signed > 0)
+            add(masked.parameter, f"the ages of {name!r}", signed)
+        if self.freezer is not None:
+            for name in self.freezer.parameters:
+                # Of a parameter that is distributed, a rank has no mask beside its source's.
+                found[None].setdefault(f"the mask of {name!r}", self.freezer.mask_of(name))
+        found[None] |= self._schedules()
+        for name, parameter in self.named.items():
+            add(parameter, f"the weights {name!r}", local_shard(parameter))
+        return found
+
+    def _masked(self) -> Iterator[tuple[str, MaskedParameter]]:
+        names = {id(parameter): name for name, parameter in self.named.items()}
+        for optimizer in self.optimizers:
+            for parameter, masked in optimizer.masked_parameters().items():
+                yield names.get(id(parameter), "a parameter without a name"), masked
+
+    def _schedules(self) -> dict[str, Any]:
+        """Return the values that change during training and are not sharded."""
+        rates = [
+            [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+            for optimizer in self.optimizers
+        ]
+        schedules: dict[str, Any] = {
+            "the count of updates": [optimizer.effective_steps for optimizer in self.optimizers],
+            "the learning rates": rates,
+        }
+        # If parameters are sharded, so is this state; the resulting masks are checked instead.
+        sharded = any(map(is_sharded, self.named.values()))
+        if self.freezer is None or sharded:
+            return schedules
+        for name, remembered in self.freezer.state_dict()["sources"].items():
+            leaves, _ = tree_flatten_with_path(remembered)
+            for path, value in leaves:
+                schedules[f"what policy {name!r} remembers as {keystr(path)}"] = value
+        return schedules
+
+
+def _replica_groups(parameter: Tensor) -> list[Any]:
+    """Return the process groups of ranks with the same shard of a parameter; None means all ranks."""
+    if not is_sharded(parameter):
+        return [None]
+    sharded: Any = parameter
+    return [
+        sharded.device_mesh.get_group(dimension)
+        for dimension, placement in enumerate(sharded.placements)
+        if placement.is_replicate()
+    ]

@@ -1,0 +1,207 @@
+"""One directory for all processes of a run, and none for a run that never began."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import OmegaConf
+
+from gradpolicy.app.run_directory import (
+    LOCK,
+    claimed_directory,
+    run_directory,
+)
+from gradpolicy.errors import PolicyError
+
+
+@contextmanager
+def claimed(template: str | Path) -> Iterator[Path]:
+    """Claims the directory that a config names."""
+    node = OmegaConf.create({"run": {"dir": str(template)}}).run
+    with claimed_directory(node, "hydra.run.dir") as directory:
+        yield directory
+
+
+def fail(path: Path, error: Exception, started: bool = False) -> None:
+    with run_directory(path) as directory:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "half.txt").touch()
+        if started:
+            directory.start()
+        raise error
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Path:
+    path = tmp_path / "outputs/train/run"
+    (path / ".hydra").mkdir(parents=True)
+    (path / "train.log").touch()
+    return path
+
+
+def test_wrong_input_leaves_nothing_of_a_run_that_never_began(fresh: Path) -> None:
+    with pytest.raises(PolicyError):
+        fail(fresh, PolicyError("wrong"))
+    assert list(fresh.iterdir()) == []
+
+
+def test_a_file_where_the_directory_should_be_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(PolicyError, match="File exists"), run_directory(tmp_path / "file"):
+        pass
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_directory_that_stays_empty_goes_with_those_that_were_made_for_it(tmp_path: Path) -> None:
+    with claimed(f"{tmp_path}/train/runs/${{started:}}") as directory:
+        assert (directory / LOCK).is_file()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "rank", "error", "started"),
+    [
+        ({}, 0, PolicyError("wrong"), True),
+        ({}, 0, ArithmeticError(), False),
+        ({"config.yaml": ""}, 0, PolicyError("wrong"), False),
+        ({"train.log": "epoch 1\n"}, 0, PolicyError("wrong"), False),
+        ({}, 1, PolicyError("wrong"), False),
+    ],
+    ids=["it began", "no wrong input", "a run was there", "a log was there", "another rank"],
+)
+def test_what_was_written_stays_where(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, before: dict, rank: int, error: Exception, started: bool
+) -> None:
+    for name, text in before.items():
+        (fresh / name).write_text(text)
+    monkeypatch.setattr(rank_zero_only, "rank", rank)
+    with pytest.raises(type(error)):
+        fail(fresh, error, started)
+    assert (fresh / "half.txt").exists()
+    assert {name: (fresh / name).read_text() for name in before} == before
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from gradpolicy.app.run_directory import locked
+with locked(Path(sys.argv[1]), "hydra.run.dir"):
+    print("locked", flush=True)
+    time.sleep(100)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen]:
+    """A process that runs in the directory `taken`."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "taken")], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "locked\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_directory_in_which_another_process_runs_is_refused_and_the_process_named(
+    tmp_path: Path, holder: subprocess.Popen
+) -> None:
+    taken = tmp_path / "taken"
+    refusal = rf"^hydra\.run\.dir: process {holder.pid} on \S+ runs in {taken}; wait until it ends"
+    with pytest.raises(PolicyError, match=refusal), claimed(taken):
+        pass
+    with pytest.raises(PolicyError, match=r"^hydra\.run\.dir: process"), run_directory(taken):
+        pass
+    assert [path.name for path in taken.iterdir()] == [LOCK]
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "file"])
+def test_a_lock_that_is_something_else_is_left_alone(tmp_path: Path, kind: str) -> None:
+    precious, lock = tmp_path / "precious", tmp_path / "run" / LOCK
+    precious.write_text("mine")
+    lock.parent.mkdir()
+    if kind == "link":
+        lock.symlink_to(precious)
+    elif kind == "pipe":
+        os.mkfifo(lock)
+    else:
+        lock.write_text("mine")
+    with (
+        pytest.raises(PolicyError, match=r"^hydra\.run\.dir: .*/\.lock is no lock of a run"),
+        claimed(lock.parent),
+    ):
+        pass
+    assert precious.read_text() == "mine"
+    assert lock.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "record.jsonl", "train.log", "checkpoints", "csv/version_0", "pictures/p.png"]
+)
+def test_no_run_writes_through_a_link_out_of_its_directory(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "run" / name
+    path.parent.mkdir(parents=True)
+    path.symlink_to(tmp_path / "precious")
+    wrong = rf"^hydra\.run\.dir: {path} is a link out of the directory"
+    with pytest.raises(PolicyError, match=wrong), claimed(tmp_path / "run"):
+        pass
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(PolicyError, match=f"{path} is neither a file"), claimed(tmp_path / "run"):
+        pass
+
+
+def test_a_directory_is_free_as_soon_as_the_process_in_it_was_killed(
+    tmp_path: Path, holder: subprocess.Popen
+) -> None:
+    holder.kill()
+    holder.wait()
+    with claimed(tmp_path / "taken") as directory:
+        (directory / "file").touch()
+    assert [path.name for path in directory.iterdir()] == ["file"]
+
+
+def test_one_process_may_run_in_its_directory_again_and_its_other_ranks_beside_it(
+    tmp_path: Path, holder: subprocess.Popen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with claimed(tmp_path / "own") as own, run_directory(own):
+        assert (own / LOCK).is_file()
+    assert not own.exists()
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    with run_directory(tmp_path / "taken") as directory:
+        assert directory.path == tmp_path / "taken"
+
+
+def test_two_runs_of_one_time_stamp_never_share_a_directory(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("gradpolicy.app.processes._now", lambda: "2026-01-01_00-00-00-000")
+    template = f"{tmp_path}/runs/${{started:}}"
+    with claimed(template) as directory:
+        (directory / "file").touch()
+    with pytest.raises(PolicyError, match=r"^hydra\.run\.dir: .* has another run"), claimed(template):
+        pass
+    assert [path.name for path in directory.iterdir()] == ["file"]
+
+
+def test_a_directory_that_a_person_names_may_hold_a_run_already(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/config.yaml").touch()
+    with claimed(tmp_path / "mine") as directory:
+        assert directory == tmp_path / "mine"
+    assert (tmp_path / "mine/config.yaml").exists()
+
+
+def test_a_requeued_slurm_job_finds_its_directory_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    for _ in range(2):
+        with claimed(f"{tmp_path}/${{started:}}") as directory:
+            directory.mkdir(exist_ok=True)
+            (directory / "file").touch()
+    assert [path.name for path in tmp_path.iterdir()] == ["slurm-17-0"]

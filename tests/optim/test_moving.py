@@ -1,0 +1,111 @@
+"""The one function that moves entries: compiled as eager, compiled seldom, and never eager in silence."""
+
+import pytest
+import torch
+
+from gradpolicy import MaskedOptimizer
+from gradpolicy.optim import moving
+
+SHAPES = [(50, 20), (30, 9), (7, 3), (5, 2, 2), (3,), (1, 4), ()]
+
+
+def trained(frozen_state, rows, changes=2, lr=0.1):
+    """Tensors after updates under masks that change, with garbage in frozen gradients."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+    optimizer = MaskedOptimizer(torch.optim.AdamW(weights, lr=lr), frozen_state)
+    for step in range(2 * changes):
+        for weight in weights:
+            cut = weight.shape[:1] + (1,) * (weight.dim() - 1) if rows else weight.shape
+            if step % 2 == 0:
+                optimizer.set_mask(weight, torch.rand(cut, generator=generator) < 0.5)
+            frozen = ~optimizer.get_mask(weight)
+            weight.grad = torch.randn(weight.shape, generator=generator).masked_fill(frozen, torch.nan)
+        optimizer.param_groups[0]["lr"] *= 0.9
+        optimizer.step()
+    return [weight.detach() for weight in weights]
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """Sends all updates through Dynamo; a graph for each time that it compiles."""
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(moving, "COMPILE_FROM", 0)
+    monkeypatch.setattr(moving, "BACKEND", backend)
+    monkeypatch.setattr(moving, "_said", set())
+    monkeypatch.setattr(moving, "_known", set())
+    moving._compiled.cache_clear()
+    yield compiled
+    moving._compiled.cache_clear()
+
+
+@pytest.mark.parametrize(("frozen_state", "rows"), [("keep", False), ("drop", True)])
+def test_compiled_updates_are_the_eager_ones(compilations, monkeypatch, frozen_state, rows):
+    found = trained(frozen_state, rows)
+    kinds = len(compilations)
+    assert kinds > 0
+    # Other rates, ages and masks compile nothing more.
+    trained(frozen_state, rows, lr=0.01)
+    assert len(compilations) == kinds
+    monkeypatch.setattr(moving, "COMPILE_FROM", 1 << 60)
+    torch.testing.assert_close(found, trained(frozen_state, rows))
+
+
+def test_a_line_says_that_updates_are_compiled(compilations, caplog):
+    trained("keep", False, 1)
+    trained("keep", False, 1)
+    assert [record.message for record in caplog.records if "torch.compile compiles" in record.message] == [
+        "torch.compile compiles the updates of masked entries, once, which takes a while"
+    ]
+
+
+def test_without_a_compiler_one_warning_says_that_updates_are_not_compiled(compilations, monkeypatch):
+    def broken(graph, inputs):
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr(moving, "BACKEND", broken)
+    with pytest.warns(UserWarning, match=r"uncompiled code.*no C\+\+ compiler") as warnings:
+        found = trained("keep", False)
+    assert len(warnings) == 1
+    monkeypatch.setattr(moving, "COMPILE_FROM", 1 << 60)
+    torch.testing.assert_close(found, trained("keep", False))
+
+
+@pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
+def test_joined_tensors_move_as_alone(monkeypatch, frozen_state):
+    joined, join = [], moving._join
+
+    def counted(pieces):
+        joined.append(len(pieces))
+        return join(pieces)
+
+    monkeypatch.setattr(moving, "_join", counted)
+    monkeypatch.setattr(moving, "SMALL", 1)
+    expected = trained(frozen_state, False)
+    assert max(joined, default=1) == 1
+    monkeypatch.setattr(moving, "SMALL", 1 << 14)
+    torch.testing.assert_close(trained(frozen_state, False), expected)
+    assert max(joined) > 1
+    monkeypatch.setattr(moving, "on_cpu", lambda tensor: False)  # as on an accelerator
+    torch.testing.assert_close(trained(frozen_state, False), expected)
+
+
+def test_a_mask_that_is_set_again_changes_no_bit():
+    """As in a run that resumes, where masks are set once more."""
+    ends = []
+    for again in (False, True):
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 999))
+        optimizer = MaskedOptimizer(torch.optim.AdamW([weight], lr=0.1))
+        masks = [torch.arange(999) % number > 0 for number in (2, 3)]
+        for step in range(20):
+            if step % 10 == 0 or again:
+                optimizer.set_mask(weight, masks[step // 10])
+            weight.grad = weight.detach().sin()
+            optimizer.step()
+        ends.append(weight.detach())
+    assert torch.equal(*ends)
