@@ -3,7 +3,6 @@
 from torch import Tensor
 
 from gradpolicy.freezing.bindings import Bindings
-from gradpolicy.freezing.bound_policy import masks_never_change
 from gradpolicy.freezing.combined_masks import CombinedMasks
 from gradpolicy.freezing.requires_grad import RequiresGrad, is_turned_off
 from gradpolicy.freezing.row_gradients import RowGradients
@@ -31,7 +30,7 @@ class ComputedGradients:
         self._computes_all = any(map(is_sharded, bindings.model.parameters()))
         self._rows = RowGradients(bindings.model)
         self._wanted: set[str] = set()
-        self._requires_grad = self._new_requires_grad()
+        self._requires_grad = RequiresGrad(bindings.model, bindings.optimized.values())
 
     def update(self, wanted: set[str], *, changed: bool) -> None:
         """Choose the gradients of an update.
@@ -58,8 +57,7 @@ class ComputedGradients:
             self._requires_grad.turn_off(idle)
 
     def observe(self) -> None:
-        """Check that layers which train were in a graph, and remove gradients that are dropped."""
-        self._requires_grad.check_graphs()
+        """Remove gradients that are dropped."""
         for parameter in self.dropped:
             parameter.grad = None
         self._computes_all = False
@@ -67,26 +65,18 @@ class ComputedGradients:
     def join(self) -> None:
         """Start again with the parameters that the optimizers have now."""
         self._requires_grad.restore()
-        self._requires_grad, self._wanted = self._new_requires_grad(), set()
+        self._requires_grad = RequiresGrad(self._bindings.model, self._bindings.optimized.values())
+        self._wanted = set()
 
-    @property
-    def skips(self) -> bool:
-        """True if some gradients are not computed in this update."""
-        return self._rows.active or any(map(is_turned_off, self._bindings.parameters.values()))
-
-    def compute_all(self) -> None:
-        """Compute all gradients from now on."""
-        self._toggle = False
+    def compute_all(self) -> bool:
+        """Compute all gradients from now on, and return True if some are not in this update."""
+        parameters = self._bindings.parameters.values()
+        skips, self._toggle = self._rows.active or any(map(is_turned_off, parameters)), False
         self.dropped.clear()
-        self._requires_grad.restore()
-        self._rows.release()
+        self.restore()
+        return skips
 
     def restore(self) -> None:
         """Restore ``requires_grad`` of all parameters."""
         self._requires_grad.restore()
         self._rows.release()
-
-    def _new_requires_grad(self) -> RequiresGrad:
-        of = self._bindings.policies_of.items()
-        changing = {n for n, own in of if not all(masks_never_change(each.policy) for each in own)}
-        return RequiresGrad(self._bindings.model, self._bindings.optimized.values(), changing=changing)

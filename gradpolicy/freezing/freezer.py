@@ -200,14 +200,13 @@ class Freezer:
         self._masks.current.clear()
         self._step = None
 
-    @property
-    def skips_gradients(self) -> bool:
-        """True if some gradients are not computed in the current update."""
-        return self._gradients.skips
+    def compute_all(self) -> bool:
+        """Keep ``requires_grad`` enabled, and compute full gradients of all parameters from now on.
 
-    def keep_requires_grad(self) -> None:
-        """Keep ``requires_grad`` enabled, and compute full gradients of all parameters."""
-        self._gradients.compute_all()
+        Returns:
+            True if some gradients are not computed in the current update.
+        """
+        return self._gradients.compute_all()
 
     def restore(self) -> None:
         """Restore ``requires_grad`` and the settings of all parameters. Masks do not change."""

@@ -316,15 +316,13 @@ class _Loop(TrainingPolicies):
                 "gradpolicy.training: modules can be kept still (Freeze.buffers) only if the model itself is "
                 "called before the backward pass"
             )
-        if late and self.freezer is not None:
-            # It is too late to set masks for this forward pass: a tensor that thaws may get no gradient.
-            if self.freezer.skips_gradients:
-                self._warn(
-                    "gradpolicy.training: the model was not called before a backward pass, so that tensors "
-                    "that thaw get no gradient in this update; call the model itself, not its parts or other "
-                    "methods"
-                )
-            self.freezer.keep_requires_grad()
+        # It is too late to set masks for this forward pass: a tensor that thaws may get no gradient.
+        if late and self.freezer is not None and self.freezer.compute_all():
+            self._warn(
+                "gradpolicy.training: the model was not called before a backward pass, so that tensors "
+                "that thaw get no gradient in this update; call the model itself, not its parts or other "
+                "methods"
+            )
         if over:
             self._time = max(each.effective_steps for each in self.masked_optimizers)
             self._stepped.clear()
