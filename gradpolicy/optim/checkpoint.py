@@ -272,7 +272,9 @@ def _with_names(record: Record, state: dict[str, Any]) -> dict[str, Any]:
     """Return the state that was saved, under the optimizer's names."""
     own = {name.removeprefix(_PACKED): state[name] for name in record.get("state", state) if name in state}
     numbers = record.get("packed", {}).get("numbers", {})
-    return own | {name: torch.tensor(number, dtype=torch.float32, device="cpu") for name, number in numbers.items()}
+    return own | {
+        name: torch.tensor(number, dtype=torch.float32, device="cpu") for name, number in numbers.items()
+    }
 
 
 def _checksum(state: dict[str, Any]) -> int:
