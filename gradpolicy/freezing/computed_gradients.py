@@ -57,7 +57,8 @@ class ComputedGradients:
             self._requires_grad.turn_off(idle)
 
     def observe(self) -> None:
-        """Remove gradients that are dropped."""
+        """Check that layers which train were in a graph, and remove gradients that are dropped."""
+        self._requires_grad.check_graphs()
         for parameter in self.dropped:
             parameter.grad = None
         self._computes_all = False

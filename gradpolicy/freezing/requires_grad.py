@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from gradpolicy.errors import PolicyError, shortened
 from gradpolicy.where import named_parameters, once_each
 
 ONE_GRAPH_A_PHASE = torch.__version__ >= (2, 13)  # type: ignore[operator]
@@ -44,6 +45,9 @@ class RequiresGrad:
         compiled = compiled_parameters(model)
         self._compiled = {name for name, p in self._parameters.items() if id(p) in compiled}
         self._phases: set[frozenset[str]] = set()
+        # Modules that ran with and without a graph since the last update.
+        self._recorded: set[nn.Module] = set()
+        self._unrecorded: set[nn.Module] = set()
         self._turned_off: set[str] = set()
         self._hooks: list[RemovableHandle] = []
 
@@ -52,7 +56,7 @@ class RequiresGrad:
         if recomputes_reentrantly(self._model):
             idle = set()
         if idle and not self._hooks:
-            self._hooks = guard_group_norms(self._model)
+            self._hooks = [*guard_group_norms(self._model), *self._follow_graphs()]
         if not ONE_GRAPH_A_PHASE:
             idle = idle - self._compiled
         for group in self._groups:
@@ -69,12 +73,45 @@ class RequiresGrad:
                 parameter.grad = None
                 self._turned_off.add(name)
 
+    def check_graphs(self) -> None:
+        """Check, after the backward pass of an update, that each layer that trains was in a graph.
+
+        Reentrant checkpointing records a layer only if one of its inputs requires a gradient, which none does
+        if all layers before it are frozen.
+
+        Raises:
+            PolicyError: If one was not.
+        """
+        unrecorded = self._unrecorded - self._recorded if self._turned_off else set()
+        self._recorded.clear()
+        self._unrecorded.clear()
+        lost = {p for module in unrecorded for p in module.parameters(recurse=False)}
+        names = [n for n, p in self._parameters.items() if p in lost and p.requires_grad and p.grad is None]
+        if names:
+            raise PolicyError(
+                f"{shortened(names)} got no gradient: their modules ran without a graph, as in "
+                "torch.utils.checkpoint(use_reentrant=True) if no input requires a gradient, here since all "
+                "layers before are frozen; expected use_reentrant=False, or toggle_requires_grad=False"
+            )
+
     def restore(self) -> None:
         """Enable ``requires_grad`` of all parameters that were disabled."""
         for name in sorted(self._turned_off):
             self._turn_on(name)
         while self._hooks:
             self._hooks.pop().remove()
+
+    def _follow_graphs(self) -> list[RemovableHandle]:
+        trained = {self._parameters[name] for group in self._groups for name in group - self._compiled}
+        return [
+            module.register_forward_pre_hook(self._note_graph)
+            for module in self._model.modules()
+            if any(parameter in trained for parameter in module.parameters(recurse=False))
+        ]
+
+    def _note_graph(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if module.training and not torch.compiler.is_compiling():
+            (self._recorded if torch.is_grad_enabled() else self._unrecorded).add(module)
 
     def _without_code(self, idle: set[str]) -> set[str]:
         """Return the compiled parameters of a phase beyond the limit; otherwise add the phase."""

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gradpolicy as gp
+from gradpolicy.errors import PolicyError
 from gradpolicy.freezing.requires_grad import RequiresGrad, guard_group_norms
 from tests.freezing.conftest import freezer_of
 
@@ -82,8 +83,8 @@ def train_behind_frozen_embedding(model: nn.Module, steps: int = 2, **options) -
             optimizer.zero_grad()
 
 
-def test_torch_warns_of_a_reentrant_checkpoint_behind_frozen_layers() -> None:
-    with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True"):
+def test_a_reentrant_checkpoint_behind_frozen_layers_is_refused() -> None:
+    with pytest.raises(PolicyError, match=r"blocks\.0\.weight, .* got no gradient: .*use_reentrant=False"):
         train_behind_frozen_embedding(Checkpointed(use_reentrant=True))
 
 
