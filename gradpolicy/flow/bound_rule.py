@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.locations import RulePlacement
-from gradpolicy.flow.policy_report import Forward, Outcome, ReportRow
+from gradpolicy.flow.policy_report import Outcome, ReportRow
 from gradpolicy.flow.tracing import is_compiling, is_traced, without_modes
 from gradpolicy.rules.registry import Call, Rule, keyword_names
 from gradpolicy.rules.routing import broadcasts, first_index, is_differentiable
@@ -76,9 +76,7 @@ class RuleState:
 
     def note_forward(self) -> None:
         """Record that a forward pass with gradients runs."""
-        self.row.note_forward(Forward.ON if self.active else Forward.OFF)
-        if is_compiling():
-            self.row.note_forward(Forward.COMPILED)
+        self.row.note_forward(self.active, is_compiling())
 
     def note_lost(self, operation: str, function: str, is_index: bool) -> None:
         """Warn once that a function lost the gradient of an operation's discrete result."""

@@ -1,10 +1,10 @@
 """Gradient paths of bool and integer tensors, and the functions that propagate them.
 
 A bool or integer tensor cannot have a gradient. If it is the result of an operation with a rule, it gets a
-*gradient path*: a floating-point tensor of the same shape whose gradient is the rule's, and whose values are
-not used. Casts, views, indexing, ``not``, ``1 - x``, ``x + 1``, products, ``where`` and ``one_hot`` carry it:
-they compute the path of their result, and attach the path's gradient where the result is floating-point. All
-other functions lose it, with a warning if their result is floating-point.
+*gradient path*: a floating-point tensor with the same values, whose gradient is the rule's. Casts, views,
+indexing, ``not``, ``1 - x``, ``x + 1``, products, ``where`` and ``one_hot`` carry it: they compute the path
+of their result from the path of their argument, and attach the path's gradient where the result is
+floating-point. All other functions lose it, with a warning if their result is floating-point.
 """
 
 from collections import OrderedDict
@@ -23,7 +23,7 @@ from gradpolicy.flow.edges import join, replace, scaled
 from gradpolicy.flow.operation_tables import Function
 from gradpolicy.flow.operations import name_of, resolve_operation, spelling_of
 from gradpolicy.flow.policy_report import Outcome
-from gradpolicy.flow.tracing import in_transform, is_traced, without_modes
+from gradpolicy.flow.tracing import is_traced, without_modes
 from gradpolicy.rules.routing import is_differentiable
 
 _NAME = "_gradpolicy_path"
@@ -49,9 +49,9 @@ class GradientPath:
     """The gradient path of a discrete tensor.
 
     Args:
-        tensor: A floating-point tensor in the discrete tensor's shape, which has the gradient; its values are
-            not used. If the discrete tensor is an index into categories, it has one more dimension, as the
-            one-hot code of the index. None if the gradient was lost.
+        tensor: A floating-point tensor with the discrete tensor's values, which has the gradient. If the
+            discrete tensor is an index into categories, it is the one-hot code of the index. None if the
+            gradient was lost.
         origins: The calls whose results the tensor depends on.
         is_index: True if the discrete tensor is an index into categories or entries.
         lost_in: The function that lost the gradient.
@@ -120,15 +120,8 @@ def start_path(
     Returns:
         The result.
     """
-    dtype = floating_dtype(inputs)
-    if "output" not in bound_rule.reads and not in_transform():
-        shape = result.shape if classes is None else (*result.shape, classes)
-        values = torch.zeros((), dtype=dtype, device=result.device).expand(shape)
-    elif classes is None:
-        values = result.to(dtype)
-    else:
-        values = F.one_hot(result, classes).to(dtype)
-    path = replace(bound_rule, values, inputs)
+    values = result if classes is None else F.one_hot(result, classes)
+    path = replace(bound_rule, values.to(floating_dtype(inputs)), inputs)
     bound_rule.state.note(operation, Outcome.DISCRETE)
     origin = Origin(bound_rule.state, operation)
     return set_path(result, GradientPath(path, (origin,), is_index=classes is not None))
@@ -287,56 +280,41 @@ def _cast(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]
         return _follow(result, path.tensor.to(result.device), [path])
 
 
-def _shift(signs: tuple[int, int]) -> Carrier:
-    """Return the carrier of ``x + 1``, ``x - 1`` or ``1 - x`` for the signs of the two operands."""
-
-    def shift(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        are_numbers = [isinstance(operand, Number) for operand in args]
-        if sorted(are_numbers) != [False, True] or kwargs or function in _WRITES:
-            return NotImplemented
-        place = are_numbers.index(False)
-        path = path_of(args[place])
-        if path is None or path.is_index or args[place].dtype == torch.bool:
-            return NotImplemented
-        with without_modes():
-            return _follow(function(*args), path.tensor * signs[place], [path])
-
-    return shift
-
-
 def _negate(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     path = path_of(args[0]) if args else None
     if path is None or args[0].dtype != torch.bool or function in _WRITES:
         return NotImplemented
     with without_modes():
-        return _follow(function(*args, **kwargs), -path.tensor, [path])
+        return _follow(function(*args, **kwargs), 1 - path.tensor, [path])
+
+
+def _shift(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """Propagate the path through ``x + 1``, ``x - 1`` and ``1 - x``; a sum of tensors loses it."""
+    has_number = any(isinstance(operand, Number) for operand in args)
+    return _multiply(call, function, args, kwargs) if has_number else NotImplemented
 
 
 def _multiply(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """Propagate paths through a product: for floating-point by autograd, otherwise by the product rule."""
+    """Propagate paths through a product: the operands of floating-point products get the gradients."""
     paths = [path_of(operand) for operand in args]
-    if len(args) != 2 or kwargs or any(path is not None and path.is_index for path in paths):
-        return NotImplemented
-    first, second = args
     writes = function in _WRITES
-    if writes and is_discrete(first):
+    if (
+        len(args) != 2
+        or kwargs
+        or any(path is not None and path.is_index for path in paths)
+        or (writes and is_discrete(args[0]))
+    ):
         return NotImplemented
     with without_modes():
-        dtype = first.dtype if writes else _dtype_of(function, first, second)
+        dtype = args[0].dtype if writes else _dtype_of(function, *args)
         if dtype.is_complex:
             return NotImplemented
-        if dtype.is_floating_point:
-            operands = tuple(_in_floating_point(operand, dtype) for operand in args)
-        else:
-            given = [path for path in paths if path is not None]
-            values = [one.to(given[0].tensor) if isinstance(one, Tensor) else one for one in args]
-            tensor = sum(
-                path.tensor * value
-                for path, value in zip(paths, reversed(values), strict=True)
-                if path is not None
-            )
-            result = function(*args)
-            return _follow(result, tensor.expand(result.shape), given)
+        if not dtype.is_floating_point:
+            pairs = zip(paths, args, strict=True)
+            values = [given if path is None else path.tensor for path, given in pairs]
+            found = [path for path in paths if path is not None]
+            return _follow(function(*args), function(*values), found)
+        operands = tuple(_in_floating_point(operand, dtype) for operand in args)
     return call(function, operands, kwargs)
 
 
@@ -372,8 +350,9 @@ def _choose(call: Call, function: Function, args: tuple, kwargs: Mapping[str, An
         if result.is_complex():
             return NotImplemented
         like = result if result.is_floating_point() else path.tensor
-        slope = _detached(chosen, like) - _detached(otherwise, like)
-        return _follow(result, scaled(path.tensor.expand(result.shape), slope.expand(result.shape)), [path])
+        slope = (_detached(chosen, like) - _detached(otherwise, like)).expand(result.shape)
+        values = result.detach().to(path.tensor.dtype)
+        return _follow(result, scaled(values, path.tensor.expand(result.shape), slope), [path])
 
 
 def _detached(value: Any, like: Tensor) -> Tensor:
@@ -393,7 +372,7 @@ def _one_hot(call: Call, function: Function, args: tuple, kwargs: Mapping[str, A
             tensor = F.pad(path.tensor, (0, classes - path.tensor.shape[-1]))
         elif classes == 2:
             # The one-hot code of a bit is (1 − bit, bit).
-            tensor = torch.stack([-path.tensor, path.tensor], -1)
+            tensor = torch.stack([1 - path.tensor, path.tensor], -1)
         else:
             _lose([path], function, result)
             return result
@@ -411,10 +390,7 @@ _CARRIERS: dict[Function, Carrier] = {
     **dict.fromkeys((*_functions(MOVES), *TRANSPOSITIONS), _move),
     **dict.fromkeys(_functions(CASTS), _cast),
     **dict.fromkeys(_functions(NEGATIONS), _negate),
-    **dict.fromkeys(_functions(["add"]), _shift((1, 1))),
-    **dict.fromkeys(_functions(["sub"]), _shift((1, -1))),
-    # After sub, whose spellings include the reflected operator.
-    **dict.fromkeys(_functions(["rsub"]), _shift((-1, 1))),
+    **dict.fromkeys(_functions(["add", "sub", "rsub"]), _shift),
     **dict.fromkeys(_functions(["mul"]), _multiply),
     **dict.fromkeys(_functions(["where"]), _choose),
     F.one_hot: _one_hot,

@@ -299,9 +299,9 @@ def join(values: Tensor, path: Tensor) -> Tensor:
     return run_function(Replaced, _PASS, 1, values.detach(), values, path)
 
 
-def scaled(path: Tensor, slope: Tensor) -> Tensor:
-    """Return a path whose gradient is multiplied by a slope, with 0 · infinity = 0."""
-    return run_function(Replaced, _SAFE_PRODUCT, 1, path.detach(), path, slope)
+def scaled(values: Tensor, path: Tensor, slope: Tensor) -> Tensor:
+    """Return values whose gradient goes to a path, multiplied by a slope, with 0 · infinity = 0."""
+    return run_function(Replaced, _SAFE_PRODUCT, 1, values, path, slope)
 
 
 @skip_alone

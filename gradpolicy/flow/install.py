@@ -19,7 +19,6 @@ from gradpolicy.flow.operations import name_of
 from gradpolicy.flow.parameters import ParameterRules
 from gradpolicy.flow.policy_checks import check_cuts, check_policies, is_cut
 from gradpolicy.flow.policy_report import (
-    Forward,
     GradientNorms,
     Outcome,
     Place,
@@ -236,7 +235,8 @@ class Installed(Displayed):
 
     def _report_unmet(self) -> None:
         strict, session = self.strict, self._session
-        has_run = session.has_run or any(state.row.forward or state.row.matched for state in self._states)
+        rows = [state.row for state in self._states]
+        has_run = session.has_run or any(row.ran_on or row.ran_off or row.matched for row in rows)
         if not has_run and (strict or not self._was_reported):
             names = [repr(state.name) for state in self._states if state.active]
             message = (
@@ -246,7 +246,7 @@ class Installed(Displayed):
             warn_or_raise(f"policy {', '.join(names)}", message if names else "", strict=strict)
         for state in self._states:
             row = self._row(state.name)
-            ran = Forward.ON in row.forward or (strict and Forward.OFF not in row.forward)
+            ran = row.ran_on or (strict and not row.ran_off)
             if has_run and (ran or row.places_with(Outcome.WITHOUT_GRADIENT)):
                 # In another phase, such as for attributions in testing, gradients may be recorded.
                 may_come = len(state.when.phases) > 1

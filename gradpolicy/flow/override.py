@@ -128,7 +128,7 @@ class Block(DispatchMode):
         row.note_all(Outcome.TAKEN, self.taken)
         names = tuple(name for name, state in self.states.items() if not state.acted_in_compiled_code)
         row = replace(row, name=self.subject, operations=names)
-        self._has_warned = bool(row.unmet) and not self.strict
+        self._has_warned = bool(row.unmet()) and not self.strict
         report_unmet(self.subject, row, strict=self.strict)
 
     def __call__(self, function: AnyFunction) -> AnyFunction:

@@ -36,12 +36,12 @@ class Outcome(enum.Enum):
     TAKEN = "an inner override or policy acted instead"
 
 
-class Forward(enum.Enum):
-    """How a forward pass ran; compiled code is counted once per compilation."""
-
-    ON = "with the rule active"
-    OFF = "with the rule inactive"
-    COMPILED = "in compiled code"
+# Why the rule was not applied to operations, the first reason that holds, and the words for it.
+REASONS = {
+    Outcome.TAKEN: "{operations} {were} taken by another override or policy inside",
+    Outcome.DISCRETE: f"the result of {{names}} {NEVER_FLOATING}",
+    Outcome.WITHOUT_GRADIENT: f"{{operations}} {NO_GRADIENT}",
+}
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,9 @@ class ReportRow:
         counts: For each place, how often each outcome occurred.
         lost: Pairs of an operation with a discrete result and the function that lost its gradient.
         opaque: Pairs of a call within which the rule cannot act and the reason.
-        forward: How forward passes ran.
+        ran_on: True if a forward pass ran with the rule active.
+        ran_off: True if one ran with the rule inactive.
+        compiled: True if the counts include compiled code, which is counted once per compilation.
         entered: The modules that ran, in eager mode, with rules on operations inside.
         norms: Gradient norms before and after the rule; None if they are not measured.
     """
@@ -95,7 +97,9 @@ class ReportRow:
     counts: defaultdict[str, Counter[Outcome]] = field(default_factory=lambda: defaultdict(Counter))
     lost: set[tuple[str, str]] = field(default_factory=set)
     opaque: set[tuple[str, str]] = field(default_factory=set)
-    forward: set[Forward] = field(default_factory=set)
+    ran_on: bool = False
+    ran_off: bool = False
+    compiled: bool = False
     entered: set[str] = field(default_factory=set)
     norms: "GradientNorms | None" = None
 
@@ -108,8 +112,7 @@ class ReportRow:
         """Count an outcome at a place. In compiled code this runs once, while the code is traced."""
         self.counts[place][outcome] += 1
         ReportRow.uses += outcome is Outcome.ACTED and not is_traced
-        if is_traced:
-            self.forward.add(Forward.COMPILED)
+        self.compiled |= is_traced
 
     def note_all(self, outcome: Outcome, places: Iterable[str]) -> None:
         """Count an outcome at several places."""
@@ -117,9 +120,11 @@ class ReportRow:
             self.counts[place][outcome] += 1
 
     @runs_while_tracing
-    def note_forward(self, forward: Forward) -> None:
-        """Record a forward pass."""
-        self.forward.add(forward)
+    def note_forward(self, is_on: bool, is_traced: bool) -> None:
+        """Record a forward pass, with the rule active or not."""
+        self.ran_on |= is_on
+        self.ran_off |= not is_on
+        self.compiled |= is_traced
 
     @runs_while_tracing
     def note_lost(self, operation: str, function: str, warning: str) -> None:
@@ -157,11 +162,6 @@ class ReportRow:
         return dict(sorted(self.opaque))
 
     @property
-    def compiled(self) -> bool:
-        """True if the counts include compiled code, which is counted once per compilation."""
-        return Forward.COMPILED in self.forward
-
-    @property
     def operations_met(self) -> frozenset[str]:
         """The names of all operations that ran where the policy acts."""
         ran = (Outcome.ACTED, Outcome.PLAIN, Outcome.WITHOUT_GRADIENT, Outcome.DISCRETE)
@@ -185,47 +185,45 @@ class ReportRow:
             never = [at for at in never if at.is_named or at.has_forward]
         return [at.module for at in never if at.module is not None]
 
-    @property
-    def unmet(self) -> tuple[str, ...]:
-        """The operations that should have run with the rule and did not."""
-        excused = self.places_with(Outcome.ACTED, Outcome.OFF)
-        if Forward.OFF in self.forward:
+    def unmet(self, *ignored: Outcome) -> list[str]:
+        """Return the operations that should have run with the rule and did not.
+
+        Args:
+            *ignored: Operations with one of these outcomes are left out.
+        """
+        excused = self.places_with(Outcome.ACTED, Outcome.OFF, *ignored)
+        if self.ran_off:
             # Operations that ran while the policy was inactive need not run while it is active.
             excused |= self.places_with(Outcome.PLAIN)
-        missing = tuple(name for name in self.operations if name not in excused)
-        return () if self.any_of and len(missing) < len(self.operations) else missing
+        missing = [name for name in self.operations if name not in excused]
+        return [] if self.any_of and len(missing) < len(self.operations) else missing
 
-    @property
-    def untouched(self) -> tuple[str, ...]:
-        """The places that a gradient should have reached and did not."""
+    def untouched(self, *ignored: Outcome) -> list[str]:
+        """Return the places that a gradient should have reached and did not; see :meth:`unmet`."""
         idle = self.idle
         expected = {
             place: at.is_named
             for place, at in self.places.items()
             if not at.is_around and at.module not in idle
         }
-        reached = self.places_with(Outcome.ACTED, Outcome.OFF)
+        reached = self.places_with(Outcome.ACTED, Outcome.OFF, *ignored)
         acted = any(place in self.matched for place in expected)
-        return tuple(
+        return [
             place
             for place, is_named in expected.items()
             if place not in reached
             and (is_named or not acted)
             and not any(call.endswith(f" at {place}") for call, _ in self.opaque)
-        )
+        ]
 
-    def message(self, ignored: Iterable[Outcome] = ()) -> str:
+    def message(self, *ignored: Outcome) -> str:
         """Return a message on operations and places where the rule was not applied; empty if there are none.
 
         Args:
-            ignored: Operations and places with one of these outcomes are ignored.
+            *ignored: Operations and places with one of these outcomes are left out.
         """
-        left_out = self.places_with(*ignored)
-        unmet = [name for name in self.unmet if name not in left_out]
-        if self.any_of and len(unmet) < len(self.operations):
-            unmet = []
-        untouched = [place for place in self.untouched if place not in left_out]
-        return "; ".join([*self._about_operations(unmet), *self._about_places(untouched)])
+        parts = *self._about_operations(self.unmet(*ignored)), *self._about_places(self.untouched(*ignored))
+        return "; ".join(parts)
 
     def _about_places(self, untouched: list[str]) -> Iterator[str]:
         parameters = [place for place in untouched if self.places[place].module is None]
@@ -245,22 +243,17 @@ class ReportRow:
             why = "it is frozen, not used, or no backward pass ran"
             yield f"no gradient came to {_listed(parameters)}: {why}"
 
-    def _about_operations(self, unmet: list[str]) -> list[str]:
+    def _about_operations(self, unmet: list[str]) -> Iterator[str]:
         by_reason: dict[Outcome | None, list[str]] = {}
         for name in unmet:
-            reasons = (Outcome.TAKEN, Outcome.DISCRETE, Outcome.WITHOUT_GRADIENT)
-            reason = next((each for each in reasons if self.counts[name][each]), None)
+            reason = next((each for each in REASONS if self.counts[name][each]), None)
             by_reason.setdefault(reason, []).append(name)
-        parts = []
-        if taken := by_reason.get(Outcome.TAKEN):
-            parts.append(f"{_operations(taken)} taken by another override or policy inside")
-        if discrete := by_reason.get(Outcome.DISCRETE):
-            parts.append(f"the result of {_quoted(discrete)} {NEVER_FLOATING}")
-        if without := by_reason.get(Outcome.WITHOUT_GRADIENT):
-            parts.append(f"operation{'s' * (len(without) > 1)} {_quoted(without)} {NO_GRADIENT}")
-        if (never := by_reason.get(None)) and not (self.any_of and parts):
-            parts.append(f"{_operations(never)} never met; {self._instead(never)}")
-        return parts
+        never = by_reason.pop(None, [])
+        for reason, text in REASONS.items():
+            if reason in by_reason:
+                yield text.format(**_words(by_reason[reason]))
+        if never and not (self.any_of and by_reason):
+            yield "{operations} {were} never met; ".format(**_words(never)) + self._instead(never)
 
     def _instead(self, never: list[str]) -> str:
         """Return a hint for operations that never ran."""
@@ -288,7 +281,7 @@ def check_operations(row: ReportRow, *, may_get_gradient: bool = False) -> str:
     Raises:
         PolicyError: If none of the operations ran.
     """
-    message, unmet = row.message(), set(row.unmet)
+    message, unmet = row.message(), set(row.unmet())
     may_come = may_get_gradient and unmet & row.places_with(Outcome.WITHOUT_GRADIENT)
     if unmet and not may_come and unmet == set(row.operations):
         raise PolicyError(f"policy.{row.name}.ops: {message}")
@@ -310,7 +303,7 @@ def report_unmet(subject: str, row: ReportRow, *, strict: bool, ignored: Iterabl
     Raises:
         PolicyError: If ``strict``.
     """
-    parts = [row.message((Outcome.TAKEN, *ignored))]
+    parts = [row.message(Outcome.TAKEN, *ignored)]
     if strict:
         parts += [f"cannot see into {_listed(row.opaque_calls)}"] if row.opaque else []
         parts += [
@@ -366,8 +359,14 @@ def _matched(row: ReportRow) -> str:
     return f"{counts} (compiled: once a trace)" if row.compiled else counts
 
 
-def _operations(names: list[str]) -> str:
-    return f"operation {_quoted(names)} was" if len(names) == 1 else f"operations {_quoted(names)} were"
+def _words(operations: list[str]) -> dict[str, str]:
+    """Return the words for some operations in a sentence."""
+    names, several = _quoted(operations), len(operations) > 1
+    return {
+        "names": names,
+        "operations": f"operation{'s' * several} {names}",
+        "were": "were" if several else "was",
+    }
 
 
 def _listed(names: Iterable[str]) -> str:
