@@ -192,22 +192,6 @@ class Argument:
         return kwargs.get(self.name)
 
 
-def parameters_of(forward: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters of a bound forward."""
-    # For a ScriptModule `inspect.signature` finds none, or only `*args` of a wrapper.
-    schema: Any = getattr(forward, "schema", None) if isinstance(forward, torch.ScriptMethod) else None
-    if schema is None:
-        return list(inspect.signature(forward).parameters.values())
-    return [
-        inspect.Parameter(
-            argument.name,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            default=argument.default_value if argument.has_default_value() else inspect.Parameter.empty,
-        )
-        for argument in schema.arguments[1:]
-    ]
-
-
 @dataclass(frozen=True)
 class Signature:
     """The parameters of a forward, as plain values that the compiler can trace.
@@ -229,7 +213,7 @@ class Signature:
     @classmethod
     def of(cls, forward: Callable[..., Any]) -> "Signature":
         """Return the signature of a bound forward."""
-        parameters = parameters_of(forward)
+        parameters = inspect.signature(forward).parameters.values()
         by_kind = {parameter.kind: parameter.name for parameter in parameters}
         return cls(
             tuple(p.name for p in parameters if p.kind not in _SEVERAL),

@@ -1,7 +1,7 @@
 """Rules on the inputs and outputs of modules, and across modules."""
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -28,7 +28,8 @@ from gradpolicy.rules.routing import is_differentiable
 
 # The arguments of a module's forward by parameter name; None if no rule has a keyword `call`.
 Arguments = Mapping[str, Any] | None
-DueRules = list[tuple[BoundRule, Sequence[Argument]]]
+# Pairs of each tensor and its replacement.
+Crossed = list[tuple[Tensor, Tensor]]
 
 
 class Boundary:
@@ -47,70 +48,50 @@ class Boundary:
         self.rules = tuple((BoundRule(state, location), arguments) for state, arguments in reversed(rules))
         self._has_searched = False
 
-    def enter(
-        self, args: tuple, kwargs: dict, crossed: list, arguments: Arguments = None
-    ) -> tuple[tuple, dict]:
-        """Return the arguments of a call with the rules between the tensors and their autograd nodes.
+    def cross(
+        self, values: dict[int | str, Any], crossed: Crossed, arguments: Arguments = None
+    ) -> dict[int | str, Any]:
+        """Return values with the rules between their tensors and the tensors' autograd nodes.
 
         Args:
-            args: The positional arguments: tensors, also in tuples, lists, dicts and dataclasses.
-            kwargs: The keyword arguments.
+            values: The arguments of the forward by position or name, or its result at position 0: tensors,
+                also in tuples, lists, dicts and dataclasses.
             crossed: A list to which pairs of each tensor and its replacement are added.
             arguments: All arguments by parameter name, for rules with a keyword ``call``.
         """
-        due = self._due(arguments)
-        passed: set[str] = set()
-        args = tuple(
-            [self._cross(value, _rules_at(slot, due), crossed, passed) for slot, value in enumerate(args)]
-        )
-        kwargs = {
-            slot: self._cross(value, _rules_at(slot, due), crossed, passed) for slot, value in kwargs.items()
-        }
-        self._note_untouched(due, passed)
-        return args, kwargs
-
-    def leave(self, result: Any, arguments: Arguments = None) -> Any:
-        """Return a module's result with the rules between the tensors and their nodes; see :meth:`enter`."""
-        due = self._due(arguments)
-        passed: set[str] = set()
-        result = self._cross(result, [rule for rule, _ in due], [], passed)
-        self._note_untouched(due, passed)
-        return result
-
-    def _due(self, arguments: Arguments) -> DueRules:
-        """Return the rules that act on this call, each with its arguments."""
         due = [(rule, chosen) for rule, chosen in self.rules if rule.state.acts_at(self.location)]
-        if arguments is None:
-            return due
-        call = Call(self.location, arguments)
-        return [(rule.for_call(call), chosen) for rule, chosen in due]
-
-    def _note_untouched(self, due: DueRules, passed: Collection[str]) -> None:
+        if arguments is not None:
+            call = Call(self.location, arguments)
+            due = [(rule.for_call(call), chosen) for rule, chosen in due]
+        passed: set[str] = set()
+        result = {}
+        for slot, value in values.items():
+            rules = [rule for rule, chosen in due if not chosen or any(one.is_at(slot) for one in chosen)]
+            result[slot] = self._cross(value, rules, crossed, passed) if rules else value
         for rule, _ in due:
             if rule.state.name not in passed:
                 rule.state.note(self.location, Outcome.WITHOUT_GRADIENT)
+        return result
 
-    def _cross(self, values: Any, rules: Sequence[BoundRule], crossed: list, passed: set[str]) -> Any:
+    def _cross(self, values: Any, rules: Sequence[BoundRule], crossed: Crossed, passed: set[str]) -> Any:
         """Return values with rules on their tensors, and add the policies' names to ``passed``."""
-        if not rules:
-            return values
-        put_on = functools.partial(self._put_on, rules, crossed, passed)
+
+        def put_on(tensor: Tensor) -> Tensor:
+            result = tensor
+            for bound_rule in rules:
+                state = bound_rule.state
+                state.note(self.location, Outcome.ACTED)
+                passed.add(state.name)
+                # The compiler cannot trace in-place changes of an alias. A copy is free in compiled code.
+                value = result.clone() if torch.compiler.is_compiling() else result
+                result = value.detach() if state.detaches else insert_rule(bound_rule, value)
+            crossed.append((tensor, result))
+            return result
+
         result = map_tensors(put_on, values, may_have_gradient)
         if not torch.compiler.is_compiling() and (result is values or not self._has_searched):
             self._has_searched = True
             self._note_hidden_tensors(values, rules)
-        return result
-
-    def _put_on(self, rules: Sequence[BoundRule], crossed: list, passed: set[str], tensor: Tensor) -> Tensor:
-        result = tensor
-        for bound_rule in rules:
-            state = bound_rule.state
-            state.note(self.location, Outcome.ACTED)
-            passed.add(state.name)
-            # The compiler cannot trace in-place changes of an alias. A copy is free in compiled code.
-            value = result.clone() if torch.compiler.is_compiling() else result
-            result = value.detach() if state.detaches else insert_rule(bound_rule, value)
-        crossed.append((tensor, result))
         return result
 
     def _note_hidden_tensors(self, values: Any, rules: Iterable[BoundRule]) -> None:
@@ -123,19 +104,19 @@ class Boundary:
                 )
 
 
-def _rules_at(slot: int | str, due: DueRules) -> list[BoundRule]:
-    """Return the rules for one argument of a call."""
-    return [rule for rule, chosen in due if not chosen or any(argument.is_at(slot) for argument in chosen)]
+def versions_of(crossed: Crossed) -> list[int]:
+    """Return the versions of tensors that have an alias; under transforms they are not available."""
+    return [] if in_transform() else [tensor._version for tensor, _ in crossed]
 
 
-def adopt_writes(crossed: list[tuple[Tensor, Tensor]], versions: list[int]) -> None:
+def adopt_writes(crossed: Crossed, versions: list[int]) -> None:
     """Give tensors that a module modified in place the autograd history of their aliases.
 
     Args:
         crossed: Pairs of each tensor and its alias.
-        versions: The versions of the tensors before the module ran.
+        versions: The versions of the tensors before the module ran; none under transforms.
     """
-    for (tensor, alias), version in zip(crossed, versions, strict=True):
+    for (tensor, alias), version in zip(crossed, versions, strict=False):
         if tensor._version != version:
             # The values do not change, so tensors saved for the backward pass remain valid.
             with _unsafe_preserve_version_counter(tensor):
@@ -152,7 +133,7 @@ class ThroughRule:
         state: The rule.
         module: The module's name.
         arguments: The arguments that get the gradient; empty means all arguments.
-        forward: The module's forward.
+        signature: The signature of the module's forward.
     """
 
     def __init__(
@@ -160,11 +141,11 @@ class ThroughRule:
         state: RuleState,
         module: str,
         arguments: Sequence[Argument],
-        forward: Callable[..., Any],
+        signature: Signature,
     ) -> None:
         self.state = state
         self.module = module
-        self.signature = Signature.of(forward)
+        self.signature = signature
         policy = cast(RulePlacement, state.policy)
         self.output = policy.output
         self.keeps_own = policy.inside == "own"
@@ -198,7 +179,7 @@ class ThroughRule:
         chosen: list[Tensor] = []
         self._map_outputs(result, lambda tensor: chosen.append(tensor) or tensor)  # type: ignore[func-returns-value]
         if not chosen:
-            raise self._error("gives no floating-point output that could have a gradient")
+            raise self.error("gives no floating-point output that could have a gradient")
         replaced: list[Tensor] = []
 
         def put_on(tensor: Tensor) -> Tensor:
@@ -232,7 +213,7 @@ class ThroughRule:
                 names = list(map(str, error.args[0]))
                 kind = "one tensor" if isinstance(result, Tensor) else f"a {type(result).__name__}"
                 hint = f"; {nearest(str(place), names)}" if names else ""
-                raise self._error(f"gives {kind} without an output {place!r}{hint}") from None
+                raise self.error(f"gives {kind} without an output {place!r}{hint}") from None
         return result
 
     def _replaced(self, tensor: Tensor, inputs: list[Tensor], bound_rule: BoundRule) -> Tensor:
@@ -253,81 +234,63 @@ class ThroughRule:
         count = sum(one.requires_grad for one in inputs)
         if count > 1:
             names = self.signature.names
-            raise self._error(
+            raise self.error(
                 f"rule {self.state.rule.name!r} gives its gradient to one input, and {count} need one; name "
                 f"it (argument=…, expected {'one of ' * bool(names)}{', '.join((*names, 'a position'))})"
             )
         first = next((one for one in inputs if is_differentiable(one)), None)
         if first is not None and first.requires_grad and first.shape != tensor.shape:
-            raise self._error(
+            raise self.error(
                 f"rule {self.state.rule.name!r} passes a gradient of shape {tuple(tensor.shape)} on to an "
                 f"input of shape {tuple(first.shape)}; name the outputs that it is for (output=…), the input "
                 "(argument=…), or another rule"
             )
 
-    def _error(self, text: str) -> PolicyError:
+    def error(self, text: str) -> PolicyError:
+        """Return an error that names the policy and the module."""
         return PolicyError(f"policy {self.state.name!r}: module {self.module!r}: {text}")
 
 
-class Through:
-    """The rules across a module.
+def run_through(
+    rules: Sequence[ThroughRule], forward: Forward, args: tuple, kwargs: dict, arguments: Arguments = None
+) -> Any:
+    """Run a module's forward, with gradients by rules from its outputs to its input.
 
     Args:
         rules: The rules, for different outputs.
+        forward: The forward.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        arguments: All arguments by parameter name, for rules with a keyword ``call``.
     """
+    active = [rule for rule in rules if rule.state.acts_at(rule.location)]
+    if not active:
+        return forward(args, kwargs)
+    cuts = any(rule.keeps_own for rule in active)
+    fed: Crossed = []
 
-    def __init__(self, rules: Sequence[ThroughRule]) -> None:
-        self.rules = tuple(rules)
+    def feed(tensor: Tensor) -> Tensor:
+        fed.append((tensor, _fed(tensor, cuts)))
+        return fed[-1][1]
 
-    def run(self, forward: Forward, args: tuple, kwargs: dict, arguments: Arguments = None) -> Any:
-        """Run the module's forward, with the rules' gradients from its output to its input.
-
-        Args:
-            forward: The forward.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            arguments: All arguments by parameter name, for rules with a keyword ``call``.
-        """
-        active = [rule for rule in self.rules if rule.state.acts_at(rule.location)]
-        if not active:
-            return forward(args, kwargs)
-        cuts = any(rule.keeps_own for rule in active)
-        fed: list[tuple[Tensor, Tensor]] = []
-
-        def feed(tensor: Tensor) -> Tensor:
-            fed.append((tensor, _fed(tensor, cuts)))
-            return fed[-1][1]
-
-        inner_args, inner_kwargs = map_tensors(feed, (args, kwargs), may_have_gradient)
-        versions = [] if in_transform() else [tensor._version for tensor, _ in fed]
-        result = forward(inner_args, inner_kwargs)
-        ruled: list[Tensor] = []
-        for rule in active:
-            result, replaced = rule.put_on(result, args, kwargs, arguments)
-            ruled += replaced
-        if cuts:
-            self._check_own(result, ruled, fed, versions)
-        elif not in_transform():
-            adopt_writes(fed, versions)
+    inner_args, inner_kwargs = map_tensors(feed, (args, kwargs), may_have_gradient)
+    versions = versions_of(fed)
+    result = forward(inner_args, inner_kwargs)
+    ruled: list[Tensor] = []
+    for rule in active:
+        result, replaced = rule.put_on(result, args, kwargs, arguments)
+        ruled += replaced
+    if not cuts:
+        adopt_writes(fed, versions)
         return result
-
-    def _check_own(
-        self, result: Any, ruled: list[Tensor], fed: list[tuple[Tensor, Tensor]], versions: list[int]
-    ) -> None:
-        """Check that with ``inside="own"`` no gradient of the inputs is lost.
-
-        Raises:
-            PolicyError: If an output has no rule, or the module modified its inputs in place.
-        """
-        if any(one.requires_grad and not any(one is other for other in ruled) for one in tensors_in(result)):
-            raise self.rules[0]._error(
-                "has outputs without a rule, whose gradient inside='own' would keep from the inputs; name "
-                "them too (output=…), or use inside='none'"
-            )
-        if versions and any(
-            tensor._version != version for (tensor, _), version in zip(fed, versions, strict=True)
-        ):
-            raise self.rules[0]._error("writes to its input in place, which inside='own' does not allow")
+    if any(one.requires_grad and not any(one is other for other in ruled) for one in tensors_in(result)):
+        raise rules[0].error(
+            "has outputs without a rule, whose gradient inside='own' would keep from the inputs; name them "
+            "too (output=…), or use inside='none'"
+        )
+    if versions != versions_of(fed):
+        raise rules[0].error("writes to its input in place, which inside='own' does not allow")
+    return result
 
 
 def _fed(tensor: Tensor, cuts: bool) -> Tensor:

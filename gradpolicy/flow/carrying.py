@@ -20,10 +20,9 @@ from torch import Tensor
 from gradpolicy.flow.bound_rule import BoundRule, RuleState
 from gradpolicy.flow.containers import tensors_in
 from gradpolicy.flow.edges import join, replace, scaled
-from gradpolicy.flow.operation_tables import Function
 from gradpolicy.flow.operations import name_of, resolve_operation, spelling_of
 from gradpolicy.flow.policy_report import Outcome
-from gradpolicy.flow.tracing import is_traced, without_modes
+from gradpolicy.flow.tracing import Function, is_traced, without_modes
 from gradpolicy.rules.routing import is_differentiable
 
 _NAME = "_gradpolicy_path"

@@ -1,7 +1,6 @@
 """``install``: flow policies on a model."""
 
-import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,9 +11,16 @@ from gradpolicy.display import Displayed
 from gradpolicy.errors import PolicyError, shown, unknown
 from gradpolicy.flow.arguments import Argument, Signature
 from gradpolicy.flow.bound_rule import RuleState
-from gradpolicy.flow.boundary import Boundary, Through, ThroughRule
-from gradpolicy.flow.locations import Locations, RulePlacement, describe_location, find_locations, place_at
-from gradpolicy.flow.operation_rule import DispatchTable, rules_for
+from gradpolicy.flow.boundary import Boundary, ThroughRule
+from gradpolicy.flow.locations import (
+    Locations,
+    RulePlacement,
+    describe_location,
+    find_locations,
+    is_below,
+    place_at,
+)
+from gradpolicy.flow.operation_rule import DispatchTable, OperationRule
 from gradpolicy.flow.operations import name_of
 from gradpolicy.flow.parameters import ParameterRules
 from gradpolicy.flow.policy_checks import check_cuts, check_policies, is_cut
@@ -29,8 +35,7 @@ from gradpolicy.flow.policy_report import (
 )
 from gradpolicy.flow.recomputation import InstallSession
 from gradpolicy.flow.wrapped_forward import CallScope, WrappedForward
-from gradpolicy.what_trains import what_trains
-from gradpolicy.where import BOUNDARIES, PLACES, STEP_OPERATIONS, named_parameters, plain_name
+from gradpolicy.where import PLACES, STEP_OPERATIONS, plain_name
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -86,7 +91,7 @@ def install(
 
 
 class Installed(Displayed):
-    """Policies that :func:`install` installed on a model. Displayed as their report, with what trains."""
+    """Policies that :func:`install` installed on a model. Displayed as their report."""
 
     def __init__(
         self,
@@ -200,12 +205,8 @@ class Installed(Displayed):
         return {state.name: state.row.operations_matched for state in self._states}
 
     def __rich__(self) -> "RenderableType":
-        """Render the report, and what trains, layer by layer."""
-        from rich.console import Group
-
-        named = named_parameters(self.model)
-        shares = {name: 1.0 for name, parameter in named.items() if parameter.requires_grad}
-        return Group(self.report().__rich__(), what_trains(named, shares))
+        """Render the report."""
+        return self.report().__rich__()
 
     def report(self) -> Report:
         """Return a table of the matches of each policy and the use of its rule."""
@@ -226,7 +227,6 @@ class Installed(Displayed):
         state = self._placed[name].state
         row = state.row
         row.active = state.active
-        row.entered |= self._session.entered
         for names, table in self._tables.items():
             if name in names:
                 row.note_all(Outcome.PLAIN, map(name_of, table.seen))
@@ -255,51 +255,61 @@ class Installed(Displayed):
 
     def _put_on(self, entry_points: EntryPoints) -> None:
         done: set[int] = set()
+        scripted: list[str] = []
         for raw_name, module in self.model.named_modules(remove_duplicate=False):
             # A compiled module only calls the original module, which is wrapped.
-            if id(module) not in done and "_orig_mod" not in module._modules:
-                done.add(id(module))
-                self._put_on_module(plain_name(raw_name), module, entry_points)
-        for placed in self._placed.values():
-            _note_script_modules(self.model, placed.locations, placed.state)
+            if id(module) in done or "_orig_mod" in module._modules:
+                continue
+            done.add(id(module))
+            name = plain_name(raw_name)
+            rules = self._rules_on_parameters(module)
+            self._parameter_rules += rules
+            if not isinstance(module, torch.jit.ScriptModule):
+                self._put_on_module(name, module, rules, entry_points.get(name, ("forward",)))
+                continue
+            if not is_below(name, scripted):
+                scripted.append(name)
+            for placed in self._placed.values():
+                if id(module) in placed.locations.inside or id(module) in placed.locations.boundaries:
+                    reason = "what is in it runs outside Python"
+                    placed.state.row.note_opaque(f"ScriptModule {scripted[-1]!r}", reason)
         self._session.acts_on_parameters = bool(self._parameter_rules)
-        for rules in self._parameter_rules:
-            rules.put_on()
-        # The model itself has all of them, since modules may use each other's parameters.
+        for on_parameter in self._parameter_rules:
+            on_parameter.put_on()
+        # The root module runs every parameter rule: weights may be shared across modules.
         for wrap in self._wraps:
             if wrap.module is self.model:
                 wrap.parameter_rules = tuple(self._parameter_rules)
                 wrap.adds_nothing &= not self._parameter_rules
 
-    def _put_on_module(self, name: str, module: nn.Module, entry_points: EntryPoints) -> None:
+    def _rules_on_parameters(self, module: nn.Module) -> list[ParameterRules]:
+        """Return the rules on a module's parameters; those on shared ones are the first module's."""
+        found = []
+        for attribute, parameter in module._parameters.items():
+            if rules := self._on_parameters.pop(id(parameter), None):
+                found.append(ParameterRules(rules[0][0], module, attribute, [state for _, state in rules]))
+        return found
+
+    def _put_on_module(
+        self, name: str, module: nn.Module, rules: list[ParameterRules], methods: Sequence[str]
+    ) -> None:
         table = self._table(module)
         at_module = [placed for placed in self._placed.values() if id(module) in placed.locations.boundaries]
-        # Shared parameters have their rules in the first module.
-        on_parameters = {
-            attribute: self._on_parameters.pop(id(parameter), ())
-            for attribute, parameter in module._parameters.items()
-        }
-        parameter_rules = [
-            ParameterRules(rules[0][0], module, attribute, [state for _, state in rules])
-            for attribute, rules in on_parameters.items()
-            if rules
-        ]
         # The model itself is always wrapped, to track its forward passes.
-        if name and table is None and not at_module and not parameter_rules:
+        if name and table is None and not at_module and not rules:
             return
-        self._parameter_rules += parameter_rules
         for placed in self._placed.values():
             placed.note_module(name, module)
-        for method in entry_points.get(name, ("forward",)):
-            forward = getattr(module, method)
-            rules = {
-                side: [rule for placed in at_module for rule in placed.rules_at(side, name, forward)]
+        for method in methods:
+            signature = Signature.of(getattr(module, method))
+            at = {
+                side: [
+                    (placed.state, placed.arguments(name, signature))
+                    for placed in at_module
+                    if placed.locations.side == side
+                ]
                 for side in PLACES
             }
-            entering, leaving = (
-                Boundary(side, name, rules[side]) if rules[side] else None for side in BOUNDARIES
-            )
-            through = [ThroughRule(state, name, chosen, forward) for state, chosen in rules["through"]]
             needs_call = any(placed.state.rule.takes_call for placed in at_module)
             wrap = WrappedForward(
                 module,
@@ -307,15 +317,26 @@ class Installed(Displayed):
                 self._session,
                 name=name,
                 table=table,
-                entering=entering,
-                leaving=leaving,
-                through=Through(through) if through else None,
-                scope=_scope(self._placed.values(), name, module),
-                parameter_rules=parameter_rules,
-                signature=Signature.of(forward) if needs_call else None,
+                entering=Boundary("input", name, at["input"]) if at["input"] else None,
+                leaving=Boundary("output", name, at["output"]) if at["output"] else None,
+                through=[ThroughRule(state, name, own, signature) for state, own in at["through"]],
+                scope=self._scope(name, module),
+                parameter_rules=rules,
+                signature=signature if needs_call else None,
             )
             wrap.put_on()
             self._wraps.append(wrap)
+
+    def _scope(self, name: str, module: nn.Module) -> CallScope | None:
+        """Return the scope in which calls are counted, if a policy with ``calls=`` matches the module."""
+        counted = [
+            (placed.state, operation.name)
+            for placed in self._placed.values()
+            if placed.state.calls and any(module is one for one in placed.locations.modules.values())
+            for operation in placed.locations.operations
+        ]
+        where = f"the forward of module {name!r}" if name else "the forward of the model"
+        return CallScope(where, counted) if counted else None
 
     def _table(self, module: nn.Module) -> DispatchTable | None:
         """Return the table of rules on operations inside a module; None without policies on operations."""
@@ -324,8 +345,13 @@ class Installed(Displayed):
         inside = [placed for placed in self._placed.values() if id(module) in placed.locations.inside]
         names = tuple(placed.state.name for placed in inside)
         if names not in self._tables:
-            rules = [rules_for(placed.locations.operations, placed.state) for placed in inside]
-            self._tables[names] = DispatchTable(list(itertools.chain(*rules)))
+            self._tables[names] = DispatchTable(
+                [
+                    OperationRule(each, placed.state)
+                    for placed in inside
+                    for each in placed.locations.operations
+                ]
+            )
         return self._tables[names]
 
 
@@ -387,51 +413,17 @@ class Placed:
         return cls(RuleState(name, policy.rule, policy, row=row), locations)
 
     def note_module(self, name: str, module: nn.Module) -> None:
-        """Add a module to the places of the row, if the policy acts at it, or acts in it and names it."""
-        locations, places = self.locations, self.state.row.places
-        patterns = cast(RulePlacement, self.state.policy).modules
-        is_named = any(each is module and key in patterns for key, each in locations.modules.items())
-        if id(module) in locations.boundaries:
+        """Add a module to the places of the row, if the policy acts at it."""
+        if id(module) in self.locations.boundaries:
+            patterns = cast(RulePlacement, self.state.policy).modules
+            named = any(each is module and key in patterns for key, each in self.locations.modules.items())
             has_forward = getattr(type(module), "forward", None) is not nn.Module.forward
-            places[place_at(locations.side, name)] = Place(name, is_named, has_forward)
-        elif is_named and id(module) in locations.inside:
-            places[f"module {name!r}"] = Place(name, is_named, is_around=True)
+            self.state.row.places[place_at(self.locations.side, name)] = Place(name, named, has_forward)
 
-    def rules_at(
-        self, side: str, module: str, forward: Callable[..., Any]
-    ) -> Iterator[tuple[RuleState, list[Argument]]]:
-        """Yield the rule with the arguments on which it acts, if it acts at this place of a module."""
-        if self.locations.side == side:
-            wanted = cast(RulePlacement, self.state.policy).argument
-            owner = f"policy {self.state.name!r} at module {module!r}"
-            yield self.state, Signature.of(forward).arguments(wanted, owner) if wanted else []
-
-
-def _note_script_modules(model: nn.Module, locations: Locations, state: RuleState) -> None:
-    """Record the outermost ScriptModules in which a rule should act, since they run outside of Python."""
-    scripted = [
-        (name, module)
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, torch.jit.ScriptModule)
-    ]
-    within = {id(each) for _, module in scripted for each in module.modules() if each is not module}
-    for name, module in scripted:
-        parts = {id(each) for each in module.modules() if each is not module}
-        if id(module) not in within and (id(module) in locations.inside or parts & locations.boundaries):
-            state.row.note_opaque(f"ScriptModule {name!r}", "what is in it runs outside Python")
-
-
-def _scope(placed: Iterable["Placed"], name: str, module: nn.Module) -> CallScope | None:
-    """Return the scope in which calls are counted, if a policy with ``calls=`` matches the module."""
-    counted = [
-        (each.state, operation.name)
-        for each in placed
-        if each.state.calls and any(module is one for one in each.locations.modules.values())
-        for operation in each.locations.operations
-    ]
-    if not counted:
-        return None
-    return CallScope(f"the forward of module {name!r}" if name else "the forward of the model", counted)
+    def arguments(self, module: str, signature: Signature) -> list[Argument]:
+        """Return the arguments of a forward on which the policy acts; empty if it acts on all."""
+        wanted = cast(RulePlacement, self.state.policy).argument
+        return signature.arguments(wanted, f"policy {self.state.name!r} at module {module!r}")
 
 
 def name_policies(policies: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]:

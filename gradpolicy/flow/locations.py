@@ -115,12 +115,12 @@ def _inside(model: nn.Module, matched: set[str], excluded: set[str]) -> dict[int
     found: dict[int, str] = {}
     for raw_name, module in model.named_modules(remove_duplicate=False):
         name = plain_name(raw_name)
-        if _is_below(name, matched) and not _is_below(name, excluded):
+        if is_below(name, matched) and not is_below(name, excluded):
             found.setdefault(id(module), name)
     return found
 
 
-def _is_below(name: str, names: Collection[str]) -> bool:
+def is_below(name: str, names: Collection[str]) -> bool:
     """Return True if a module, or one that contains it, has one of these names."""
     parts = name.split(".") if name else []
     return any(".".join(parts[:end]) in names for end in range(len(parts) + 1))

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -35,11 +36,11 @@ from gradpolicy.flow.edges import (
     replace,
     tap,
 )
-from gradpolicy.flow.operation_tables import OPAQUE_CALLS, Function
 from gradpolicy.flow.operations import Operation
 from gradpolicy.flow.policy_report import Outcome
 from gradpolicy.flow.recomputation import may_be_recomputed
 from gradpolicy.flow.tracing import (
+    Function,
     active_modes,
     as_in_tables,
     eager_if_unknown,
@@ -258,7 +259,7 @@ class NativeCall:
     args: tuple
     kwargs: Mapping[str, Any]
     module: str | None
-    others: Sequence["TableRule"] = ()
+    others: Sequence["OperationRule"] = ()
     inputs: list[Tensor] = field(default_factory=list)
     target: Tensor | None = None
 
@@ -278,56 +279,6 @@ class NativeCall:
         """Return the call with each tensor of its arguments replaced."""
         args, kwargs = map_tensors(change, (self.args, dict(self.kwargs)))
         return dataclasses.replace(self, args=args, kwargs=kwargs)
-
-
-class OpaqueCall:
-    """Records calls that run operations with a rule inside torch, where the rule cannot act.
-
-    Args:
-        function: The function.
-        hidden: The names of the rule's operations that it may run.
-        state: The rule.
-    """
-
-    def __init__(self, function: Function, hidden: frozenset[str], state: RuleState) -> None:
-        self.name = function.__name__
-        self.functions: tuple[Function, ...] = (function,)
-        self.reason = f"it runs {', '.join(sorted(hidden))} within torch, with the plain gradient"
-        self.state = state
-
-    def covers(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-        """Return True if the rule is active."""
-        return self.state.active
-
-    def allows_plain_recomputation(self) -> bool:
-        """Return True, since the call is unchanged."""
-        return True
-
-    def call(self, native: NativeCall) -> Any:
-        """Make the call, and record it if gradients are enabled."""
-        if torch.is_grad_enabled():
-            self.state.row.note_opaque(self.name, self.reason)
-        return native.run()
-
-
-# An entry of a dispatch table.
-TableRule = OperationRule | OpaqueCall
-
-
-def rules_for(operations: Iterable[Operation], state: RuleState) -> list[TableRule]:
-    """Return a rule's entries in a dispatch table: its operations, and calls that may hide them."""
-    operations = list(operations)
-    names = {operation.name for operation in operations}
-    own = {function for operation in operations for function in operation.functions}
-    rules = [OperationRule(operation, state) for operation in operations]
-    return [
-        *rules,
-        *(
-            OpaqueCall(function, hidden & names, state)
-            for function, hidden in OPAQUE_CALLS.items()
-            if hidden & names and function not in own
-        ),
-    ]
 
 
 def as_floating_point(values: Any, inputs: Sequence[Tensor]) -> Any:
@@ -385,21 +336,53 @@ _SCORES: dict[str, Callable[..., Tensor]] = {
 }
 
 
+_ATTENTION = frozenset({"softmax", "dropout", "matmul", "linear"})
+_GATES = frozenset({"sigmoid", "tanh"})
+
+# Functions that run these operations inside torch, where modes do not get the calls.
+OPAQUE_CALLS: dict[Function, frozenset[str]] = {
+    F.multi_head_attention_forward: _ATTENTION,
+    F.scaled_dot_product_attention: _ATTENTION - {"linear"},
+    F.gumbel_softmax: frozenset({"softmax", "argmax_one_hot"}),
+    F.lp_pool1d: frozenset({"relu", "sign", "abs"}),
+    F.lp_pool2d: frozenset({"relu", "sign", "abs"}),
+    F.lp_pool3d: frozenset({"relu", "sign", "abs"}),
+    F.softmin: frozenset({"softmax"}),
+    F.tanhshrink: frozenset({"tanh"}),
+    torch.lstm: _GATES,
+    torch.lstm_cell: _GATES,
+    torch.gru: _GATES,
+    torch.gru_cell: _GATES,
+    torch.rnn_tanh: frozenset({"tanh"}),
+    torch.rnn_tanh_cell: frozenset({"tanh"}),
+    torch.rnn_relu: frozenset({"relu"}),
+    torch.rnn_relu_cell: frozenset({"relu"}),
+}
+
+
 class DispatchTable:
     """A table of rules by torch function.
 
     Args:
-        rules: The rules. Of those that cover a call the first acts last in the backward pass; opaque calls
-            come last.
+        rules: The rules. Of those that cover a call the first acts last in the backward pass.
     """
 
-    def __init__(self, rules: Sequence[TableRule]) -> None:
-        self.rules = tuple(sorted(rules, key=lambda rule: isinstance(rule, OpaqueCall)))
-        self.by_function: dict[Function, tuple[TableRule, ...]] = {}
+    def __init__(self, rules: Sequence[OperationRule]) -> None:
+        self.rules = tuple(rules)
+        self.by_function: dict[Function, tuple[OperationRule, ...]] = {}
         for rule in self.rules:
             for function in rule.functions:
                 self.by_function[function] = (*self.by_function.get(function, ()), rule)
-        show_to_compiler(self.by_function)
+        # For functions that run operations within torch: the rules' states, each with the name and a reason.
+        self.opaque: dict[Function, list[tuple[RuleState, str, str]]] = {}
+        for state in dict.fromkeys(rule.state for rule in self.rules):
+            own = [rule for rule in self.rules if rule.state is state]
+            for function, within in OPAQUE_CALLS.items():
+                hidden = ", ".join(sorted(within & {rule.name for rule in own}))
+                if hidden and not any(function in rule.functions for rule in own):
+                    reason = f"it runs {hidden} within torch, with the plain gradient"
+                    self.opaque.setdefault(function, []).append((state, function.__name__, reason))
+        show_to_compiler([*self.by_function, *self.opaque])
         # The functions that were called without a rule, for reports.
         self.seen: set[Function] = set()
 
@@ -423,7 +406,7 @@ class DispatchMode(TorchFunctionMode):
         # The name of the running module, for messages.
         self.module: str | None = None
 
-    def check_recomputation(self, rule: TableRule) -> None:
+    def check_recomputation(self, rule: OperationRule) -> None:
         """Raise an error if a checkpoint would recompute an operation outside of this mode."""
 
     @eager_if_unknown
@@ -441,6 +424,10 @@ class DispatchMode(TorchFunctionMode):
 
     def _call(self, func: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         table = self.table
+        if torch.is_grad_enabled():
+            for state, name, reason in table.opaque.get(func, ()):
+                if state.active:
+                    state.row.note_opaque(name, reason)
         rules = table.by_function.get(func)
         # All rules are checked, since those with `calls=` count.
         covering = [rule for rule in rules if rule.covers(func, args, kwargs)] if rules else ()

@@ -12,18 +12,75 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError, nearest, shown, unknown
 from gradpolicy.flow.arguments import setting_names
-from gradpolicy.flow.operation_tables import (
-    ALSO_CALLED,
-    IN_PLACE_OPERATORS,
-    LISTED,
-    NAMESPACES,
-    SHARING,
-    SYNONYMS,
-    Function,
-)
+from gradpolicy.flow.tracing import Function
 from gradpolicy.imports import import_by_name
 from gradpolicy.rules.derivative import OperationDerivative
 from gradpolicy.rules.registry import Rule, RuleFunction, get_rule, rule_names, unknown_rule
+
+# The namespaces that are searched for an operation, besides torch.Tensor and torch.ops.aten.
+NAMESPACES = (torch, F, torch.special, torch.linalg, torch.fft)
+
+# Operations with several names in torch. The keys are the names in reports.
+SYNONYMS: dict[str, tuple[str, ...]] = {
+    "abs": ("abs", "absolute"),
+    "acos": ("acos", "arccos"),
+    "argmax_one_hot": ("argmax",),
+    "asin": ("asin", "arcsin"),
+    "atan": ("atan", "arctan"),
+    "bool": ("bool", "to", "type", "type_as"),
+    "byte": ("byte", "to", "type", "type_as"),
+    "categorical": ("multinomial",),
+    "char": ("char", "to", "type", "type_as"),
+    "clamp": ("clamp", "clip", "clamp_min", "clamp_max"),
+    "div": ("div", "divide", "true_divide", "truediv"),
+    "floor_divide": ("floor_divide", "floordiv", "div", "divide"),
+    "ge": ("ge", "greater_equal"),
+    "gt": ("gt", "greater"),
+    "int": ("int", "to", "type", "type_as"),
+    "le": ("le", "less_equal"),
+    "long": ("long", "to", "type", "type_as"),
+    "lt": ("lt", "less"),
+    "max_pool": (
+        *("max_pool1d", "max_pool2d", "max_pool3d"),
+        *("max_pool1d_with_indices", "max_pool2d_with_indices", "max_pool3d_with_indices"),
+    ),
+    "mul": ("mul", "multiply"),
+    "ne": ("ne", "not_equal"),
+    "neg": ("neg", "negative"),
+    "relu6": ("relu6", "hardtanh"),
+    "short": ("short", "to", "type", "type_as"),
+    "sigmoid": ("sigmoid", "expit"),
+    "sub": ("sub", "subtract"),
+    "trunc": ("trunc", "fix"),
+}
+
+# Operations that share a torch function with another operation, after which the function is named.
+SHARING = ("bool", "byte", "char", "floor_divide", "int", "long", "relu6", "short")
+
+# Other operations that the documentation lists. All other torch functions work too.
+LISTED = (
+    *("add", "bernoulli", "ceil", "eq", "floor", "gelu", "hardtanh", "heaviside", "leaky_relu", "matmul"),
+    *("relu", "round", "sign", "silu", "softmax", "tanh", "to", "type", "type_as", "where"),
+)
+
+ALSO_CALLED = {
+    "argmax": "argmax_one_hot",
+    "argmax_to_one_hot": "argmax_one_hot",
+    "one_hot": "argmax_one_hot",
+    **{
+        synonym: name
+        for name, synonyms in SYNONYMS.items()
+        for synonym in synonyms
+        if synonym not in SYNONYMS and name not in SHARING
+    },
+    "floordiv": "floor_divide",
+}
+
+# The names of torch.Tensor's in-place operators, without the prefix ``__i``.
+IN_PLACE_OPERATORS = (
+    *("add__", "and__", "div__", "floordiv__", "lshift__", "matmul__", "mod__", "mul__", "or__"),
+    *("pow__", "rshift__", "sub__", "truediv__", "xor__"),
+)
 
 # An operator of torch.ops, and one of its overloads.
 _OPERATORS = (type(torch.ops.aten.relu), type(torch.ops.aten.relu.default))

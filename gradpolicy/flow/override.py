@@ -11,12 +11,11 @@ from torch.overrides import TorchFunctionMode
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.bound_rule import RuleState
-from gradpolicy.flow.operation_rule import DispatchMode, DispatchTable, TableRule, note_taken, rules_for
-from gradpolicy.flow.operation_tables import Function
+from gradpolicy.flow.operation_rule import DispatchMode, DispatchTable, OperationRule, note_taken
 from gradpolicy.flow.operations import Operation, as_rule, name_of, resolve_operation
 from gradpolicy.flow.policy_report import Outcome, ReportRow, report_unmet
 from gradpolicy.flow.recomputation import checkpoints_above, has_graph, refusal
-from gradpolicy.flow.tracing import MADE, check_constant, make_once, mode_at, mode_count
+from gradpolicy.flow.tracing import MADE, Function, check_constant, make_once, mode_at, mode_count
 from gradpolicy.rules.registry import Rule, RuleFunction
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
@@ -88,7 +87,7 @@ class Block(DispatchMode):
     checkpoints: int | None = None
     has_graph = True
 
-    def __init__(self, rules: Iterable[TableRule], *, strict: bool = False) -> None:
+    def __init__(self, rules: Iterable[OperationRule], *, strict: bool = False) -> None:
         super().__init__(DispatchTable(list(rules)), set())
         self.states = {rule.state.name: rule.state for rule in self.table.rules}
         # One row for all operations.
@@ -143,7 +142,7 @@ class Block(DispatchMode):
 
         return cast(AnyFunction, overridden)
 
-    def check_recomputation(self, rule: TableRule) -> None:
+    def check_recomputation(self, rule: OperationRule) -> None:
         """Raise an error if a checkpoint would recompute an operation outside of this block."""
         if self.has_graph and checkpoints_above() > (self.checkpoints or 0):
             raise refusal(rule.name)
@@ -168,11 +167,11 @@ def _block_of(overrides: tuple) -> Block:
     return Block(_rules_of(overrides))
 
 
-def _rules_of(overrides: Iterable[tuple]) -> list[TableRule]:
+def _rules_of(overrides: Iterable[tuple]) -> list[OperationRule]:
     found: dict[str, tuple[Operation, RuleState]] = {}
     for key, value in overrides:
         operation = resolve_operation(key)
         if operation.name in found:
             raise PolicyError(f"gradient_override: operation {operation.name!r} is named twice")
         found[operation.name] = (operation, RuleState(operation.name, as_rule(value)))
-    return [rule for operation, state in found.values() for rule in rules_for([operation], state)]
+    return [OperationRule(operation, state) for operation, state in found.values()]

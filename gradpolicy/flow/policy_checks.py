@@ -23,8 +23,11 @@ def check_policies(policies: Mapping[str, RulePlacement], locations: Mapping[str
     for name, policy in policies.items():
         _check_rule(name, policy)
     for first, second in itertools.combinations(policies, 2):
-        if _are_ever_active_together(policies[first].when, policies[second].when):
-            _check_pair(policies, locations, first, second)
+        one, other = policies[first], policies[second]
+        if not _are_ever_active_together(one.when, other.when):
+            continue
+        if conflict := _conflict((first, second), one, other, locations[first], locations[second]):
+            raise PolicyError(f"policies {first!r} and {second!r} {conflict}; {APART}")
 
 
 def remarks(policies: Mapping[str, RulePlacement]) -> list[str]:
@@ -67,59 +70,44 @@ def _check_rule(name: str, policy: RulePlacement) -> None:
     rule = policy.rule.name
     if policy.ops or policy.at == "through" or rule not in _OF_AN_OPERATION:
         return
-    where = describe_location(policy)
-    instead = (
-        "name the operation that it is for (ops=[…]), go through the module (at='through'), or give it the "
-        f"forward as well: gradpolicy.apply({rule!r}, forward, …)"
-    )
     raise PolicyError(
-        f"policy {name!r}: rule {rule!r} is for an operation's input and output, and at {where} both are the "
-        f"one tensor that passes; {instead}"
+        f"policy {name!r}: rule {rule!r} is for an operation's input and output, and at "
+        f"{describe_location(policy)} both are the one tensor that passes; name the operation (ops=[…]), go "
+        f"through the module (at='through'), or call gradpolicy.apply({rule!r}, forward, …)"
     )
 
 
 # The advice for two policies at the same place.
-APART = "leave one of them out, or give them different modules, ops, arguments, calls or times (when)"
+APART = (
+    "leave one of them out, or give them different modules, ops, arguments, outputs, calls or times (when)"
+)
 
 
-def _check_pair(
-    policies: Mapping[str, RulePlacement], locations: Mapping[str, Locations], first: str, second: str
-) -> None:
-    one, other = locations[first], locations[second]
-    operations = [op.name for op in one.operations if op in other.operations]
-    shared = [name for module, name in one.inside.items() if module in other.inside]
-    apart = _name_other_arguments(policies[first], policies[second])
-    # Only a rule that changes an argument's own gradient leaves the gradients of the others as they are.
-    composes = apart and policies[first].rule.own and policies[second].rule.own
-    same_calls = _overlap(policies[first].calls, policies[second].calls)
-    if operations and shared and same_calls and not composes:
-        raise PolicyError(
-            f"policies {first!r} and {second!r} both have a rule for operation {operations[0]!r} "
-            f"in {f'module {shared[0]!r}' if shared[0] else 'the model'}; {APART}"
-        )
-    modules = [name for name, module in one.modules.items() if id(module) in other.boundaries]
-    parameters = [name for name in one.parameters if name in other.parameters]
-    if one.side == other.side == "through" and modules:
-        if _overlap(policies[first].output, policies[second].output):
-            raise PolicyError(
-                f"policies {first!r} and {second!r} both make the gradient through module {modules[0]!r}; "
-                "give each its own outputs (output=…)"
-            )
-        return
-    if one.side and one.side == other.side and modules:
-        if apart:
-            return
-        where = f"the {one.side} of module {modules[0]!r}"
-    elif parameters:
-        where = f"parameter {parameters[0]!r}"
-    else:
-        return
-    for stop, changed in ((first, second), (second, first)):
-        if policies[stop].rule.name == "stop":
-            raise PolicyError(
-                f"policies {first!r} and {second!r} contradict each other at {where}: "
-                f"{stop!r} stops the gradient that {changed!r} is to change; {APART}"
-            )
+def _conflict(
+    names: tuple[str, str], one: RulePlacement, other: RulePlacement, here: Locations, there: Locations
+) -> str:
+    """Return the place at which two policies contradict each other, in words; empty if there is none."""
+    apart = _name_other_arguments(one, other)
+    operations = [operation.name for operation in here.operations if operation in there.operations]
+    inside = [name for module, name in here.inside.items() if module in there.inside]
+    if operations and inside:
+        # Only a rule that changes an argument's own gradient leaves the gradients of the others as they are.
+        composes = apart and one.rule.own and other.rule.own
+        where = f"module {inside[0]!r}" if inside[0] else "the model"
+        conflicts = _overlap(one.calls, other.calls) and not composes
+        return f"both have a rule for operation {operations[0]!r} in {where}" if conflicts else ""
+    modules = [name for name, module in here.modules.items() if id(module) in there.boundaries]
+    if here.side != there.side:
+        modules = []
+    if modules and here.side == "through":
+        conflicts = _overlap(one.output, other.output)
+        return f"both make the gradient through module {modules[0]!r}" if conflicts else ""
+    places = [] if apart else [f"the {here.side} of module {name!r}" for name in modules]
+    places += [f"parameter {name!r}" for name in here.parameters if name in there.parameters]
+    stops = [name for name, policy in zip(names, (one, other), strict=True) if policy.rule.name == "stop"]
+    return (
+        f"contradict each other at {places[0]}: {stops[0]!r} stops the gradient" if places and stops else ""
+    )
 
 
 def _name_other_arguments(one: RulePlacement, other: RulePlacement) -> bool:

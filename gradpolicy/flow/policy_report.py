@@ -52,13 +52,11 @@ class Place:
         module: The module's name; None for a parameter.
         is_named: True if the policy names it, False if it matches a glob or class, of which one is enough.
         has_forward: True if the module has a forward.
-        is_around: True if operations inside the module are meant.
     """
 
     module: str | None
     is_named: bool
     has_forward: bool = True
-    is_around: bool = False
 
 
 @dataclass(eq=False)
@@ -81,7 +79,6 @@ class ReportRow:
         ran_on: True if a forward pass ran with the rule active.
         ran_off: True if one ran with the rule inactive.
         compiled: True if the counts include compiled code, which is counted once per compilation.
-        entered: The modules that ran, in eager mode, with rules on operations inside.
         norms: Gradient norms before and after the rule; None if they are not measured.
     """
 
@@ -100,7 +97,6 @@ class ReportRow:
     ran_on: bool = False
     ran_off: bool = False
     compiled: bool = False
-    entered: set[str] = field(default_factory=set)
     norms: "GradientNorms | None" = None
 
     # How often eager code applied any rule. Global, since a caller with only a loss function, such as
@@ -175,10 +171,7 @@ class ReportRow:
     @property
     def idle(self) -> list[str]:
         """The matched modules whose forward should have run and did not."""
-        if self.operations and self.compiled:
-            return []
         ran = self.places_with(Outcome.ACTED, Outcome.WITHOUT_GRADIENT, Outcome.OFF)
-        ran |= {f"module {name!r}" for name in self.entered}
         never = [at for place, at in self.places.items() if at.module is not None and place not in ran]
         if len(never) < len(self.places):
             # A glob that matches a ModuleList, which has no forward, matches its modules too.
@@ -201,11 +194,7 @@ class ReportRow:
     def untouched(self, *ignored: Outcome) -> list[str]:
         """Return the places that a gradient should have reached and did not; see :meth:`unmet`."""
         idle = self.idle
-        expected = {
-            place: at.is_named
-            for place, at in self.places.items()
-            if not at.is_around and at.module not in idle
-        }
+        expected = {place: at.is_named for place, at in self.places.items() if at.module not in idle}
         reached = self.places_with(Outcome.ACTED, Outcome.OFF, *ignored)
         acted = any(place in self.matched for place in expected)
         return [

@@ -86,8 +86,6 @@ class InstallSession:
         self._runs_again = False
         # The names of operations on which an inner override or policy acted instead.
         self.taken: set[str] = set()
-        # The modules that ran, in eager mode, with rules on operations inside.
-        self.entered: set[str] = set()
 
     def start_forward(self) -> None:
         """Start the forward pass of the outermost module, with gradients.

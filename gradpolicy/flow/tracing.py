@@ -17,8 +17,9 @@ from torch.autograd import forward_ad
 from torch.overrides import get_overridable_functions
 
 from gradpolicy.errors import PolicyError, warn_user
-from gradpolicy.flow.operation_tables import Function
 
+# A torch function, as a TorchFunctionMode gets it.
+Function = Callable[..., Any]
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 COMPILER_IS_KNOWN = torch.__version__.startswith(("2.11.", "2.12.", "2.13."))

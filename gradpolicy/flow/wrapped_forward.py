@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from gradpolicy.errors import PolicyError, warn_user
 from gradpolicy.flow.arguments import Signature
 from gradpolicy.flow.bound_rule import RuleState
-from gradpolicy.flow.boundary import Boundary, Through, adopt_writes
+from gradpolicy.flow.boundary import Boundary, Crossed, ThroughRule, adopt_writes, run_through, versions_of
 from gradpolicy.flow.containers import map_tensors
-from gradpolicy.flow.operation_rule import DispatchMode, DispatchTable, TableRule, note_taken
+from gradpolicy.flow.operation_rule import DispatchMode, DispatchTable, OperationRule, note_taken
 from gradpolicy.flow.parameters import ParameterRules, run_with_rules
 from gradpolicy.flow.recomputation import (
     InstallSession,
@@ -80,7 +80,7 @@ class InstallMode(DispatchMode):
         self.session = session
         self.has_graph = has_graph()
 
-    def check_recomputation(self, rule: TableRule) -> None:
+    def check_recomputation(self, rule: OperationRule) -> None:
         """Raise an error if a checkpoint would recompute an operation outside of the wrapped forward.
 
         With ``calls=`` it would have to recompute the full forward in which calls are counted.
@@ -105,7 +105,7 @@ class WrappedForward:
         table: The rules on operations inside the module.
         entering: The rules at the module's input.
         leaving: The rules at the module's output.
-        through: The rules across the module.
+        through: The rules across the module, for different outputs.
         scope: The counts of calls of operations inside the module, for policies with ``calls=``.
         parameter_rules: The rules on the module's parameters; for the root module, on all parameters.
         signature: The signature of the forward, if a rule at the module has a keyword ``call``.
@@ -118,7 +118,7 @@ class WrappedForward:
     table: DispatchTable | None
     entering: Boundary | None
     leaving: Boundary | None
-    through: Through | None
+    through: Sequence[ThroughRule]
     scope: CallScope | None
     parameter_rules: Sequence[ParameterRules]
     signature: Signature | None
@@ -127,8 +127,6 @@ class WrappedForward:
         module, method = self.module, self.method
         # The previous entry of the module's __dict__, such as the wrapper of another library.
         self.inner: Callable | None = module.__dict__.get(method)
-        # The class of a traced module has no forward of its own.
-        self.is_script = isinstance(module, torch.jit.ScriptModule)
         acts_at_module = self.parameter_rules or self.entering or self.leaving or self.through or self.scope
         self.adds_nothing = self.table is not None and not acts_at_module
 
@@ -137,8 +135,6 @@ class WrappedForward:
         """The forward that is replaced, for ``inspect.signature`` and Lightning."""
         if self.inner is not None:
             return self.inner
-        if self.is_script:
-            return self.module.__getattr__(self.method)  # type: ignore[return-value]
         return getattr(type(self.module), self.method).__get__(self.module)
 
     @property
@@ -153,14 +149,14 @@ class WrappedForward:
             # The rules are already active, in the module around this one.
             if not is_traced():
                 return self._run_in_mode(mode, args, kwargs)
-        elif self.is_script or not is_exporting():
+        elif not is_exporting():
             if self.parameter_rules:
                 return run_with_rules(self.parameter_rules, self._run_in_session, args, kwargs)
             return self._run_in_session(args, kwargs)
         # An exported program cannot have rules, so it gets the plain forward, without a call of _forward,
         # since the compiler limits the depth of nested calls.
-        if self.inner is not None or self.is_script:
-            return self.__wrapped__(*args, **kwargs)
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
         return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
 
     def _mode(self) -> InstallMode | None:
@@ -187,7 +183,8 @@ class WrappedForward:
                 return
             outer = outer.inner
         # Another library has a reference to this wrapper, which can only be disabled.
-        self.table = self.entering = self.leaving = self.through = None
+        self.table = self.entering = self.leaving = None
+        self.through = ()
         self.adds_nothing = False
         warn_user(
             f"{type(self.module).__name__}.{self.method} was replaced while policies were installed; "
@@ -219,17 +216,18 @@ class WrappedForward:
         arguments = None
         if self.signature is not None:
             arguments = self.signature.by_name(*map_tensors(Tensor.detach, (args, kwargs)))
-        crossed: list = []
+        crossed: Crossed = []
         if self.entering is not None:
-            args, kwargs = self.entering.enter(args, kwargs, crossed, arguments)
-        versions = [] if in_transform() else [tensor._version for tensor, _ in crossed]
-        if self.through is None:
-            result = self._run_under_table(args, kwargs)
+            values = self.entering.cross({**dict(enumerate(args)), **kwargs}, crossed, arguments)
+            args = tuple([values.pop(position) for position in range(len(args))])
+            kwargs = values
+        versions = versions_of(crossed)
+        if self.through:
+            result = run_through(self.through, self._run_under_table, args, kwargs, arguments)
         else:
-            result = self.through.run(self._run_under_table, args, kwargs, arguments)
-        if versions:
-            adopt_writes(crossed, versions)
-        return result if self.leaving is None else self.leaving.leave(result, arguments)
+            result = self._run_under_table(args, kwargs)
+        adopt_writes(crossed, versions)
+        return result if self.leaving is None else self.leaving.cross({0: result}, [], arguments)[0]
 
     @eager_if_unknown
     def _run_under_table(self, args: tuple, kwargs: dict) -> Any:
@@ -253,7 +251,6 @@ class WrappedForward:
         # Compiled code must not depend on the name, so that all modules of a class share it.
         if is_traced():
             return self._run_in_scope(args, kwargs)
-        self.session.entered.add(self.name)
         outer_module, mode.module = mode.module, self.name
         try:
             return self._run_in_scope(args, kwargs)
@@ -266,6 +263,6 @@ class WrappedForward:
         return self.scope.run(self._forward, args, kwargs)
 
     def _forward(self, args: tuple, kwargs: dict) -> Any:
-        if self.inner is not None or self.is_script:
-            return self.__wrapped__(*args, **kwargs)
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
         return getattr(type(self.module), self.method)(self.module, *args, **kwargs)

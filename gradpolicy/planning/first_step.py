@@ -21,10 +21,10 @@ from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.masks.base import MaskSource
 from gradpolicy.optim.optimizers import plain_optimizers
 from gradpolicy.optim.other_optimizers import put_back_remarks
-from gradpolicy.policies import FlowPolicy, Freeze, Policy, Train
+from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop, Train
 from gradpolicy.tensors.mask import active_share
 from gradpolicy.when import When
-from gradpolicy.where import named_parameters, plain_name
+from gradpolicy.where import named_parameters, pick_each, plain_name
 
 Step = Callable[[nn.Module], Tensor]
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -38,6 +38,8 @@ class FirstStep:
     """The findings of one step on a copy of the model.
 
     Attributes:
+        policies: The policies by name.
+        matched: The parameters that each policy with ``params`` matches.
         parameters: The trainable parameters of the copy.
         gradients: Their gradients; None for a parameter without one.
         report: The rows of the report of flow policies, each active, by policy.
@@ -46,6 +48,8 @@ class FirstStep:
         warnings: Remarks on operations that did not run, on optimizers, and on frozen parts that move.
     """
 
+    policies: Mapping[str, Policy]
+    matched: Matched
     parameters: Mapping[str, nn.Parameter]
     gradients: Mapping[str, Tensor | None]
     report: Mapping[str, ReportRow]
@@ -53,11 +57,25 @@ class FirstStep:
     masks: Mapping[str, Mapping[str, Any]]
     warnings: tuple[str, ...]
 
+    def of_kind(self, kind: type[Kind]) -> dict[str, Kind]:
+        """Return the policies of a class."""
+        return _of_kind(self.policies, kind)
+
+    def gets_gradient(self, parameter: str) -> bool:
+        """Return True if a parameter has a gradient that is not zero in every entry."""
+        gradient = self.gradients.get(parameter)
+        return gradient is not None and (gradient.is_meta or bool(gradient.any()))
+
+    def vain(self, policy: str) -> list[str]:
+        """Return the parameters of a policy that get no gradient, or only zeros, as a stop intends."""
+        if isinstance(self.policies[policy], Stop):
+            return []
+        return [name for name in self.matched[policy] if not self.gets_gradient(name)]
+
 
 def first_step(
     model: nn.Module,
     policies: Mapping[str, Policy],
-    matched: Matched,
     step: Step,
     *,
     seed: int,
@@ -68,17 +86,17 @@ def first_step(
     Args:
         model: The model.
         policies: The policies by name.
-        matched: The parameters that each matches.
         step: As of :func:`~gradpolicy.plan`.
         seed: As of :func:`~gradpolicy.plan`.
         optimizers: As of :func:`~gradpolicy.plan`.
 
     Raises:
-        PolicyError: If an operation that a policy names is not called, a source cannot mask its parameters,
-            or the optimizer cannot freeze some entries of a tensor.
+        PolicyError: If a pattern matches nothing, an operation that a policy names is not called, a source
+            cannot mask its parameters, or the optimizer cannot freeze some entries of a tensor.
     """
-    flow = of_kind(policies, FlowPolicy)
-    freeze = of_kind(policies, Freeze)
+    params = {name: getattr(policy, "params", ()) for name, policy in policies.items()}
+    matched = pick_each(named_parameters(model), {name: globs for name, globs in params.items() if globs})
+    flow, freeze = _of_kind(policies, FlowPolicy), _of_kind(policies, Freeze)
     with torch.random.fork_rng(devices=_cuda_devices(model)):
         duplicate = _duplicate(model, flow)
         optimized = named_parameters(duplicate if optimizers is None else model)
@@ -89,7 +107,7 @@ def first_step(
         unmet = list(_unmet(report, duplicate))
         moving = moving_parts(buffers, duplicate)
         parameters = _trainable(duplicate)
-        sources, masks = _first_masks(policies, matched, duplicate, gradients, seed)
+        sources, masks = _first_masks(freeze, matched, duplicate, gradients, seed)
     still = moving_warnings(
         _frozen_tensors(freeze, masks, sources),
         moving,
@@ -98,11 +116,10 @@ def first_step(
     )
     put_back = put_back_remarks(_partly_frozen(freeze, masks), optimized, trained_by)
     remarks = (*unmet, *flow_remarks(flow), *divided, *put_back, *still)
-    return FirstStep(parameters, gradients, report, sources, masks, remarks)
+    return FirstStep(policies, matched, parameters, gradients, report, sources, masks, remarks)
 
 
-def of_kind(policies: Mapping[str, Policy], kind: type[Kind]) -> dict[str, Kind]:
-    """Return the policies of a class."""
+def _of_kind(policies: Mapping[str, Policy], kind: type[Kind]) -> dict[str, Kind]:
     return {name: policy for name, policy in policies.items() if isinstance(policy, kind)}
 
 
@@ -183,7 +200,7 @@ def _gradients(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str
 
 
 def _first_masks(
-    policies: Mapping[str, Policy],
+    policies: Mapping[str, Freeze],
     matched: Matched,
     duplicate: nn.Module,
     gradients: Mapping[str, Tensor | None],
@@ -196,26 +213,19 @@ def _first_masks(
     """
     sources: dict[str, MaskSource] = {}
     masks: dict[str, dict[str, Any]] = {}
-    policies_of: dict[str, dict[str, Freeze]] = {}
     copies = named_parameters(duplicate)
     for name, policy in policies.items():
-        if not isinstance(policy, Freeze):
-            continue
-        for key in matched[name]:
-            policies_of.setdefault(key, {})[name] = policy
         with under(f"policy.{name}"):
             source = sources[name] = copy.deepcopy(policy.mask)
             source.model = duplicate
             source.setup({key: copies[key] for key in matched[name]}, seed=seed)
             masks[name] = _masks_of(source, policy.when, gradients)
-            if isinstance(policy, Train):
-                masks[name] = {
-                    **dict.fromkeys(copies, False),
-                    **dict.fromkeys(matched[name], True),
-                    **masks[name],
-                }
-    for key, holders in policies_of.items():
-        check_same_options(key, holders)
+        if isinstance(policy, Train):
+            trains = {key: key in matched[name] for key in copies}
+            masks[name] = {**trains, **masks[name]}
+    for key in copies:
+        if on_it := {name: each for name, each in policies.items() if key in matched[name]}:
+            check_same_options(key, on_it)
     return sources, masks
 
 

@@ -2,24 +2,32 @@
 
 import inspect
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from gradpolicy.errors import PolicyError, shortened, shown
+from gradpolicy.errors import PolicyError, shortened, shown, under
 from gradpolicy.flow.install import name_policies
 from gradpolicy.flow.policy_checks import check_cuts
 from gradpolicy.freezing.bound_policy import masks_never_change
 from gradpolicy.freezing.combination import combine
-from gradpolicy.planning.first_step import FirstStep, Optimizers, Step, first_step, of_kind
-from gradpolicy.planning.plan_rows import row_of
-from gradpolicy.planning.plan_table import Plan
+from gradpolicy.masks.base import MaskSource
+from gradpolicy.planning.first_step import FirstStep, Optimizers, Step, first_step
+from gradpolicy.planning.plan_table import Plan, PlanRow
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop, Train
 from gradpolicy.rates import Rates, at, combined
 from gradpolicy.tensors.mask import Mask, active_share
 from gradpolicy.what_trains import Layers, what_trains
-from gradpolicy.where import named_parameters, pick_each
+from gradpolicy.when import When, Window
+from gradpolicy.where import named_parameters
+
+# What happens to the optimizer state of an entry that freezes, by ``frozen_state``.
+FATES = {
+    "keep": "what freezes keeps its optimizer state",
+    "zero": "what freezes loses its optimizer state",
+    "drop": "what freezes loses its optimizer state, with Adam the memory too",
+}
 
 
 def plan(
@@ -58,69 +66,50 @@ def plan(
         >>> planned.without_gradient
         ('0.weight', '0.bias')
     """
-    policies = _checked(policies)
-    matched = _matched(model, policies)
-    found = first_step(model, policies, matched, step, seed=seed, optimizers=optimizers)
-    gradients = found.gradients
-    vain = _trained_in_vain(policies, matched, gradients)
-    masks = _first_masks(policies, found)
-    _check_cuts(policies, gradients, masks)
-    layers = _layers(model, policies, matched, found, masks)
-    if all(masks_never_change(policy) for policy in of_kind(policies, Freeze).values()):
+    named = _checked(policies)
+    found = first_step(model, named, step, seed=seed, optimizers=optimizers)
+    masks = _masks_together(found)
+    _check_path(found, masks)
+    layers = _layers(model, found, masks)
+    if all(masks_never_change(policy) for policy in found.of_kind(Freeze).values()):
         layers.check()
-    rows = tuple(
-        row_of(name, policy, matched.get(name, {}), found, vain.get(name, ()))
-        for name, policy in policies.items()
-    )
-    without, zero = _without_gradient(gradients)
+    sizes = {name: parameter.numel() for name, parameter in found.parameters.items()}
+    getting = [name for name in sizes if found.gets_gradient(name)]
+    without = [name for name, gradient in found.gradients.items() if gradient is None]
     return Plan(
-        rows=rows,
-        entries=sum(parameter.numel() for parameter in found.parameters.values()),
-        training_entries=_training_entries(found, masks),
-        cuts=_cuts(policies, found),
-        without_gradient=without,
-        zero_gradient=zero,
-        warnings=(*_vain_warnings(vain, matched, gradients), *found.warnings),
+        rows=tuple(_row(name, policy, found) for name, policy in named.items()),
+        entries=sum(sizes.values()),
+        training_entries=round(sum(sizes[name] * active_share(masks[name]) for name in getting)),
+        cuts=tuple(
+            f"{found.report[name].where} ({name}{', exact zeros' if stop.mode == 'zero' else ''})"
+            for name, stop in found.of_kind(Stop).items()
+            if found.report[name].matched
+        ),
+        without_gradient=tuple(without),
+        zero_gradient=tuple(name for name in sizes if name not in (*getting, *without)),
+        warnings=(*_vain_warnings(found), *found.warnings),
         layers=layers,
     )
 
 
-def _layers(
-    model: nn.Module,
-    policies: Mapping[str, Policy],
-    matched: Mapping[str, Mapping[str, Tensor]],
-    found: FirstStep,
-    masks: Mapping[str, Mask],
-) -> Layers:
-    """Return what trains in the first step, layer by layer."""
-    freeze = {name: each for name, each in of_kind(policies, Freeze).items() if each.when.active()}
-    settings = [found.sources[name].settings(0, 0) for name in freeze]
-    settings += [
-        {key: at(own, each.when.count(0, 0)) for key, own in each.settings_of(matched[name]).items()}
-        for name, each in of_kind(policies, Rates).items()
-        if each.when.active()
-    ]
-    together: dict[str, Any] = {}
-    for own in settings:
-        together |= {key: combined(together.get(key, {}), given) for key, given in own.items()}
-    return what_trains(
-        named_parameters(model),
-        {name: active_share(mask) for name, mask in masks.items()},
-        factors={name: own["lr"] for name, own in together.items() if "lr" in own},
-        still={
-            key
-            for name, each in freeze.items()
-            for key in found.masks[name]
-            if each.buffers != "move" and masks.get(key) is False
-        },
-        matched={key for name in of_kind(policies, Freeze) for key in matched[name]},
-        trains_only_matched=any(isinstance(each, Train) for each in freeze.values()),
-    )
+def _checked(policies: Iterable[Policy] | Mapping[str, Policy]) -> dict[str, Policy]:
+    """Return the policies by name.
+
+    Raises:
+        PolicyError: If an entry is not a policy.
+    """
+    if isinstance(policies, Policy):
+        raise PolicyError("plan takes a list or dict of policies, not one policy")
+    named = name_policies(policies)
+    for name, policy in named.items():
+        if not isinstance(policy, Policy):
+            raise PolicyError(f"policy {shown(name)}: must be a gradient policy, got {shown(policy)}")
+    return named
 
 
-def _first_masks(policies: Mapping[str, Policy], found: FirstStep) -> dict[str, Mask]:
+def _masks_together(found: FirstStep) -> dict[str, Mask]:
     """Return the mask of each parameter in the first step, under all policies that are active in it."""
-    active = {name: each for name, each in of_kind(policies, Freeze).items() if each.when.active()}
+    active = {name: each for name, each in found.of_kind(Freeze).items() if each.when.active()}
     return {
         key: combine(
             [(each, found.masks[name][key]) for name, each in active.items() if key in found.masks[name]],
@@ -130,10 +119,128 @@ def _first_masks(policies: Mapping[str, Policy], found: FirstStep) -> dict[str, 
     }
 
 
-def _training_entries(found: FirstStep, masks: Mapping[str, Mask]) -> int:
-    """Return the number of entries that get a gradient and are active in the first step."""
-    getting = {name: each for name, each in found.parameters.items() if _gets_gradient(found.gradients[name])}
-    return round(sum(each.numel() * active_share(masks[name]) for name, each in getting.items()))
+def _check_path(found: FirstStep, masks: Mapping[str, Mask]) -> None:
+    """Check that the stops leave a path to an active parameter.
+
+    Raises:
+        PolicyError: If they do not.
+    """
+    reached = [name for name, gradient in found.gradients.items() if gradient is not None]
+    if found.gradients and all(masks.get(name) is False for name in reached):
+        flow = found.of_kind(FlowPolicy)
+        check_cuts({name: policy for name, policy in flow.items() if "fit" in policy.when.phases})
+
+
+def _layers(model: nn.Module, found: FirstStep, masks: Mapping[str, Mask]) -> Layers:
+    """Return what trains in the first step, layer by layer."""
+    freeze = {name: each for name, each in found.of_kind(Freeze).items() if each.when.active()}
+    settings = [found.sources[name].settings(0, 0) for name in freeze]
+    settings += [
+        {key: at(own, each.when.count(0, 0)) for key, own in each.settings_of(found.matched[name]).items()}
+        for name, each in found.of_kind(Rates).items()
+        if each.when.active()
+    ]
+    together: dict[str, Any] = {}
+    for own in settings:
+        together |= {key: combined(together.get(key, {}), given) for key, given in own.items()}
+    evaluated = [found.masks[name] for name, each in freeze.items() if each.buffers != "move"]
+    return what_trains(
+        named_parameters(model),
+        {name: active_share(mask) for name, mask in masks.items()},
+        factors={name: own["lr"] for name, own in together.items() if "lr" in own},
+        still={key for own in evaluated for key in own if masks.get(key) is False},
+        matched={key for name in found.of_kind(Freeze) for key in found.matched[name]},
+        trains_only_matched=any(isinstance(each, Train) for each in freeze.values()),
+    )
+
+
+def _vain_warnings(found: FirstStep) -> Iterator[str]:
+    """Yield a line for each policy on parameters that get no gradient."""
+    for name in found.matched:
+        without, count = found.vain(name), len(found.matched[name])
+        # No warning if the user has turned off the gradient of some of them.
+        named = without if len(without) == count else [key for key in without if key in found.gradients]
+        if not named:
+            continue
+        what = f"{len(named)} of its {count} parameters {'gets' if len(named) == 1 else 'get'} no gradient"
+        if len(named) == count:
+            what = f"none of its {count} parameters gets a gradient"
+        why = "the loss does not depend on them, or a stop or detach lies in between"
+        if any(found.gradients.get(key) is not None for key in named):
+            why = (
+                "a rounding or another step before the loss passes only zeros, unless a policy such as "
+                "straight_through gives it a gradient"
+            )
+        yield f"{name}: {what} ({shortened(named)}): {why}"
+
+
+# ---- the rows
+
+
+def _row(name: str, policy: Policy, found: FirstStep) -> PlanRow:
+    """Return the row of a policy.
+
+    Raises:
+        PolicyError: If a policy on learning rates has nothing for a parameter.
+    """
+    kind, parameters = type(policy).__name__, found.matched.get(name, {})
+    row: dict[str, Any] = {
+        "what": kind,
+        "where": f"params {', '.join(getattr(policy, 'params', ()))}",
+        "parameters": tuple(parameters),
+    }
+    if isinstance(policy, FlowPolicy):
+        report = found.report[name]
+        row["where"] = report.where
+        row["modules"] = report.modules if policy.modules else ()
+        row["operations"] = dict(report.matched) if policy.ops else {}
+    elif isinstance(policy, Rates):
+        with under(f"policy.{name}.params"):
+            row["course"] = policy.course(parameters)
+    elif isinstance(policy, Freeze):
+        row |= _of_masks(name, policy, found)
+    when = policy.when
+    return PlanRow(name=name, policy=kind, phases=when.phases, when=_moments(when), **row)
+
+
+def _of_masks(name: str, policy: Freeze, found: FirstStep) -> dict[str, Any]:
+    """Return the cells of a freeze policy."""
+    source, masks = found.sources[name], found.masks[name]
+    sizes = {key: parameter.numel() for key, parameter in found.matched[name].items()}
+    active = {key: size * active_share(masks.get(key, True)) for key, size in sizes.items()}
+    entries, vain = sum(sizes.values()), found.vain(name)
+    kind = type(policy.mask).__name__
+    arguments = ", ".join(f"{key}={value}" for key, value in policy.mask.describe().items())
+    return {
+        "what": f"{type(policy).__name__} · {kind}",
+        "entries": entries,
+        "active_share": sum(active.values()) / max(entries, 1),
+        "training_share": sum(count for key, count in active.items() if key not in vain) / max(entries, 1),
+        "groups": tuple(group.name for group in source.layer_groups),
+        "course": f"{kind}({arguments}) {_timetable(policy.mask)}; {FATES[policy.frozen_state]}",
+    }
+
+
+def _timetable(source: MaskSource) -> str:
+    """Return when a source's masks may change, as in ``may change every 5 steps from step 10``."""
+    times = source.timetable
+    if times.every is None:
+        return "is chosen once" + (f" at {times.unit} {times.start}" if times.start else "")
+    return f"may change {_counts(times.every, times)}"
+
+
+def _moments(when: When) -> str:
+    """Return when a policy is active, as in ``in fit, test, every 2 epochs``; empty for all of training."""
+    phases = "" if when.phases == ("fit",) else f"in {', '.join(when.phases)}"
+    counts = "" if (when.start, when.stop, when.stride) == (0, None, 1) else _counts(when.stride, when)
+    return ", ".join(filter(None, (phases, counts)))
+
+
+def _counts(every: int, window: Window) -> str:
+    often = window.unit if every == 1 else f"{every} {window.unit}s"
+    begin = f" from {window.unit} {window.start}" if window.start else ""
+    end = "" if window.stop is None else f" until {window.unit} {window.stop}"
+    return f"every {often}{begin}{end}"
 
 
 def training_loss(module: Any, batch: Any, batch_index: int = 0) -> Tensor:
@@ -152,111 +259,3 @@ def training_loss(module: Any, batch: Any, batch_index: int = 0) -> Tensor:
     if not isinstance(loss, Tensor):
         raise PolicyError(f"{type(module).__name__}.training_step gave no loss, but {type(loss).__name__}")
     return loss
-
-
-def _checked(policies: Iterable[Policy] | Mapping[str, Policy]) -> dict[str, Policy]:
-    """Return the policies by name.
-
-    Raises:
-        PolicyError: If an entry is not a policy.
-    """
-    if isinstance(policies, Policy):
-        raise PolicyError("plan takes a list or dict of policies, not one policy")
-    named = name_policies(policies)
-    for name, policy in named.items():
-        if not isinstance(policy, Policy):
-            raise PolicyError(f"policy {shown(name)}: must be a gradient policy, got {shown(policy)}")
-    return named
-
-
-def _matched(model: nn.Module, policies: Mapping[str, Policy]) -> dict[str, dict[str, nn.Parameter]]:
-    """Return the parameters that each policy with ``params`` matches."""
-    params = {name: getattr(policy, "params", ()) for name, policy in policies.items()}
-    return pick_each(named_parameters(model), {name: globs for name, globs in params.items() if globs})
-
-
-def _without_gradient(gradients: Mapping[str, Tensor | None]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the parameters without a gradient, and those whose gradient is 0."""
-    none = tuple(name for name, gradient in gradients.items() if gradient is None)
-    given = {name: gradient for name, gradient in gradients.items() if gradient is not None}
-    return none, tuple(name for name, gradient in given.items() if not _gets_gradient(gradient))
-
-
-def _check_cuts(
-    policies: Mapping[str, Policy],
-    gradients: Mapping[str, Tensor | None],
-    masks: Mapping[str, Mask],
-) -> None:
-    """Check that the stops leave a path to an active parameter.
-
-    Raises:
-        PolicyError: If they do not.
-    """
-    frozen = {name for name, mask in masks.items() if mask is False}
-    if gradients and not any(g is not None and name not in frozen for name, g in gradients.items()):
-        flow = of_kind(policies, FlowPolicy)
-        check_cuts({name: policy for name, policy in flow.items() if "fit" in policy.when.phases})
-
-
-def _cuts(policies: Mapping[str, Policy], found: FirstStep) -> tuple[str, ...]:
-    return tuple(
-        f"{found.report[name].where} ({name}{', exact zeros' if policy.mode == 'zero' else ''})"
-        for name, policy in of_kind(policies, Stop).items()
-        if found.report[name].matched
-    )
-
-
-# ---- parameters that get no gradient
-
-
-def _trained_in_vain(
-    policies: Mapping[str, Policy],
-    matched: Mapping[str, Iterable[str]],
-    gradients: Mapping[str, Tensor | None],
-) -> dict[str, tuple[str, ...]]:
-    """Return the parameters of each policy that get no gradient, or only zeros, even if they are active.
-
-    Args:
-        policies: The policies by name.
-        matched: The names of the parameters that each matches, by the policy's name.
-        gradients: The gradients by the parameters' names.
-    """
-    return {
-        name: tuple(key for key in keys if not _gets_gradient(gradients.get(key)))
-        for name, keys in matched.items()
-        # A stop is meant to give its parameters no gradient.
-        if not isinstance(policies[name], Stop)
-    }
-
-
-def _gets_gradient(gradient: Tensor | None) -> bool:
-    """Return True if there is a gradient that is not zero in every entry."""
-    return gradient is not None and (gradient.is_meta or bool(gradient.any()))
-
-
-def _vain_warnings(
-    vain: Mapping[str, tuple[str, ...]],
-    matched: Mapping[str, Collection[str]],
-    gradients: Mapping[str, Tensor | None],
-) -> Iterator[str]:
-    """Yield a line for each policy on parameters that get no gradient."""
-    for name, without in vain.items():
-        count = len(matched[name])
-        # No warning if the user has turned off the gradient of some of them.
-        named = without if len(without) == count else [key for key in without if key in gradients]
-        if not named:
-            continue
-        if len(named) == count:
-            what = f"none of its {count} parameters gets a gradient"
-        else:
-            what = (
-                f"{len(named)} of its {count} parameters {'gets' if len(named) == 1 else 'get'} no gradient"
-            )
-        zeros = any(gradients.get(key) is not None for key in named)
-        why = (
-            "a rounding or another step before the loss passes only zeros, unless a policy such as "
-            "straight_through gives it a gradient"
-            if zeros
-            else "the loss does not depend on them, or a stop or detach lies in between"
-        )
-        yield f"{name}: {what} ({shortened(list(named))}): {why}"

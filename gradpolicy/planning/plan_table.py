@@ -36,7 +36,6 @@ class PlanRow:
         when: The times at which it is active, as text; empty if it is active throughout training.
         course: For a freeze policy: its mask source, when masks may change, what happens to frozen state; for
             rates: the initial settings of parameters.
-        vain: The parameters that get no gradient, or only zeros.
     """
 
     name: str
@@ -53,7 +52,6 @@ class PlanRow:
     phases: tuple[str, ...] = ("fit",)
     when: str = ""
     course: str = ""
-    vain: tuple[str, ...] = ()
 
     @property
     def training_entries(self) -> int:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gradpolicy as gp
-from gradpolicy.flow.operation_tables import OPAQUE_CALLS
+from gradpolicy.flow.operation_rule import OPAQUE_CALLS
 from gradpolicy.flow.operations import operation_names, resolve_operation
 
 X = torch.tensor([-1.7, -0.3, 0.4, 2.6])

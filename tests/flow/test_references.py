@@ -113,25 +113,3 @@ def test_relu_wrapped_by_another_tool(layers, batch, parameter_gradients, same):
     with pytest.warns(UserWarning, match="was replaced"):
         installed.remove()
     assert same(parameter_gradients(layers, batch), plain)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
-@pytest.mark.parametrize("kind", ["script", "trace"])
-def test_arguments_of_script_modules(kind):
-    def double(grad, inputs, output, *, call):
-        assert torch.equal(call.arguments["input"], inputs[0])
-        return 2.0 * grad
-
-    inner = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-    traced = torch.jit.script(inner) if kind == "script" else torch.jit.trace(inner, torch.ones(1, 2))
-    model, x = nn.Sequential(nn.Linear(2, 2), traced), torch.ones(3, 2)
-    (plain,) = torch.autograd.grad(model(x).sum(), model[0].weight)
-    for policy, expected in (
-        (gp.Scale(3.0, modules="1", argument="input"), 3.0 * plain),
-        (gp.Scale(3.0, modules="1", argument=0), 3.0 * plain),
-        (gp.UseRule(double, modules="1", at="through"), 2.0 * torch.ones(2, 3) @ x),
-    ):
-        with gp.install(model, [policy], strict=True):
-            (found,) = torch.autograd.grad(model(x).sum(), model[0].weight)
-        torch.testing.assert_close(found, expected)
-    assert "forward" not in traced.__dict__ or kind == "script"

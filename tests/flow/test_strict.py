@@ -226,10 +226,8 @@ def is_refused(way, place, kind):
     """Return True if nothing can act there, or the meaning is ambiguous."""
     if place == "operation of several inputs" and kind in ("straight through", "the input"):
         return True
-    if "bypassed" in way:
+    if "bypassed" in way or way in ("scripted", "traced"):
         return place != "parameter"
-    if way in ("scripted", "traced"):
-        return place.startswith("operation")
     if "frozen below" in way:
         # A stop through the module cuts off what is within, whether or not its input needs a gradient.
         return place == "input" or (place == "through" and kind != "stop")
