@@ -65,7 +65,7 @@ def check_flag(key: str, value: object) -> bool:
     return value
 
 
-def check_whole(key: str, value: object, *, least: int, most: int | None = None) -> int:
+def check_integer(key: str, value: object, *, least: int, most: int | None = None) -> int:
     """Check that a value is an integer within limits, and return it.
 
     Raises:
@@ -89,7 +89,7 @@ def check_sizes(owner: str, **sizes: object) -> None:
         PolicyError: For the first that is not.
     """
     for name, value in sizes.items():
-        check_whole(f"{owner}.{name}", value, least=1, most=LARGEST_SIZE)
+        check_integer(f"{owner}.{name}", value, least=1, most=LARGEST_SIZE)
 
 
 def check_call(

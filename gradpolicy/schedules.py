@@ -17,7 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from typing import Any
 
-from gradpolicy.checks import check_whole
+from gradpolicy.checks import check_integer
 from gradpolicy.errors import KnowsItsArguments, PolicyError, shown
 
 __all__ = ["Constant", "Cosine", "Cubic", "Exponential", "Ganin", "Linear"]
@@ -80,8 +80,8 @@ class Ramp(Schedule):
     def __init__(self, start: float, stop: float, steps: int, begin: int = 0) -> None:
         self.start = self._number("start", start)
         self.stop = self._number("stop", stop)
-        self.steps = check_whole(f"{type(self).__name__}.steps", steps, least=1)
-        self.begin = check_whole(f"{type(self).__name__}.begin", begin, least=0)
+        self.steps = check_integer(f"{type(self).__name__}.steps", steps, least=1)
+        self.begin = check_integer(f"{type(self).__name__}.begin", begin, least=0)
 
     def __call__(self, count: int) -> float:
         """Return the value at a count of steps or epochs."""
@@ -157,8 +157,8 @@ class Ganin(Schedule):
 
     def __init__(self, gamma: float = 10.0, steps: int = 10_000, begin: int = 0) -> None:
         self.gamma = self._number("gamma", gamma)
-        self.steps = check_whole(f"{type(self).__name__}.steps", steps, least=1)
-        self.begin = check_whole(f"{type(self).__name__}.begin", begin, least=0)
+        self.steps = check_integer(f"{type(self).__name__}.steps", steps, least=1)
+        self.begin = check_integer(f"{type(self).__name__}.begin", begin, least=0)
 
     def __call__(self, count: int) -> float:
         """Return the value at a count of steps or epochs."""

@@ -28,7 +28,7 @@ class LayerRow:
         entries: The number of entries of its parameters.
         training: The number of those that train.
         rate: The factor on the learning rate, or the least and largest; empty if nothing trains.
-        mode: ``"train"``; ``"eval"`` if its running statistics and dropout stand still; or ``"partly eval"``.
+        mode: ``"train"``; ``"eval"`` if its modules are in evaluation mode; or ``"partly eval"``.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Layers(Displayed):
         if self.entries and not self.training:
             raise PolicyError(
                 f"0 of {self.entries:,} entries train: the policies freeze every parameter that requires a "
-                "gradient and that an optimizer holds"
+                "gradient and that an optimizer has"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def what_trains(
         rates = sorted({(factors or {}).get(name, 1.0) for name in active})
         full = len(active) == len(names) and all(shares[name] == 1 for name in names)
         own = _short(active, names, f"{layer.name}.") if active else "nothing"
-        held = sum(name in still for name in names)
+        in_eval = sum(name in still for name in names)
         rows.append(
             LayerRow(
                 layer.name,
@@ -157,7 +157,7 @@ def what_trains(
                 sum(parameters[name].numel() for name in names),
                 round(sum(parameters[name].numel() * shares[name] for name in active)),
                 " to ".join(f"×{rate:.4g}" for rate in dict.fromkeys((*rates[:1], *rates[-1:]))),
-                "eval" if held == len(names) else "partly eval" if held else "train",
+                "eval" if in_eval == len(names) else "partly eval" if in_eval else "train",
             )
         )
     return Layers(tuple(_joined(rows)), _unmatched(shares, matched, trains_only_matched))

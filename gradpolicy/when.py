@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
-from gradpolicy.checks import check_whole
+from gradpolicy.checks import check_integer
 from gradpolicy.errors import PolicyError, refuse_unknown_arguments, shown, unknown
 
 PHASES = ("fit", "validate", "test", "predict")
@@ -38,7 +38,7 @@ class Window:
         """
         if self.unit not in UNITS:
             raise unknown("unit", str(self.unit), UNITS, key=f"{key}.unit")
-        check_whole(f"{key}.start", self.start, least=0)
+        check_integer(f"{key}.start", self.start, least=0)
         if self.stop is not None and not _is_above(self.stop, self.start):
             limit = f"an integer above start ({self.start})"
             raise PolicyError(f"{key}.stop: expected {limit}, got {shown(self.stop)}")
@@ -82,7 +82,7 @@ class Timetable(Window):
         """
         super().check(key)
         if self.every is not None:
-            check_whole(f"{key}.every", self.every, least=1)
+            check_integer(f"{key}.every", self.every, least=1)
 
     def period(self, step: int, epoch: int) -> int:
         """Return the number of counts since the first one; −1 before it."""
@@ -152,7 +152,7 @@ class When(Window):
         for name, value in given.items():
             object.__setattr__(self, name, value)
         self.check("when")
-        check_whole("when.stride", stride, least=1)
+        check_integer("when.stride", stride, least=1)
 
     def active(self, *, phase: str = "fit", step: int = 0, epoch: int = 0) -> bool:
         """Return True if the policy is active.

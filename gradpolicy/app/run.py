@@ -27,6 +27,7 @@ from gradpolicy.app.resumed import Resumed, chosen_checkpoint, resumed_run
 from gradpolicy.app.run_directory import RunDirectory, run_directory
 from gradpolicy.app.targets import build, build_all
 from gradpolicy.app.trainer import build_trainer, finished_loggers
+from gradpolicy.atomic_file import write_text
 from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.insight.loggers import LogRun, name_loggers, write_plan
 from gradpolicy.insight.report import write_report
@@ -40,7 +41,6 @@ from gradpolicy.train.lightning.callback import GradientPolicies
 from gradpolicy.train.lightning.checkpoints import check_fits, check_resumable
 from gradpolicy.train.lightning.resume import checked_restore
 from gradpolicy.train.lightning.runs import Kind, RunRecord, best_checkpoint, best_scores
-from gradpolicy.whole_file import write_text
 
 CONFIG, DEFAULTS = "config.yaml", "defaults.yaml"
 

@@ -14,8 +14,8 @@ from omegaconf import DictConfig
 
 from gradpolicy.app.messages import wrong_input_errors
 from gradpolicy.app.processes import is_first_rank, under_srun, under_torchrun
+from gradpolicy.atomic_file import is_inside
 from gradpolicy.errors import PolicyError, brief, warn_user
-from gradpolicy.whole_file import is_inside
 
 KEY = "hydra.run.dir"
 # A directory named after the time is for one run. Any other name was chosen by the user, and that directory

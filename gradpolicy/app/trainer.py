@@ -18,7 +18,7 @@ from gradpolicy.app.run_directory import RunDirectory
 from gradpolicy.app.targets import build, build_all
 from gradpolicy.errors import PolicyError
 from gradpolicy.train.lightning.callback import GradientPolicies
-from gradpolicy.train.lightning.checkpoints import WholeCheckpointIO
+from gradpolicy.train.lightning.checkpoints import AtomicCheckpointIO
 from gradpolicy.train.lightning.resume import ExactResume
 from gradpolicy.train.lightning.runs import RunRecord
 from gradpolicy.train.lightning.weight_averaging import check_weight_averaging
@@ -121,14 +121,14 @@ def _chosen_callbacks(settings: Settings) -> list[Callback]:
 
 
 def build_plugins(nodes: Any) -> list[Any]:
-    """Build the trainer's plugins, with WholeCheckpointIO unless the config names another CheckpointIO."""
+    """Build the trainer's plugins, with AtomicCheckpointIO unless the config names another CheckpointIO."""
     nodes = [] if nodes is None else nodes if isinstance(nodes, list) else [nodes]
     plugins = [
         build(node, f"trainer.plugins[{index}]") if isinstance(node, Mapping) else node
         for index, node in enumerate(nodes)
     ]
     has_own = any(isinstance(plugin, CheckpointIO) for plugin in plugins)
-    return plugins if has_own else [*plugins, WholeCheckpointIO()]
+    return plugins if has_own else [*plugins, AtomicCheckpointIO()]
 
 
 @contextmanager

@@ -23,12 +23,12 @@ from typing import Any
 
 from torch import Tensor
 
+from gradpolicy.atomic_file import atomic_open
 from gradpolicy.checks import check_free
 from gradpolicy.delta.change import TensorChange, decode, encode, widths_of
 from gradpolicy.delta.state import DTYPES, Print, Prints, content_of, fingerprint
 from gradpolicy.errors import PolicyError, brief, shown, under
 from gradpolicy.tensors.checkpoint_file import check_kind
-from gradpolicy.whole_file import written_whole
 
 FORMAT = "gradpolicy.delta 2"
 # The metadata that marks a delta, of any version, and the base that a run saves beside it.
@@ -122,7 +122,7 @@ def write_safetensors(
     from safetensors.torch import save_file
 
     try:
-        with written_whole(Path(path)) as file:
+        with atomic_open(Path(path)) as file:
             save_file(tensors, file.name, metadata)
             _sort_metadata(Path(file.name))
             # safetensors creates files that only their owner can read.

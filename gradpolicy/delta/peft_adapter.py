@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gradpolicy.atomic_file import write_text
 from gradpolicy.checks import check_choice
 from gradpolicy.delta.change import NEW, TensorChange
 from gradpolicy.delta.file import Delta, read, write, write_safetensors
@@ -24,7 +25,6 @@ from gradpolicy.delta.state import State, full_cpu, print_of, tensors_of
 from gradpolicy.delta.weights import read_weights
 from gradpolicy.errors import PolicyError, brief, shortened, shown, under, unknown
 from gradpolicy.tensors.checkpoint_file import check_kind
-from gradpolicy.whole_file import write_text
 
 CONFIG, ADAPTER, DELTA = "adapter_config.json", "adapter_model.safetensors", "gradpolicy_delta.safetensors"
 _TOKENS, _SHIRA = "TRAINABLE_TOKENS", "SHIRA"

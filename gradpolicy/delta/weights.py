@@ -30,7 +30,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         found = read_file(path, "delta")
         found = found.get("state_dict", found) if isinstance(found, dict) else None
         if not isinstance(found, dict):
-            raise PolicyError(f"delta: {path} holds no weights")
+            raise PolicyError(f"delta: {path} has no weights")
         return tensors_of(found)
     check_kind(path, "delta")
     try:

@@ -5,14 +5,14 @@ gradient of a model, such as captum's ``NoiseTunnel`` and ``IntegratedGradients`
 :func:`gradpolicy.install`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, warn_user
 from gradpolicy.flow import install
-from gradpolicy.logits import class_logits
 from gradpolicy.policies import Deconv, FlowPolicy, Guided
 
 Target = int | Sequence[int] | Tensor | None
@@ -94,3 +94,22 @@ def deconv(
     Source: Zeiler, Fergus 2014, arXiv:1311.2901.
     """
     return gradient(model, images, target, policies=[*policies, Deconv()])
+
+
+def class_logits(output: Any) -> Tensor:
+    """Return the class logits in the output of a model.
+
+    Args:
+        output: A tensor; or a mapping or an object with `logits`.
+
+    Raises:
+        PolicyError: If it has no logits.
+    """
+    if isinstance(output, Tensor):
+        return output
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise PolicyError(
+            f"model: gave {type(output).__name__}; expected a tensor or an object with 'logits'"
+        )
+    return logits

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from gradpolicy.checks import check_whole
+from gradpolicy.checks import check_integer
 from gradpolicy.errors import PolicyError, PromiseError
 from gradpolicy.freezing import Freezer
 from gradpolicy.insight.run_files import AUDIT, AuditFile
@@ -53,7 +53,7 @@ class Audit(Callback):
 
     def __init__(self, directory: str | Path | None = None, *, entries: int = 4096) -> None:
         self.directory = directory
-        self.entries = check_whole("callbacks.audit.entries", entries, least=1)
+        self.entries = check_integer("callbacks.audit.entries", entries, least=1)
         self._reset()
 
     def _reset(self) -> None:

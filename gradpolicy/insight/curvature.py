@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from gradpolicy.checks import check_whole
+from gradpolicy.checks import check_integer
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.flow.policy_report import ReportRow
 from gradpolicy.tensors.sharding import is_sharded
@@ -149,7 +149,7 @@ def _products(
     loss: Loss, parameters: Named, samples: int, generator: torch.Generator | None
 ) -> Iterator[tuple[Named, Named]]:
     """Yield vectors of random signs, each with its product with J."""
-    check_whole("curvature: samples", samples, least=2)
+    check_integer("curvature: samples", samples, least=2)
     # torch's default generator is reset for each evaluation.
     generator = generator or torch.Generator("cpu").manual_seed(int(torch.randint(2**62, (), device="cpu")))
     field = _GradientField(loss, parameters)

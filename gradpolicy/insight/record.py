@@ -22,7 +22,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from pydantic import create_model
 from pydantic_core import to_json
 
-from gradpolicy.checks import check_whole
+from gradpolicy.checks import check_integer
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight.run_files import Count
 from gradpolicy.train.json_file import parse_json
@@ -95,7 +95,7 @@ class Record(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Store the length until training starts."""
-        self._restored = check_whole("the record in a checkpoint", state_dict["size"], least=0)
+        self._restored = check_integer("the record in a checkpoint", state_dict["size"], least=0)
 
 
 # ---- the file

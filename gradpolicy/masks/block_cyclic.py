@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gradpolicy.checks import check_choice, check_whole
+from gradpolicy.checks import check_choice, check_integer
 from gradpolicy.errors import PolicyError
 from gradpolicy.masks.base import Layer
 from gradpolicy.masks.layers import LayerSource, join_layers
@@ -49,7 +49,7 @@ class BlockCyclic(LayerSource):
     ) -> None:
         super().__init__(every=every, **timetable)
         self.order = check_choice("BlockCyclic.order", order, ORDERS)
-        self.size = check_whole("BlockCyclic.size", size, least=1)
+        self.size = check_integer("BlockCyclic.size", size, least=1)
         if self.groups is not None and size != 1:
             raise PolicyError("BlockCyclic: size goes with layers, not with groups that are given")
 

@@ -116,8 +116,8 @@ def read_masks(path: str | Path) -> dict[str, Mask]:
     for name, tensor in tensors.items():
         if tensor.dtype not in (torch.bool, torch.uint8):
             raise PolicyError(
-                f"Fixed: {shown(str(path))} holds {shown(name)} as {tensor.dtype}, not bool or uint8"
+                f"Fixed: {shown(str(path))} has {shown(name)} as {tensor.dtype}, not bool or uint8"
             )
     if not tensors:
-        raise PolicyError(f"Fixed: {shown(str(path))} holds no mask")
+        raise PolicyError(f"Fixed: {shown(str(path))} has no mask")
     return {name: tensor.bool() for name, tensor in tensors.items()}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.checks import check_whole
+from gradpolicy.checks import check_integer
 from gradpolicy.errors import warn_user
 from gradpolicy.masks.base import MaskSource
 from gradpolicy.tensors.sharding import full_tensor, shard_like
@@ -37,7 +37,7 @@ class GradientSource(MaskSource):
 
     def __init__(self, *, window: int = 1, **timetable: Any) -> None:
         super().__init__(**timetable)
-        self.window = check_whole(f"{type(self).__name__}.window", window, least=1)
+        self.window = check_integer(f"{type(self).__name__}.window", window, least=1)
         self.sums: dict[str, dict[str, Tensor]] = {}
         self.steps = 0
         self.decided, self.decided_at = -1, 0

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gradpolicy.checks import check_whole
+from gradpolicy.checks import check_integer
 from gradpolicy.masks.layers import LayerSource, names_in
 
 
@@ -40,8 +40,8 @@ class Gradual(LayerSource):
         unit: str = "epoch",
         **timetable: Any,
     ) -> None:
-        super().__init__(every=check_whole("Gradual.every", every, least=1), unit=unit, **timetable)
-        self.initial = check_whole("Gradual.initial", initial, least=1)
+        super().__init__(every=check_integer("Gradual.every", every, least=1), unit=unit, **timetable)
+        self.initial = check_integer("Gradual.initial", initial, least=1)
 
     def prepare(self) -> None:
         """Find the groups."""

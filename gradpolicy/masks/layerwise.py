@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gradpolicy.checks import check_whole
+from gradpolicy.checks import check_integer
 from gradpolicy.errors import PolicyError
 from gradpolicy.masks.layers import LayerSource, names_in
 from gradpolicy.tensors.seeded import shuffled
@@ -45,7 +45,7 @@ class Layerwise(LayerSource):
         **timetable: Any,
     ) -> None:
         super().__init__(every=every, **timetable)
-        self.active = check_whole("Layerwise.active", active, least=1)
+        self.active = check_integer("Layerwise.active", active, least=1)
 
     def prepare(self) -> None:
         """Find the layers."""

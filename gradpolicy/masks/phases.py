@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.checks import check_choice, check_flag, check_number, check_whole
+from gradpolicy.checks import check_choice, check_flag, check_integer, check_number
 from gradpolicy.errors import PolicyError, nearest, shortened, shown, under, unknown, warn_user
 from gradpolicy.masks.base import Layer
 from gradpolicy.masks.layers import LayerSource
@@ -80,9 +80,9 @@ class Phase:
                 settings[pattern] = _settings(general, own)
         return cls(
             params,
-            {key: check_whole(f"until.{key}", until[key], least=1) for key in COUNTS if key in until},
+            {key: check_integer(f"until.{key}", until[key], least=1) for key in COUNTS if key in until},
             metric,
-            check_whole("until.patience", until.get("patience", 3), least=1),
+            check_integer("until.patience", until.get("patience", 3), least=1),
             check_number("until.min_delta", until.get("min_delta", 0.0)),
             check_choice("until.mode", until.get("mode", "min"), ("min", "max")),
             best,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.checks import check_whole
+from gradpolicy.checks import check_integer
 from gradpolicy.errors import PolicyError, shown
 from gradpolicy.masks.base import StaticSource
 
@@ -52,7 +52,7 @@ class Rows(StaticSource):
             if isinstance(part, bool) or (not isinstance(part, int | slice) and part is not ...):
                 hint = '; an index is written as text: "2, 0, 3:"' if isinstance(part, Mapping) else ""
                 raise PolicyError(f"Rows: {shown(part)} is no number, no slice and no '...'{hint}")
-        self.size = check_whole("Rows.size", size, least=1)
+        self.size = check_integer("Rows.size", size, least=1)
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise PolicyError(f"Rows.dim: expected an integer, got {shown(dim)}")
         self.dim = dim

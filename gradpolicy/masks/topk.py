@@ -14,8 +14,7 @@ from gradpolicy.masks.activation_norms import ActivationNorms
 from gradpolicy.masks.base import on_devices
 from gradpolicy.masks.gradient_source import STATISTICS, GradientSource, wide
 from gradpolicy.masks.layers import Groups, layers_of, read_groups
-from gradpolicy.masks.scores import SCORES
-from gradpolicy.masks.scores.score import GATHERED, as_score
+from gradpolicy.masks.scores import GATHERED, SCORES, as_score
 from gradpolicy.masks.selection import (
     CHUNK,
     Density,
@@ -53,7 +52,7 @@ class TopK(GradientSource):
     ============  ==============================================  ==========================================
 
     ``by`` may also be ``gradpolicy.masks.scores.LIFT(rank)``, or a function of a score's inputs,
-    ``lambda weight, gradient: …``, or its dotted path: see :class:`~gradpolicy.masks.scores.score.Score`.
+    ``lambda weight, gradient: …``, or its dotted path: see :class:`~gradpolicy.masks.scores.Score`.
 
     Sums are over the ``window`` effective steps before a choice. The score of a row or tensor is the mean of
     its entries' scores. ``k = n − ⌈(1 − p)(n − 1)⌉`` of ``n`` are chosen (``p · n`` if that is an

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from gradpolicy.checks import LARGEST_SEED, LARGEST_SIZE, check_whole
+from gradpolicy.checks import LARGEST_SEED, LARGEST_SIZE, check_integer
 from gradpolicy.errors import PolicyError
 
 
@@ -148,9 +148,9 @@ class DataModule(LightningDataModule):
 
     def __init__(self, batch_size: int = 64, seed: int = 0, workers: int = 0) -> None:
         super().__init__()
-        self.batch_size = check_whole("data.batch_size", batch_size, least=1, most=LARGEST_SIZE)
-        self.seed = check_whole("data.seed", seed, least=0, most=LARGEST_SEED)
-        self.workers = check_whole("data.workers", workers, least=0, most=1024)
+        self.batch_size = check_integer("data.batch_size", batch_size, least=1, most=LARGEST_SIZE)
+        self.seed = check_integer("data.seed", seed, least=0, most=LARGEST_SEED)
+        self.workers = check_integer("data.workers", workers, least=0, most=1024)
 
     def train_dataloader(self) -> ResumableLoader:
         """Return the training samples, shuffled for each epoch, without an incomplete last batch."""

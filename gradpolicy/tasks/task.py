@@ -1,11 +1,13 @@
-"""The base class of Lightning modules: a model, and functions that return its optimizer."""
+"""Lightning modules of a model and its optimizer: classification, next-token prediction."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim import Optimizer
 
 from gradpolicy.errors import PolicyError
@@ -34,11 +36,11 @@ class Task(LightningModule):
         self.make_optimizer, self.make_scheduler = optimizer, scheduler
         self.scheduler_interval = scheduler_interval
 
-    def forward(self, inputs: torch.Tensor) -> Any:
+    def forward(self, inputs: Tensor) -> Any:
         """Return the model's output."""
         return self.model(inputs)
 
-    def assess(self, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def assess(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a batch, and the values to log by their names.
 
         Args:
@@ -46,7 +48,7 @@ class Task(LightningModule):
         """
         raise NotImplementedError(f"{type(self).__name__} needs a method assess")
 
-    def training_step(self, batch: Any, batch_index: int) -> torch.Tensor:
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
         """Log the values of a batch and return its loss."""
         loss, values = self.assess(batch)
         for name, value in values.items():
@@ -86,3 +88,45 @@ class Task(LightningModule):
             return optimizer
         schedule = {"scheduler": self.make_scheduler(optimizer), "interval": self.scheduler_interval}
         return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+
+class Classifier(Task):
+    """Trains a classifier, and its probe if it has one, with cross-entropy.
+
+    Arguments are those of :class:`Task`; the model returns logits of shape
+    (batch, classes), or an object with `logits` and optionally `probe_logits`, and `losses` by name. The loss
+    is the head's cross-entropy plus the probe's plus these. The policies of the run determine if the probe
+    trains the trunk.
+
+    Logs ``{train,val,test}/loss``, ``…/accuracy``, the model's losses and, with a probe, ``…/probe_loss`` and
+    ``…/probe_accuracy``.
+    """
+
+    def assess(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the summed loss of a batch, with its parts and the accuracies."""
+        images, labels = batch
+        output = self(images)
+        probe = getattr(output, "probe_logits", None)
+        losses, accuracies = {}, {}
+        for part, logits in {"": getattr(output, "logits", output), "probe_": probe}.items():
+            if logits is not None:
+                losses[f"{part}loss"] = functional.cross_entropy(logits, labels)
+                accuracies[f"{part}accuracy"] = (logits.argmax(dim=-1) == labels).float().mean()
+        losses |= getattr(output, "losses", {})
+        return torch.stack(list(losses.values())).sum(), losses | accuracies
+
+
+class LanguageModel(Task):
+    """Trains a model to predict the next token, with cross-entropy.
+
+    Arguments are those of :class:`Task`; the model returns logits of shape
+    (batch, length, vocabulary) for tokens of shape (batch, length). A batch is ``(tokens, next tokens)``.
+
+    Logs ``{train,val,test}/loss`` in nats and ``…/bits_per_character``, the loss over ln 2, per token.
+    """
+
+    def assess(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the mean loss over a batch's tokens, and the same in bits."""
+        tokens, following = batch
+        loss = functional.cross_entropy(self(tokens).flatten(0, 1), following.flatten())
+        return loss, {"loss": loss, "bits_per_character": loss / math.log(2)}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from gradpolicy.checks import LARGEST_SIZE, check_choice, check_whole
+from gradpolicy.checks import LARGEST_SIZE, check_choice, check_integer
 from gradpolicy.errors import PolicyError
 from gradpolicy.tasks.files import check_present, fetch
 from gradpolicy.tasks.loading import DataModule
@@ -72,7 +72,7 @@ class TinyShakespeareDataModule(DataModule):
         download: bool = False,
     ) -> None:
         super().__init__(batch_size, seed, workers)
-        self.context = check_whole("data.context", context, least=1, most=LARGEST_SIZE)
+        self.context = check_integer("data.context", context, least=1, most=LARGEST_SIZE)
         self.part = check_choice("data.part", part, PARTS)
         self.data_dir, self.download = check_present(Path(data_dir), FILES, download), download
 

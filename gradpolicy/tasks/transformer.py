@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gradpolicy.checks import LARGEST_SIZE, check_share, check_sizes, check_whole
+from gradpolicy.checks import LARGEST_SIZE, check_integer, check_share, check_sizes
 
 
 class CharacterTransformer(nn.Module):
@@ -40,7 +40,7 @@ class CharacterTransformer(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes("CharacterTransformer", vocabulary=vocabulary, context=context, width=width, heads=heads)
-        check_whole("CharacterTransformer.layers", layers, least=1, most=LARGEST_SIZE)
+        check_integer("CharacterTransformer.layers", layers, least=1, most=LARGEST_SIZE)
         check_share("CharacterTransformer.dropout", dropout)
         token, position = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         self.embedding = nn.ModuleDict({"token": token, "position": position})

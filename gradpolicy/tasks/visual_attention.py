@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradpolicy.checks import LARGEST_SIZE, check_share, check_sizes, check_whole
+from gradpolicy.checks import LARGEST_SIZE, check_integer, check_share, check_sizes
 
 
 class Attended(NamedTuple):
@@ -62,7 +62,7 @@ class VisualAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes("VisualAttention", classes=classes, width=width)
-        check_whole("VisualAttention.size", size, least=4, most=LARGEST_SIZE)
+        check_integer("VisualAttention.size", size, least=4, most=LARGEST_SIZE)
         self.share = check_share("VisualAttention.share", share)
         self.features = nn.Sequential(nn.Conv2d(1, width, 3, stride=2, padding=1), nn.ReLU())
         self.attention = nn.Sequential(

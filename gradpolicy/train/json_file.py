@@ -5,8 +5,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from gradpolicy.atomic_file import write_text
 from gradpolicy.errors import brief
-from gradpolicy.whole_file import write_text
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter

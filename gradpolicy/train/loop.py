@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradpolicy.checks import check_whole
+from gradpolicy.checks import check_integer
 from gradpolicy.errors import PolicyError, shown
 from gradpolicy.flow.install import name_policies
 from gradpolicy.flow.policy_checks import is_cut
@@ -157,7 +157,7 @@ class _Loop(TrainingPolicies):
     ) -> None:
         super().__init__(policies, seed=seed, log=False, layers=layers)
         if steps_per_epoch is not None:
-            check_whole("training.steps_per_epoch", steps_per_epoch, least=1)
+            check_integer("training.steps_per_epoch", steps_per_epoch, least=1)
         self.steps_per_epoch, self.scaler = steps_per_epoch, scaler
         whole = getattr(model, "_orig_mod", model)
         self._outer, self._ddp = model, whole if isinstance(whole, DistributedDataParallel) else None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from gradpolicy.checks import check_whole
+from gradpolicy.checks import check_integer
 from gradpolicy.display import wide_console
 from gradpolicy.errors import PolicyError, check_named, shortened
 from gradpolicy.factors import divided_factors
@@ -80,7 +80,7 @@ class TrainingPolicies:
             if not isinstance(policy, Policy):
                 raise PolicyError(f"policy.{name}: must be a gradient policy, got {type(policy).__name__}")
         if agreement_every is not None:
-            check_whole(f"{type(self).__name__}.agreement_every", agreement_every, least=1)
+            check_integer(f"{type(self).__name__}.agreement_every", agreement_every, least=1)
         self.seed = seed
         self.log_policies = log
         self.agreement_every = agreement_every

@@ -17,8 +17,7 @@ import gradpolicy as gp
 from benchmarks.measure import Row, is_quick, one_thread, paired_ratio, time_row
 from gradpolicy.insight.record import Record
 from gradpolicy.policies import Policy
-from gradpolicy.tasks.classification import Classifier
-from gradpolicy.tasks.digits import DigitsDataModule
+from gradpolicy.tasks import Classifier, DigitsDataModule
 from gradpolicy.tasks.models import QuantizedConvNet
 
 # The numbers of warm-up steps, and of steps that are averaged, since not each writes to a file.

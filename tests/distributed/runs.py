@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import gradpolicy as gp
 from gradpolicy.policies import Policy
-from gradpolicy.train.lightning.checkpoints import WholeCheckpointIO
+from gradpolicy.train.lightning.checkpoints import AtomicCheckpointIO
 from gradpolicy.train.lightning.fully_shard_strategy import FullyShardStrategy
 from gradpolicy.where import plain_name
 
@@ -156,7 +156,7 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[*more, guard, watch],
-        plugins=[WholeCheckpointIO()],
+        plugins=[AtomicCheckpointIO()],
         **{"max_epochs": 2, "gradient_clip_val": 0.05, **settings},
     )
     trainer.fit(module, data(ranks), ckpt_path=resume_from, weights_only=True)

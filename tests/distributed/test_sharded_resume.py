@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gradpolicy.tasks.loading import DataModule, TensorRows
-from gradpolicy.train.lightning.checkpoints import WholeCheckpointIO
+from gradpolicy.train.lightning.checkpoints import AtomicCheckpointIO
 from gradpolicy.train.lightning.fully_shard_strategy import FullyShardStrategy
 from gradpolicy.train.lightning.resume import ExactResume
 
@@ -66,7 +66,7 @@ def fit(folder: str, resume_from: str | None = None) -> list[Tensor]:
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        plugins=[WholeCheckpointIO()],
+        plugins=[AtomicCheckpointIO()],
         callbacks=[ExactResume(), SaveAfterBatch(folder)],
     )
     module = Noisy()

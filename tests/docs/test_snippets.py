@@ -24,7 +24,7 @@ BLOCKS = [
     for number, block in enumerate(block for block in all_blocks(card) if block.language == "yaml")
 ]
 CLASSIFIER = """\
-_target_: gradpolicy.tasks.classification.Classifier
+_target_: gradpolicy.tasks.Classifier
 optimizer: ${oc.select:optimizer,null}
 model:
 """

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import gradpolicy as gp
 from gradpolicy.insight.record import Record
-from gradpolicy.tasks.digits import DigitsDataModule
+from gradpolicy.tasks import DigitsDataModule
 from gradpolicy.train.lightning.resume import ExactResume
 
 

@@ -66,7 +66,7 @@ def test_what_does_not_fit_is_an_error(prepared, mask, message: str) -> None:
 
 @pytest.mark.parametrize(
     ("held", "message"),
-    [({"head.weight": torch.ones(3, 4)}, "not bool or uint8"), ({}, "holds no mask")],
+    [({"head.weight": torch.ones(3, 4)}, "not bool or uint8"), ({}, "has no mask")],
 )
 def test_a_file_must_hold_masks(prepared, tmp_path, held, message: str) -> None:
     save_file(held, tmp_path / "masks.safetensors")

@@ -9,7 +9,7 @@ import torch
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.tasks import FashionMNISTDataModule
-from gradpolicy.tasks.fashion_mnist import read_idx
+from gradpolicy.tasks.images import read_idx
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data" / "fashion_mnist"
 

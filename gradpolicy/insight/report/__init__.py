@@ -5,8 +5,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from gradpolicy.atomic_file import atomic_open
 from gradpolicy.insight.run_files import REPORT
-from gradpolicy.whole_file import written_whole
 
 __all__ = ["REPORT", "is_report", "looks_like_run", "write", "write_report"]
 
@@ -41,7 +41,7 @@ def write(runs: Sequence[Path], output: Path) -> Path:
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     # Characters that cannot be encoded become question marks.
-    with written_whole(output, encoding="utf-8", errors="replace") as file:
+    with atomic_open(output, encoding="utf-8", errors="replace") as file:
         file.write(page)
     return output
 

@@ -13,6 +13,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from gradpolicy.atomic_file import atomic_open
 from gradpolicy.errors import PolicyError, shortened
 from gradpolicy.tensors.checkpoint_file import (
     UnreadableError,
@@ -22,7 +23,6 @@ from gradpolicy.tensors.checkpoint_file import (
     load_file,
 )
 from gradpolicy.tensors.finite import bounds
-from gradpolicy.whole_file import written_whole
 
 KEY = "ckpt_path"
 WEIGHTS = "state_dict"
@@ -145,7 +145,7 @@ def _check_paths(content: Any) -> None:
 # ---- writing
 
 
-class WholeCheckpointIO(TorchCheckpointIO):
+class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes each checkpoint under a temporary name, syncs it to the disk, then renames it.
 
     If the run is killed while saving, or the disk is full, the previous checkpoint is unchanged; in the
@@ -154,7 +154,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
     Example:
         >>> from lightning.pytorch import Trainer
-        >>> trainer = Trainer(plugins=[WholeCheckpointIO()], logger=False)
+        >>> trainer = Trainer(plugins=[AtomicCheckpointIO()], logger=False)
     """
 
     def save_checkpoint(
@@ -210,7 +210,7 @@ def write_checkpoint(content: Any, path: Path) -> None:
     for abandoned in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
         abandoned.unlink(missing_ok=True)
     try:
-        with written_whole(path, "w+b") as file:
+        with atomic_open(path, "w+b") as file:
             torch.save(content, file)
     except (OSError, RuntimeError) as error:
         raise could_not_save(path, error) from error

@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_warn
 
-from gradpolicy.whole_file import written_whole
+from gradpolicy.atomic_file import atomic_open
 
 
 def append_rows(logger: CSVLogger) -> None:
@@ -43,7 +43,7 @@ def cut_rows(trainer: Trainer, numbers: list[int]) -> None:
         if len(lines) < number:
             rank_zero_warn(f"{path} lacks rows of the steps before the checkpoint")
         elif len(lines) > max(number, 1):
-            with written_whole(path, "wb") as file:
+            with atomic_open(path, "wb") as file:
                 file.writelines(lines[: max(number, 1)])
 
 

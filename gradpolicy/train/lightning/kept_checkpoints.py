@@ -8,11 +8,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 
+from gradpolicy.atomic_file import is_inside
 from gradpolicy.errors import PolicyError
 from gradpolicy.train.lightning.checkpoints import PATHS
 from gradpolicy.train.lightning.runs import own_checkpoints, step_of
 from gradpolicy.train.lightning.trainer_parts import callbacks_of
-from gradpolicy.whole_file import is_inside
 
 
 def kept_by(trainer: Trainer) -> dict[str, ModelCheckpoint]:

@@ -17,12 +17,12 @@ from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from pydantic import Field
 
+from gradpolicy.atomic_file import is_inside
 from gradpolicy.errors import PolicyError, brief, nearest
 from gradpolicy.tensors.checkpoint_file import check_kind
 from gradpolicy.train.json_file import read_json, write_json
 from gradpolicy.train.lightning.checkpoints import IS_DIRECTORY, KEY, WEIGHTS, check_fits, read_checkpoint
 from gradpolicy.train.lightning.trainer_parts import callbacks_of
-from gradpolicy.whole_file import is_inside
 
 RECORD = "run.json"
 LAST = "last"

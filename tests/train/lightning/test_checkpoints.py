@@ -13,7 +13,7 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.tensors.checkpoint_file import check_file
 from gradpolicy.train.lightning import checkpoints
 from gradpolicy.train.lightning.checkpoints import (
-    WholeCheckpointIO,
+    AtomicCheckpointIO,
     check_checkpoint,
     read_checkpoint,
     write_checkpoint,
@@ -40,8 +40,8 @@ def refused(path: Path, ran: Path) -> str:
     for read in (
         check_checkpoint,
         read_checkpoint,
-        WholeCheckpointIO().load_checkpoint,
-        lambda path: WholeCheckpointIO().load_checkpoint(path, weights_only=False),
+        AtomicCheckpointIO().load_checkpoint,
+        lambda path: AtomicCheckpointIO().load_checkpoint(path, weights_only=False),
     ):
         with pytest.raises(PolicyError) as caught:
             read(path)
@@ -90,7 +90,7 @@ def test_a_checkpoint_is_looked_through_once_until_it_is_written_again(
         write_checkpoint({"state_dict": weights(), "global_step": saved}, path)
         for _ in range(3):
             read_checkpoint(path)
-            WholeCheckpointIO().load_checkpoint(path)
+            AtomicCheckpointIO().load_checkpoint(path)
     assert looked == [path, path]
 
 
@@ -168,7 +168,7 @@ def test_only_what_has_no_checksums_is_told_of(tmp_path: Path) -> None:
 
 def test_tensors_go_where_they_are_mapped_to(tmp_path: Path) -> None:
     write_checkpoint({"state_dict": weights()}, tmp_path / "a.ckpt")
-    loaded = WholeCheckpointIO().load_checkpoint(tmp_path / "a.ckpt", map_location="meta")
+    loaded = AtomicCheckpointIO().load_checkpoint(tmp_path / "a.ckpt", map_location="meta")
     assert loaded["state_dict"]["weight"].is_meta
 
 

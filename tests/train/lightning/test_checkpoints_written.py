@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from gradpolicy.train.lightning.checkpoints import WholeCheckpointIO, write_checkpoint
+from gradpolicy.train.lightning.checkpoints import AtomicCheckpointIO, write_checkpoint
 
 MEGABYTE = 2**20
 
@@ -30,7 +30,7 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def test_what_is_saved_comes_back(tmp_path: Path) -> None:
-    writer, path = WholeCheckpointIO(), tmp_path / "new" / "run" / "a.ckpt"
+    writer, path = AtomicCheckpointIO(), tmp_path / "new" / "run" / "a.ckpt"
     writer.save_checkpoint({"step": 3, "state_dict": {"weight": torch.arange(4)}}, path)
     loaded = writer.load_checkpoint(path, weights_only=True)
     assert loaded["step"] == 3
@@ -131,7 +131,7 @@ def test_a_full_disk_names_the_newest_checkpoint_or_says_that_there_is_none(
 
 
 def test_remote_paths_are_left_to_lightning_which_runs_nothing_either() -> None:
-    writer = WholeCheckpointIO()
+    writer = AtomicCheckpointIO()
     writer.save_checkpoint({"step": 3}, "memory://remote/a.ckpt")
     assert writer.load_checkpoint("memory://remote/a.ckpt") == {"step": 3}
     writer.save_checkpoint({"step": print}, "memory://remote/b.ckpt")
@@ -141,12 +141,12 @@ def test_remote_paths_are_left_to_lightning_which_runs_nothing_either() -> None:
 
 def test_options_that_lightnings_own_files_do_not_take_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="storage_options"):
-        WholeCheckpointIO().save_checkpoint({"step": 3}, tmp_path / "a.ckpt", storage_options={})
+        AtomicCheckpointIO().save_checkpoint({"step": 3}, tmp_path / "a.ckpt", storage_options={})
 
 
 def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"there is no checkpoint .*none\.ckpt$"):
-        WholeCheckpointIO().load_checkpoint(tmp_path / "none.ckpt")
+        AtomicCheckpointIO().load_checkpoint(tmp_path / "none.ckpt")
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists")
@@ -155,7 +155,7 @@ def test_training_on_a_full_disk_ends_with_the_former_checkpoint(
 ) -> None:
     def fit(steps: int) -> None:
         checkpoints = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=2, save_last=True)
-        train(checkpoints, max_steps=steps, enable_checkpointing=True, plugins=[WholeCheckpointIO()])
+        train(checkpoints, max_steps=steps, enable_checkpointing=True, plugins=[AtomicCheckpointIO()])
 
     fit(2)
     kept = (tmp_path / "last.ckpt").read_bytes()

@@ -8,7 +8,7 @@ from typing import IO, Any
 
 
 @contextmanager
-def written_whole(path: Path, mode: str = "w", **options: Any) -> Iterator[IO[Any]]:
+def atomic_open(path: Path, mode: str = "w", **options: Any) -> Iterator[IO[Any]]:
     """Open a file for writing that replaces the file at `path` when the block ends without an error.
 
     Until then the old content stays. The new content is synced to the disk before the file is renamed.
@@ -33,7 +33,7 @@ def written_whole(path: Path, mode: str = "w", **options: Any) -> Iterator[IO[An
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file that is complete or absent."""
-    with written_whole(path, encoding="utf-8") as file:
+    with atomic_open(path, encoding="utf-8") as file:
         file.write(text)
 
 
