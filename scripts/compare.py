@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 
+from gradpolicy.app.launch import main as train_main
 from gradpolicy.app.processes import quoted
-from gradpolicy.app.train import main as train_main
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.insight.run_files import RESULT, Result
 

@@ -17,7 +17,7 @@ CONFIGS = Path(__file__).parents[1] / "conf"
 COMMANDS = {
     "delta": "gradpolicy.app.delta",
     "init": "gradpolicy.app.init",
-    "plan": "gradpolicy.app.train",
+    "plan": "gradpolicy.app.launch",
     "report": "gradpolicy.app.report",
     "resume": "gradpolicy.app.resume",
     "sweep": "gradpolicy.app.sweep",
@@ -61,7 +61,7 @@ def _imported_command(words: Sequence[str], config_dir: Path) -> Callable[[], in
     if names_command and first not in COMMANDS:
         raise unknown("command", brief(first), COMMANDS, key="gradpolicy")
     try:
-        run = importlib.import_module(COMMANDS.get(first, "gradpolicy.app.train")).main
+        run = importlib.import_module(COMMANDS.get(first, "gradpolicy.app.launch")).main
     except ModuleNotFoundError as error:
         missing = str(error.name).split(".")[0]
         extra = EXTRAS.get(missing, "train")

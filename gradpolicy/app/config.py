@@ -1,7 +1,5 @@
 """The config of a job: composed by Hydra, then its keys, types and arguments checked."""
 
-import itertools
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,13 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from hydra import compose, initialize_config_dir
-from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.core.plugins import Plugins
-from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -25,8 +20,6 @@ from gradpolicy.errors import PolicyError, brief, nearest, under
 from gradpolicy.imports import import_by_name
 
 VERSION_BASE = "1.3"
-# The plugin's own config has the same name. `hydra/launcher=submitit_slurm` means this project's.
-SAME_NAME = r"\s*'hydra/launcher/submitit_slurm' is validated against ConfigStore schema"
 # Modules that import torch are imported in functions, so that a wrong key is reported at once.
 
 
@@ -143,7 +136,9 @@ def resolved(config: DictConfig) -> dict[str, Any]:
 
     `sweep`, the search space of `gradpolicy sweep`, is left out. A policy's `when` needs no `_target_`.
     """
-    plain = OmegaConf.create({key: config._get_node(key) for key in config if key != "sweep"})
+    plain = config.copy()
+    with read_write(plain), open_dict(plain):
+        plain.pop("sweep", None)
     container = OmegaConf.to_container(plain, resolve=True, throw_on_missing=True)
     assert isinstance(container, dict)
     for node in (container.get("policy") or {}).values():
@@ -171,61 +166,30 @@ def _first_problem(error: ValidationError) -> PolicyError:
 
 @dataclass(frozen=True)
 class Source:
-    """The directories of configs.
+    """A directory of configs.
 
     Args:
-        directory: The directory of configs.
+        directory: The directory.
         name: The name of the primary config.
-        more: A second directory, from ``--config-dir``. If both have a config of the same name, the one in
-            `directory` is used.
     """
 
     directory: Path
     name: str = "train"
-    more: Path | None = None
-
-
-class SecondDirectory(SearchPathPlugin):
-    """Adds the directory of ``--config-dir`` after that of configs."""
-
-    directory: Path | None = None
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Add the directory."""
-        if self.directory is not None:
-            search_path.append("command-line", f"file://{self.directory}")
 
 
 @contextmanager
 def hydra_at(source: Source) -> Iterator[None]:
-    """Initialise Hydra for the block.
+    """Initialise Hydra for the block, in which resolvers read the config that was composed last.
 
     Raises:
-        PolicyError: If a directory does not exist.
+        PolicyError: If the directory does not exist.
     """
-    for directory in (source.directory, source.more):
-        if directory is not None and not directory.is_dir():
-            raise PolicyError(f"config directory {directory} does not exist")
-    Plugins.instance().register(SecondDirectory)
-    SecondDirectory.directory = source.more
+    if not source.directory.is_dir():
+        raise PolicyError(f"config directory {source.directory} does not exist")
     former = HydraConfig.instance().cfg
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", SAME_NAME)
-        try:
-            with initialize_config_dir(str(source.directory), job_name="train", version_base=VERSION_BASE):
-                SecondDirectory.directory = None
-                yield
-        finally:
-            HydraConfig.instance().cfg = former
-
-
-@contextmanager
-def hydra_config(config: DictConfig) -> Iterator[None]:
-    """Let resolvers such as `${hydra:job.name}` read a composed config in the block."""
-    former = HydraConfig.instance().cfg
-    HydraConfig.instance().set_config(config)
     try:
-        yield
+        with initialize_config_dir(str(source.directory), job_name="train", version_base=VERSION_BASE):
+            yield
     finally:
         HydraConfig.instance().cfg = former
 
@@ -269,16 +233,6 @@ def compose_job(source: Source, overrides: list[str]) -> DictConfig:
     return config
 
 
-def default_config() -> DictConfig | None:
-    """Return the running job's config without overrides; None if Hydra is not initialised.
-
-    A launcher that runs jobs in separate processes does not initialise Hydra there.
-    """
-    if not GlobalHydra.instance().is_initialized() or not HydraConfig.initialized():
-        return None
-    return compose(HydraConfig.get().job.config_name)
-
-
 def fixed_overrides(overrides: list[str]) -> list[str]:
     """Return the overrides without sweeps, which all jobs have in common."""
     return [
@@ -288,34 +242,32 @@ def fixed_overrides(overrides: list[str]) -> list[str]:
     ]
 
 
-def jobs_of(config: DictConfig, overrides: list[str]) -> list[list[str]]:
-    """Return the overrides of each job of a sweep, as Hydra's own sweeper determines them.
-
-    Returns:
-        The overrides; empty if they are not known in advance, as with another sweeper that draws values.
-    """
+def sweep_values(config: DictConfig, overrides: list[str]) -> Iterator[str]:
+    """Yield each value that a sweep gives a key, as an override; not those that a sweeper draws."""
     from_config = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
-    every = parsed([*from_config, *overrides])
-    sweeps = [override for override in every if override.is_sweep_override()]
-    if not config.hydra.sweeper._target_.endswith("BasicSweeper") or not all(
-        override.is_discrete_sweep() for override in sweeps
-    ):
-        return []
-    lines = {}
-    for override in every:
-        key, is_sweep = override.get_key_element(), override.is_sweep_override()
-        values = override.sweep_string_iterator() if is_sweep else [override.get_value_element_as_str()]
-        lines[key] = [f"{key}={value}" for value in values]
-    return [list(job) for job in itertools.product(*lines.values())]
+    for override in parsed([*from_config, *overrides]):
+        if override.is_discrete_sweep():
+            yield from (f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator())
 
 
 # ---- what is wrong with a command line
 
 
-def _explained(error: Exception, source: Source, overrides: Sequence[str]) -> PolicyError:
+def _explained(error: Exception, source: Source, overrides: list[str]) -> PolicyError:
     """Return Hydra's message with the key of the first override that fails, and the nearest names."""
+
+    def names_of(override: Override) -> list[str]:
+        try:
+            loader = GlobalHydra.instance().config_loader()
+            return loader.get_group_options(
+                override.key_or_group, config_name=source.name, overrides=overrides
+            )
+        except (OSError, ValueError):
+            # A name that no directory can have, such as one that is too long.
+            return []
+
     # Choices of groups first, since they determine the keys.
-    ordered = sorted(parsed(overrides), key=lambda override: not _choices(override.key_or_group, source))
+    ordered = sorted(parsed(overrides), key=lambda each: not (names_of(each) or each.is_hydra_override()))
     lines = [str(override.input_line) for override in ordered]
     for count in range(len(lines) + 1):
         try:
@@ -328,8 +280,7 @@ def _explained(error: Exception, source: Source, overrides: Sequence[str]) -> Po
     if count == 0:
         return PolicyError(one_line(error))
     override = ordered[count - 1]
-    key = override.key_or_group
-    names = _choices(key, source)
+    key, names = override.key_or_group, names_of(override)
     if names and not override.is_delete():
         value: Any = override.value()
         wrong = [name for name in (value if isinstance(value, list) else [value]) if name not in names]
@@ -341,15 +292,6 @@ def _explained(error: Exception, source: Source, overrides: Sequence[str]) -> Po
         plus = "" if override.is_delete() else f"; a new key takes a plus: +{brief(key)}=…"
         return PolicyError(f"{missing}{plus}")
     return PolicyError(f"{brief(key)}: {one_line(error)}")
-
-
-def _choices(group: str, source: Source) -> list[str]:
-    """Return the names of a group's configs, in every directory and package of the search path."""
-    try:
-        return GlobalHydra.instance().config_loader().get_group_options(group, config_name=source.name)
-    except (OSError, ValueError):
-        # A name that no directory can have, such as one that is too long.
-        return []
 
 
 def _missing_key(config: DictConfig, key: str) -> str | None:

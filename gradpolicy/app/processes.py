@@ -56,30 +56,23 @@ def agreed(key: str, value: Callable[[], str]) -> str:
         key: The name of the value in the store that torchrun's agent keeps.
         value: A function that computes it, called on the first rank if the store does not have the value.
     """
-    store = _agent_store()
-    if os.environ.get("RANK", "0") == "0" and not store.check([key]):
-        store.set(key, value())
-    return store.get(key).decode()
-
-
-def reports_errors() -> bool:
-    """Return True if this process reports its error: all under torchrun, else the first rank of a Slurm step.
-
-    Lightning starts the other ranks only after the first one has made all checks.
-    """
-    return is_first_rank() or not under_srun()
-
-
-def _agent_store() -> Any:
-    """Return the store that torchrun's agent keeps."""
     import torch.distributed as dist
 
-    return dist.TCPStore(  # type: ignore[attr-defined]
+    store: Any = dist.TCPStore(  # type: ignore[attr-defined]
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=False,
         timeout=timedelta(minutes=5),
     )
+    if os.environ.get("RANK", "0") == "0" and not store.check([key]):
+        store.set(key, value())
+    return store.get(key).decode()
+
+
+def in_sweep() -> bool:
+    """Return True if this process runs a job of a sweep."""
+    # Hydra numbers the jobs of a sweep. Their mode is that of a single run, unless a config sets it.
+    return HydraConfig.initialized() and not OmegaConf.is_missing(HydraConfig.get().job, "num")
 
 
 def started() -> str:
@@ -149,9 +142,6 @@ def own_command_line(checkpoint: Path | None = None) -> Iterator[None]:
         checkpoint: The checkpoint to resume from. The other ranks must not search for the newest one
             themselves.
     """
-    if not HydraConfig.initialized():
-        yield
-        return
     import torch.distributed as dist
 
     main: Any = sys.modules["__main__"]
@@ -180,10 +170,7 @@ def own_command_line(checkpoint: Path | None = None) -> Iterator[None]:
 
 def job_arguments(hydra: Any) -> list[str]:
     """Return the command line of this job alone."""
-    sources = {source.provider: source.path for source in hydra.runtime.config_sources}
     arguments = ["--config-name", hydra.job.config_name] if hydra.job.config_name else []
-    if "command-line" in sources:
-        arguments += ["--config-dir", sources["command-line"]]
     kept = [line for line in hydra.overrides.hydra if not SWEEP_ONLY.match(line)]
     return [*arguments, *hydra.overrides.task, *kept]
 

@@ -5,8 +5,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from gradpolicy.app.launch import main as train
 from gradpolicy.app.processes import quoted
-from gradpolicy.app.train import main as train
 from gradpolicy.errors import PolicyError
 from gradpolicy.train.lightning.runs import LAST, RunRecord, find_checkpoint, run_of
 
@@ -46,6 +46,8 @@ def _run(directory: Path | None) -> tuple[Path, list[str]]:
     Raises:
         PolicyError: If there is none.
     """
+    if directory is not None and not directory.is_dir():
+        raise PolicyError(f"resume: {directory} is no directory of a run")
     checkpoint = find_checkpoint(LAST if directory is None else str(directory), Path("outputs"))
     run = None if checkpoint is None else run_of(checkpoint)
     record = None if run is None else RunRecord.load(run)

@@ -9,10 +9,9 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger
-from lightning.pytorch.utilities import rank_zero_warn
 
 from gradpolicy.app.config import Settings
-from gradpolicy.app.processes import agreed, is_first_rank, under_torchrun
+from gradpolicy.app.processes import in_sweep, is_first_rank
 from gradpolicy.errors import PolicyError, shown
 from gradpolicy.insight.audit import Audit
 from gradpolicy.insight.record import Record
@@ -48,34 +47,18 @@ class Resumed:
         return f"{'a new run' if self.directory is None else 'going on'} from {self.checkpoint}"
 
 
-def chosen_checkpoint(settings: Settings, own: Path | None, *, in_sweep: bool = False) -> Path | None:
-    """Return the checkpoint to resume from or to test, the same on all ranks; None if there is none.
+def chosen_checkpoint(settings: Settings, own: Path | None) -> Path | None:
+    """Return the checkpoint to resume from or to test; None if there is none.
 
     Args:
         settings: The config.
         own: The directory that the run must have; None if it may have any.
-        in_sweep: True if the run is a job of a sweep, for which ``last`` means its own directory only.
     """
     asked = settings.ckpt_path
-    if in_sweep and asked == LAST and settings.train and own is not None:
-        found, bad = last_checkpoint(own)
-        if found is None:
-            rank_zero_warn(
-                f"ckpt_path=last: {own} holds no good checkpoint; this job starts{'; '.join(['', *bad])}"
-            )
-        return found
-    if asked is None and own is not None and int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0:
-        # Slurm has requeued this job.
+    requeued = asked is None and int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0
+    if own is not None and (requeued or (asked == LAST and in_sweep())):
         return last_checkpoint(own)[0]
-
-    def find() -> Path | None:
-        return find_checkpoint(asked, Path(settings.paths.log_dir), task=settings.task_name, own=own)
-
-    if asked != LAST or not under_torchrun():
-        return find()
-    # After a restart by torchrun, this is the last checkpoint of the previous process group.
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    return Path(agreed(f"gradpolicy/last/{restart}/{settings.paths.log_dir}", lambda: str(find())))
+    return find_checkpoint(asked, Path(settings.paths.log_dir), task=settings.task_name, own=own)
 
 
 def resumed_run(settings: Settings, checkpoint: Path, own: Path | None) -> Resumed:

@@ -11,12 +11,13 @@ import yaml
 from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.utilities import rank_zero_warn
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 
-from gradpolicy.app.config import Settings, check_config, default_config, resolved
+from gradpolicy.app.config import Settings, check_config
 from gradpolicy.app.messages import explain
 from gradpolicy.app.processes import (
+    in_sweep,
     is_first_rank,
     job_arguments,
     own_command_line,
@@ -42,8 +43,6 @@ from gradpolicy.train.lightning.checkpoints import check_fits, check_resumable
 from gradpolicy.train.lightning.resume import checked_restore
 from gradpolicy.train.lightning.runs import Kind, RunRecord, best_checkpoint, best_scores
 
-CONFIG, DEFAULTS = "config.yaml", "defaults.yaml"
-
 
 @dataclass
 class Subject:
@@ -68,7 +67,7 @@ def build_subject(container: Mapping[str, Any]) -> Subject:
 
 
 def run(config: DictConfig, overrides: list[str]) -> Result:
-    """Execute the run of a composed config.
+    """Execute the run of a composed config; call it in a job of Hydra.
 
     Args:
         config: The config, without Hydra's own part.
@@ -78,37 +77,49 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
         PolicyError: For invalid input.
         SystemExit: With code 143, if the run got SIGTERM.
     """
-    settings = check_config(config)
-    name_loggers(dict(settings), overrides, sweep_name(settings))
-    container = settings.model_dump(exclude_unset=True)
+    path = Path(HydraConfig.get().runtime.output_dir)
+    result = Result(overrides, status="stopped", error=STOPPED, directory=str(path), program=program_name())
+    began = time.monotonic()
     with (
         termination_exits(),
         quieter(),
-        run_directory(Path(settings.paths.output_dir)) as directory,
+        run_directory(path) as directory,
         logged_run(first_rank=is_first_rank()) as console,
     ):
-        return plan_and_run(settings, container, overrides, directory, console)
+        try:
+            settings = check_config(config)
+            result = plan_and_run(settings, result, directory, console)
+        except Exception as error:
+            result = replace(result, status="failed", error=explain(error))
+            raise
+        finally:
+            result = replace(result, seconds=time.monotonic() - began)
+            has_files = directory.started
+            # The summary of a sweep names the jobs that failed before they started.
+            if is_first_rank() and (has_files or (in_sweep() and result.status != "planned")):
+                directory.start()
+                result.save(path / RESULT)
+                if has_files and config.extras.report:
+                    write_report([path], path / REPORT, console)
+        if is_first_rank() and result.status == "completed":
+            print_results(result, settings.optimized_metric, path / REPORT, console)
+    return result
 
 
-def plan_and_run(
-    settings: Settings,
-    container: dict[str, Any],
-    overrides: list[str],
-    directory: RunDirectory,
-    console: Console,
-) -> Result:
-    """Check, plan, train, test and report.
+def plan_and_run(settings: Settings, result: Result, directory: RunDirectory, console: Console) -> Result:
+    """Check, plan, train and test.
 
     Args:
         settings: The config.
-        container: The config as plain containers.
-        overrides: The overrides of the command line.
+        result: The result so far.
         directory: The run directory.
         console: The console.
     """
+    container = settings.model_dump(exclude_unset=True)
+    name_loggers(dict(settings), result.overrides, sweep_name(settings))
     seed_everything(settings.seed, workers=True, verbose=False)
     own = None if settings.plan_only else directory.path
-    checkpoint = chosen_checkpoint(settings, own, in_sweep=_in_sweep())
+    checkpoint = chosen_checkpoint(settings, own)
     resumed = resumed_run(settings, checkpoint, own) if checkpoint is not None and settings.train else None
     subject = build_subject(container)
     if checkpoint is not None:
@@ -123,39 +134,23 @@ def plan_and_run(
     reporter = LogRun(container, None, optimized_metrics(settings))
     policies = GradientPolicies(subject.policies, seed=settings.seed)
     record = record_of(settings, directory, resumed)
-    result = Result(overrides, directory=str(directory.path), program=program_name())
-    began = time.monotonic()
-    try:
-        with own_command_line(checkpoint), finished_loggers():
-            trainer = build_trainer(settings, policies, directory, record, reporter, resumed=resumed)
-            if is_first_rank():
-                if settings.plan_only or settings.extras.plan:
-                    reporter.plan = make_run_plan(subject, settings.seed)
-                    policies.shown_warnings = frozenset(reporter.plan.warnings)
-                    console.print(reporter.plan)
-                    policies.layers = False  # the plan has them
-                if settings.extras.print_config:
-                    print_config(container, console)
-            if settings.plan_only:
-                directory.clear_unless_started()
-                return Result(overrides, status="planned")
-            if is_first_rank():
-                save_settings(container, reporter.plan, directory.path)
-            metrics = train_and_test(settings, subject, trainer, checkpoint)
-        result = replace(result, metrics=metrics, optimized=optimized_value(settings, metrics))
-    except (Exception, KeyboardInterrupt, SystemExit) as error:
-        failure = explain(error) if isinstance(error, Exception) else STOPPED
-        status = "failed" if isinstance(error, Exception) else "stopped"
-        result = replace(result, status=status, error=failure)
-        # Invalid input that is found before the first step leaves no files.
-        if directory.started:
-            save_result(replace(result, seconds=time.monotonic() - began), settings, console)
-        raise
-    result = replace(result, seconds=time.monotonic() - began)
-    save_result(result, settings, console)
-    if is_first_rank():
-        print_results(result, settings.optimized_metric, directory.path / REPORT, console)
-    return result
+    with own_command_line(checkpoint), finished_loggers():
+        trainer = build_trainer(settings, policies, directory, record, reporter, resumed=resumed)
+        if is_first_rank() and (settings.plan_only or settings.extras.plan):
+            reporter.plan = make_run_plan(subject, settings.seed)
+            policies.shown_warnings = frozenset(reporter.plan.warnings)
+            console.print(reporter.plan)
+            policies.layers = False  # the plan has them
+        if is_first_rank() and settings.extras.print_config:
+            print_config(container, console)
+        if settings.plan_only:
+            directory.clear_unless_started()
+            return replace(result, status="planned", error="")
+        if is_first_rank():
+            save_settings(container, reporter.plan, directory.path)
+        metrics = train_and_test(settings, subject, trainer, checkpoint)
+    value = optimized_value(settings, metrics)
+    return replace(result, status="completed", error="", metrics=metrics, optimized=value)
 
 
 def check_optimizer(model: LightningModule) -> None:
@@ -169,15 +164,6 @@ def check_optimizer(model: LightningModule) -> None:
             model.build_optimizer()
         except (TypeError, ValueError) as error:
             raise PolicyError(f"optimizer: {error}") from error
-
-
-def save_result(result: Result, settings: Settings, console: Console) -> None:
-    """Write a run's result and report."""
-    if is_first_rank():
-        directory = Path(result.directory)
-        result.save(directory / RESULT)
-        if settings.extras.report:
-            write_report([directory], directory / REPORT, console)
 
 
 def make_run_plan(subject: Subject, seed: int) -> Plan:
@@ -217,24 +203,17 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 def record_of(settings: Settings, directory: RunDirectory, resumed: Resumed | None) -> RunRecord:
     """Return the record of a new or continued run."""
     former = RunRecord.load(directory.path) if resumed is not None and resumed.directory is not None else None
-    kind: Kind = "sweep" if _in_sweep() or "WANDB_SWEEP_ID" in os.environ else "run"
+    kind: Kind = "sweep" if in_sweep() or "WANDB_SWEEP_ID" in os.environ else "run"
     kind = "trial" if "study" in (settings.callbacks or {}) else kind
-    command = job_arguments(HydraConfig.get()) if HydraConfig.initialized() else []
+    command = job_arguments(HydraConfig.get())
     record = RunRecord.begin(directory.path, settings.task_name, former.kind if former else kind, command)
     return replace(record, checkpoints=former.checkpoints) if former else record
 
 
 def save_settings(container: Mapping[str, Any], planned: Plan | None, directory: Path) -> None:
-    """Write the plan, the config, and the config without overrides to the run directory.
-
-    The latter is for the differences in the report.
-    """
+    """Write the config and the plan to the run directory."""
     directory.mkdir(parents=True, exist_ok=True)
-    defaults = default_config()
-    configs = {CONFIG: dict(container), DEFAULTS: resolved(defaults) if defaults is not None else None}
-    for name, config in configs.items():
-        if config is not None:
-            write_text(directory / name, yaml.safe_dump(config, sort_keys=False))
+    write_text(directory / "config.yaml", yaml.safe_dump(dict(container), sort_keys=False))
     if planned is not None:
         write_plan(planned, directory)
 
@@ -248,7 +227,7 @@ def optimized_metrics(settings: Settings) -> list[str]:
 def sweep_name(settings: Settings) -> str | None:
     """Return the name of the run's sweep or study."""
     study = ((settings.callbacks or {}).get("study") or {}).get("study")
-    return Path(HydraConfig.get().sweep.dir).name if _in_sweep() else study
+    return Path(HydraConfig.get().sweep.dir).name if in_sweep() else study
 
 
 def optimized_value(settings: Settings, metrics: Mapping[str, float]) -> float | None:
@@ -263,8 +242,3 @@ def optimized_value(settings: Settings, metrics: Mapping[str, float]) -> float |
     if name not in metrics and not quiet:
         rank_zero_warn(f"optimized_metric: {name!r} was not logged; {nearest(name, metrics)}")
     return metrics.get(name)
-
-
-def _in_sweep() -> bool:
-    # Hydra numbers the jobs of a sweep. Their mode is that of a single run, unless a config sets it.
-    return HydraConfig.initialized() and not OmegaConf.is_missing(HydraConfig.get().job, "num")

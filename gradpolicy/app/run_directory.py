@@ -4,13 +4,12 @@ import fcntl
 import os
 import re
 import shutil
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from gradpolicy.app.messages import wrong_input_errors
 from gradpolicy.app.processes import is_first_rank, under_srun, under_torchrun
@@ -22,7 +21,7 @@ KEY = "hydra.run.dir"
 # may already contain a run.
 TIME_IN_NAME = ("${started:", "${now:")
 # The lock file, which exists as long as a process writes to the directory.
-LOCK, HOLDER = ".lock", "process"
+LOCK = ".lock"
 # What a run writes into its directory.
 WRITTEN = re.compile(
     r".*\.(csv|db|html|jsonl?|log|safetensors|txt|yaml)|\.hydra|checkpoints|csv|masks|mlflow|pictures|tensorboard"
@@ -56,8 +55,8 @@ def claimed_directory(node: DictConfig, key: str) -> Iterator[Path]:
 
 def is_fixed(node: DictConfig) -> bool:
     """Return True if a directory is not named after the time, so that it may already contain a run."""
-    template = str(node._get_node("dir")._value())  # type: ignore[union-attr]
-    return not any(word in template for word in TIME_IN_NAME)
+    template: Any = OmegaConf.to_container(node, resolve=False)
+    return not any(word in template["dir"] for word in TIME_IN_NAME)
 
 
 @contextmanager
@@ -71,7 +70,7 @@ def locked(directory: Path, key: str) -> Iterator[None]:
         key: The config key that names it, for messages.
 
     Raises:
-        PolicyError: If another process has locked it, with its name and machine, or it cannot be created.
+        PolicyError: If another process has locked it, or it cannot be created.
     """
     directory = directory.absolute()
     is_first = is_first_rank() and os.environ.get("NODE_RANK", "0") == "0"
@@ -93,38 +92,30 @@ def locked(directory: Path, key: str) -> Iterator[None]:
             file.close()
 
 
-def _lock(directory: Path, key: str) -> IO[str]:
+def _lock(directory: Path, key: str) -> IO[bytes]:
     """Open the lock of a directory and take it, until the file is closed or the process ends.
 
     Raises:
         PolicyError: If another process has it, or the file is something else.
     """
     path = directory / LOCK
-    if path.is_symlink() or (path.exists() and not _is_lock(path)):
+    if os.path.lexists(path) and (path.is_symlink() or not path.is_file() or path.stat().st_size):
         raise PolicyError(f"{key}: {brief(str(path), most=120)} is no lock of a run; move it away")
-    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a+")
+    file = path.open("ab")
     try:
         # Not flock, whose lock a worker would inherit that outlives a killed run by seconds.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            raise BlockingIOError("removed by the process that held it")
+            raise BlockingIOError("removed by the process that had it")
     except (BlockingIOError, PermissionError) as error:
         file.close()
-        holder = (brief(path.read_text()) if path.is_file() else "") or "another process"
-        place = brief(str(directory), most=120)
+        where = brief(str(directory), most=120)
         raise PolicyError(
-            f"{key}: {holder} runs in {place}; wait until it ends, or choose another directory"
+            f"{key}: another process runs in {where}; wait until it ends, or choose another directory"
         ) from error
     except OSError as error:
         warn_user(f"{key}: {directory} cannot be locked ({error.strerror}): start no other run in it")
-    file.truncate(0)
-    file.write(f"{HOLDER} {os.getpid()} on {socket.gethostname()}")
-    file.flush()
     return file
-
-
-def _is_lock(path: Path) -> bool:
-    return path.is_file() and path.read_bytes()[:8] in (b"", f"{HOLDER} ".encode())
 
 
 def check_links(directory: Path, key: str) -> None:

@@ -18,21 +18,17 @@ from typing import Any
 
 import optuna
 from omegaconf import OmegaConf
-from optuna.trial import FrozenTrial, Trial, TrialState
+from optuna.trial import Trial, TrialState
 from optuna_integration import PyTorchLightningPruningCallback
 
 from gradpolicy.app.config import Source, check_job, compose_job, hydra_at
+from gradpolicy.app.launch import main as train
 from gradpolicy.app.messages import INTERRUPTED, TERMINATED, WRONG_INPUT, report_error, wrong_input_errors
 from gradpolicy.app.processes import quoted, termination_exits
-from gradpolicy.app.train import main as train
-from gradpolicy.display import wide_console
 from gradpolicy.errors import PolicyError, shown, unknown
-from gradpolicy.insight.report import write_report
-from gradpolicy.insight.run_files import REPORT, RESULT, Result
+from gradpolicy.insight.run_files import RESULT, Result
 from gradpolicy.insight.run_log import replace_unencodable
-from gradpolicy.insight.sweep_summary import SweepSummary
-
-DIRECTORY = "directory"
+from gradpolicy.insight.sweep_summary import summarize
 
 
 def make_pruner() -> optuna.pruners.BasePruner:
@@ -115,7 +111,7 @@ def main(arguments: Sequence[str], config_dir: Path) -> int:
         report_error(error, show_traceback=False)
         return WRONG_INPUT
     if code != WRONG_INPUT:
-        show(search)
+        summarize(search.directory, search.metric, search.mode, report=True)
     return code
 
 
@@ -128,8 +124,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--trials", type=int, default=20, help="the total number of trials, including earlier ones"
     )
-    parser.add_argument("--study", help="the study's name; default: the sweep's")
-    parser.add_argument("--storage", help="its storage; default: sqlite:///DIRECTORY/study.db")
     parser.add_argument("--directory", default="outputs", help="the directory of the trials and the study")
     parser.add_argument("--seed", type=int, default=0, help="the seed of the sampler")
     return parser.parse_intermixed_args(arguments)
@@ -156,11 +150,10 @@ def prepare(options: argparse.Namespace, config_dir: Path) -> Search:
         raise PolicyError("optimized_metric: must name the metric that the search compares, got None")
     directory = Path(options.directory).absolute()
     directory.mkdir(parents=True, exist_ok=True)
-    url = options.storage or f"sqlite:///{directory / 'study.db'}"
-    name = options.study or str(config.hydra.runtime.choices.sweep)
+    url = f"sqlite:///{directory / 'study.db'}"
+    name = str(config.hydra.runtime.choices.sweep)
     study = open_study(url, name, metric, mode, options.seed)
-    place = directory / study.study_name
-    return Search(study, url, parameters, overrides, place, metric, mode, config_dir)
+    return Search(study, url, parameters, overrides, directory / name, metric, mode, config_dir)
 
 
 def check_space(key: str, space: Any) -> Any:
@@ -230,7 +223,6 @@ def run_trials(search: Search, wanted: int) -> int:
 def run_trial(trial: Trial, search: Search) -> float:
     """Train once with drawn values, and return the value that is optimized."""
     directory = search.directory / str(trial.number)
-    trial.set_user_attr(DIRECTORY, str(directory))
     report = {
         "_target_": "gradpolicy.app.sweep.PruneTrial",
         "storage": search.url,
@@ -268,26 +260,3 @@ def as_override(node: Mapping[str, Any]) -> str:
     """Return a config node as a Hydra override."""
     inner = (f"{key}: {quoted(value) if isinstance(value, str) else value}" for key, value in node.items())
     return f"{{{', '.join(inner)}}}"
-
-
-def show(search: Search) -> None:
-    """Print and save the table of all trials, and a report of the runs."""
-    results = [as_result(trial) for trial in search.study.trials]
-    summary, console = SweepSummary(results, search.metric, search.mode), wide_console()
-    summary.show(console)
-    # Not with_suffix, which would replace the end of a name such as v1.2.
-    summary.write(search.directory.with_name(f"{search.directory.name}.csv"), console)
-    if summary.runs:
-        write_report(summary.runs, search.directory / REPORT, console, names_it=True)
-
-
-def as_result(trial: FrozenTrial) -> Result:
-    """Return a trial as a row of the table."""
-    state = trial.state.name.lower()
-    return Result(
-        overrides=[f"{key}={value}" for key, value in trial.params.items()],
-        optimized=trial.value if state == "complete" else None,
-        status={"complete": "completed", "fail": "failed"}.get(state, state),
-        error="" if state == "complete" else state,
-        directory=str(trial.user_attrs.get(DIRECTORY, "")),
-    )

@@ -162,11 +162,11 @@ class Audit(Callback):
         if (freezer := self._freezer) is None:
             return
         for name in self._snapshots.keys() & names:
-            begun, places, bits = self._snapshots.pop(name)
+            since, places, bits = self._snapshots.pop(name)
             now = bits_at(local_shard(freezer.parameters[name].detach()), places).to(bits.device)
             changed, step = int((now != bits).any(1).sum()), _updates(freezer)
             # It is no interval if masks are set twice between two updates.
-            if len(places) and (changed or step > begun):
+            if len(places) and (changed or step > since):
                 self._counted.intervals += 1
                 self._counted.entries += len(places)
                 self._counted.changed += changed
@@ -174,7 +174,7 @@ class Audit(Callback):
                 policies = [p for p in freezer.policies if name in freezer.parameters_of(p)]
                 self._counted.differences.append(
                     f"{name} (policy.{', policy.'.join(policies)}): {changed} of {len(places)} frozen "
-                    f"entries changed between update {begun} and update {step} on rank {self._rank}; "
+                    f"entries changed between update {since} and update {step} on rank {self._rank}; "
                     "something other than the masked optimizer wrote to them"
                 )
 

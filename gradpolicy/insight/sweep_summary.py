@@ -11,15 +11,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gradpolicy.display import three_digits
+from gradpolicy.display import three_digits, wide_console
 from gradpolicy.errors import PolicyError
-from gradpolicy.insight.run_files import Result
+from gradpolicy.insight.report import write_report
+from gradpolicy.insight.run_files import ADDED_BY_SEARCH, REPORT, RESULT, Result
 
 if TYPE_CHECKING:
     import pandas as pd
 
-# In the directory of a sweep: a result for each job, and a table of all.
-RESULTS, SUMMARY = "results", "summary.csv"
+SUMMARY = "summary.csv"
 SEED = "seed"
 OWN_COLUMNS = ("job", "best", "status", "error", "directory")
 
@@ -54,7 +54,10 @@ class SweepSummary:
     @cached_property
     def settings(self) -> list[dict[str, str]]:
         """The overrides of each job, values by key."""
-        return [dict(map(_key_and_value, result.overrides)) for result in self.results]
+        return [
+            dict(_key_and_value(each) for each in result.overrides if not each.startswith(ADDED_BY_SEARCH))
+            for result in self.results
+        ]
 
     @property
     def keys(self) -> list[str]:
@@ -124,10 +127,29 @@ class SweepSummary:
         console.print(escape(f"saved in {path}"), soft_wrap=True)
 
 
-def collect(sweep_dir: Path) -> list[Result]:
-    """Read the results of a sweep's jobs, in order; damaged ones count as failed."""
-    paths = [path for path in (sweep_dir / RESULTS).glob("*.json") if path.stem.isdecimal()]
-    return [_read(path) for path in sorted(paths, key=lambda path: int(path.stem))]
+def summarize(directory: Path, metric: str | None, mode: str, *, report: bool) -> None:
+    """Print the summary of the jobs in the directory of a sweep; write it there, and the report of its runs.
+
+    Args:
+        directory: The directory.
+        metric: The metric by which jobs are compared.
+        mode: ``"min"`` or ``"max"``.
+        report: False writes no report.
+    """
+    results = collect(directory)
+    if not results:
+        return
+    summary, console = SweepSummary(results, metric, mode), wide_console()
+    summary.show(console)
+    summary.write(directory / SUMMARY, console)
+    if report and summary.runs:
+        write_report(summary.runs, directory / REPORT, console, names_it=True)
+
+
+def collect(directory: Path) -> list[Result]:
+    """Read the results of a sweep's jobs in its directory, in order; damaged ones count as failed."""
+    paths = directory.glob(f"*/{RESULT}")
+    return [_read(path) for path in sorted(paths, key=lambda path: (len(path.parent.name), path))]
 
 
 def _read(path: Path) -> Result:

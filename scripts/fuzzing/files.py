@@ -18,7 +18,7 @@ from PIL import Image
 
 import gradpolicy as gp
 from fuzzing.running import ACCEPTED, REFUSED, Case, Content
-from gradpolicy.app.train import main as train
+from gradpolicy.app.launch import main as train
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight import record, report
 

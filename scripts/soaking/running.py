@@ -16,8 +16,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 # Everything that a run imports is imported once here; each run is a fork.
 import gradpolicy.app.run  # noqa: F401
+from gradpolicy.app.launch import main as train
 from gradpolicy.app.messages import TERMINATED
-from gradpolicy.app.train import main as train
 from gradpolicy.errors import PolicyError
 
 # A fork of a process with OpenMP threads would hang at its first parallel loop.

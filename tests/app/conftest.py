@@ -12,7 +12,7 @@ from subprocess import PIPE, Popen
 import pytest
 
 from gradpolicy.app import cli
-from gradpolicy.app.train import main
+from gradpolicy.app.launch import main
 from gradpolicy.insight.run_files import RESULT, Result
 
 ROOT = Path(__file__).parents[2]

@@ -28,7 +28,7 @@ WRONG_NAMES = (
 @pytest.mark.slow
 def test_a_wrong_name_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     program = (
-        "import json, pathlib, sys; from gradpolicy.app.train import main\n"
+        "import json, pathlib, sys; from gradpolicy.app.launch import main\n"
         f"codes = [main(pathlib.Path({str(CONF)!r}), [line]) for line in {WRONG_NAMES!r}]\n"
         "loaded = [name for name in ('torch', 'lightning', 'numpy') if name in sys.modules]\n"
         "print(json.dumps([codes, loaded]))"
@@ -40,7 +40,7 @@ def test_a_wrong_name_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
 
 def test_a_wrong_argument_of_a_policy_is_refused_before_data_and_models_are_loaded(tmp_path: Path) -> None:
     program = (
-        "import pathlib, sys; from gradpolicy.app.train import main\n"
+        "import pathlib, sys; from gradpolicy.app.launch import main\n"
         f"code = main(pathlib.Path({str(CONF)!r}), ['policy.random_freeze.mask.density=2'])\n"
         "print(code, [name for name in ('lightning', 'sklearn', 'wandb') if name in sys.modules])"
     )

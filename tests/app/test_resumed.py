@@ -12,7 +12,7 @@ import yaml
 from torch.distributed.checkpoint import save as save_shards
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from gradpolicy.app.train import main
+from gradpolicy.app.launch import main
 from gradpolicy.insight import record
 from gradpolicy.train.lightning.checkpoints import write_checkpoint
 from gradpolicy.train.lightning.runs import RunRecord

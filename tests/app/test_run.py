@@ -36,7 +36,6 @@ def test_what_a_run_prints_and_leaves(train) -> None:
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["tags"] == ["first", "try"]
     assert config["model"]["optimizer"] == config["optimizer"]
-    assert yaml.safe_load((run / "defaults.yaml").read_text())["optimizer"]["lr"] != 0.5
     assert yaml.safe_load((run / "csv/version_0/hparams.yaml").read_text())["seed"] == 0
     assert json.loads((run / "run.json").read_text())["versions"]["torch"] == torch.__version__
     assert json.loads((run / "plan.json").read_text())["rows"][0]["name"] == "stop"

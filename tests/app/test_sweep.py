@@ -10,7 +10,7 @@ import optuna
 import pandas
 import pytest
 
-from gradpolicy.app.sweep import Search, check_space, draw, show
+from gradpolicy.app.sweep import check_space, draw
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight.run_files import RESULT, Result
 from gradpolicy.insight.sweep_summary import SUMMARY, collect
@@ -58,7 +58,7 @@ def test_a_failed_job_does_not_keep_the_others_from_running(train, tmp_path) -> 
 
 def test_a_job_that_is_not_known_beforehand_is_checked_where_it_begins(train, monkeypatch) -> None:
     """As those of a sweeper that draws values from an interval."""
-    monkeypatch.setattr("gradpolicy.app.train.jobs_of", lambda *given: [])
+    monkeypatch.setattr("gradpolicy.app.launch.sweep_values", lambda *given: [])
     ended = train("-m", "optimizer.lr=abc,0.1", "plan_only=true")
     assert ended.message == "optimizer.lr: must be a valid number or an instance of Tensor, got 'abc'"
 
@@ -132,7 +132,7 @@ def test_a_sweep_that_is_told_to_stop_stops_and_says_what_was_done(
     process = start(tmp_path, f"{ROOT}/train.py", f"paths.log_dir={tmp_path}", *QUICK, *jobs)
 
     def one_is_done_and_one_trains() -> bool:
-        made = ("train/sweeps/*/results/0.json", "train/sweeps/*/1/checkpoints/last.ckpt")
+        made = ("train/sweeps/*/0/result.json", "train/sweeps/*/1/checkpoints/last.ckpt")
         return all(any(tmp_path.glob(pattern)) for pattern in made)
 
     ended = stop_when(process, one_is_done_and_one_trains, number, tmp_path)
@@ -160,12 +160,6 @@ def test_ctrl_c_while_a_program_imports_ends_it_without_a_traceback(tmp_path: Pa
 def test_a_job_of_a_sweep_is_recorded_as_one(train) -> None:
     ended = train("-m", "seed=1", "test=false")
     assert RunRecord.load(sweep_of(ended) / "0").kind == "sweep"
-
-
-def test_the_table_has_the_whole_name_of_its_study(tmp_path: Path) -> None:
-    study = optuna.create_study(study_name="rates.v2")
-    show(Search(study, "", {}, [], tmp_path / study.study_name, "val/loss", "min", tmp_path))
-    assert [path.name for path in tmp_path.iterdir()] == ["rates.v2.csv"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import yaml
 from hydra.utils import instantiate
 
 import gradpolicy as gp
-from gradpolicy.app.config import Source, check_job, compose_job, fixed_overrides, hydra_at, jobs_of
+from gradpolicy.app.config import Source, check_job, compose_job, fixed_overrides, hydra_at, sweep_values
 from gradpolicy.policies import Policy
 from tests.docs.markdown import DOCS, ROOT, all_blocks, blocks, pictures, write_modules
 from tests.docs.plans import planned
@@ -104,8 +104,8 @@ def test_a_command_of_a_page_or_config_is_understood(configs, page, command):
     with hydra_at(configs):
         job = compose_job(configs, fixed_overrides(words))
         check_job(job)
-        for overrides in jobs_of(job, words):
-            check_job(compose_job(configs, overrides))
+        for override in sweep_values(job, words):
+            check_job(compose_job(configs, [*fixed_overrides(words), override]))
     assert "policy" in job
 
 

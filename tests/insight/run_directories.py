@@ -23,8 +23,6 @@ def write_run(
     directory.mkdir(parents=True)
     config = config_of(directory, seed, lr)
     (directory / "config.yaml").write_text(yaml.safe_dump(config))
-    defaults = config_of(directory, 0, 0.001)
-    (directory / "defaults.yaml").write_text(yaml.safe_dump(defaults))
     write_json(directory / "plan.json", plan())
     write_json(directory / "audit.json", AUDIT.model_dump())
     RunRecord("train", "run", 1.7e9, str(directory), {"torch": "2.11.0", "gradpolicy": "0.1.0"}).save()

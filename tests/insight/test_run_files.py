@@ -71,18 +71,16 @@ def test_a_sweep_shows_a_damaged_result_as_a_failed_job(
 ) -> None:
     from rich.console import Console
 
-    (tmp_path / "results").mkdir()
     for number, accuracy in enumerate((0.5, 0.75, 0.25)):
-        Result([f"seed={number}"], optimized=accuracy).save(tmp_path / "results" / f"{number}.json")
-    (tmp_path / "results" / "1.json").write_bytes(b'{"overrides": [')
-    (tmp_path / "results" / "notes.json").write_text("mine")
+        Result([f"seed={number}"], optimized=accuracy).save(tmp_path / f"{number}/result.json")
+    (tmp_path / "1/result.json").write_bytes(b'{"overrides": [')
     results = collect(tmp_path)
     assert [result.status for result in results] == ["completed", "failed", "completed"]
-    assert "results/1.json cannot be read" in results[1].error
+    assert "1/result.json cannot be read" in results[1].error
     summary = SweepSummary(results)
     assert summary.best == 0
     summary.show(Console(width=400))
     summary.write(tmp_path / "summary.csv", Console())
-    assert "1.json cannot be read" in capsys.readouterr().out
-    with pytest.raises(PolicyError, match=r"1\.json cannot be read: .*EOF"):
-        Result.load(tmp_path / "results" / "1.json")
+    assert "1/result.json cannot be read" in capsys.readouterr().out
+    with pytest.raises(PolicyError, match=r"1/result\.json cannot be read: .*EOF"):
+        Result.load(tmp_path / "1/result.json")

@@ -45,7 +45,6 @@ def detail(run: Run) -> dict[str, Any]:
     checked = run.audit.get("intervals", 0)
     return {
         "run": run,
-        "changed": config_differences([run.defaults, run.config])[:ROWS] if run.defaults else [],
         "curves": figures.run_curves(run),
         "metrics": _by_stage(run.final_metrics),
         "mask_curves": figures.mask_curves(run),

@@ -15,15 +15,13 @@ from pydantic import BaseModel
 from gradpolicy.atomic_file import is_inside
 from gradpolicy.errors import brief
 from gradpolicy.insight import record
-from gradpolicy.insight.run_files import AUDIT, PLAN, RESULT, AuditFile, Result, flat
+from gradpolicy.insight.run_files import ADDED_BY_SEARCH, AUDIT, PLAN, RESULT, AuditFile, Result, flat
 from gradpolicy.planning.plan_table import Plan
 from gradpolicy.train.json_file import read_json
 from gradpolicy.train.lightning.runs import RunRecord
 
 Content = TypeVar("Content")
 
-# Overrides that a search adds to the command line of each trial.
-ADDED = ("+callbacks.study=", "hydra.run.dir=")
 WARNING = re.compile(r"\bwarning: (.*)", re.IGNORECASE)
 
 
@@ -35,7 +33,6 @@ class Run:
         directory: The run directory.
         name: The name of the run in the report.
         config: The resolved config, values by dotted key; ``policy`` has the names of the policies.
-        defaults: The config without overrides, in the same form; empty if it was not saved.
         overrides: The overrides of the command line.
         plan: ``plan.json``; None if there is none.
         result: ``result.json``.
@@ -51,7 +48,6 @@ class Run:
     directory: Path
     name: str
     config: Mapping[str, Any] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
     overrides: Sequence[str] = ()
     plan: Plan | None = None
     result: Mapping[str, Any] = field(default_factory=dict)
@@ -91,7 +87,7 @@ class Run:
     @property
     def command(self) -> str:
         """The command that repeats the run, without the overrides added by a search."""
-        words = [word for word in self.overrides if not word.startswith(ADDED)]
+        words = [word for word in self.overrides if not word.startswith(ADDED_BY_SEARCH)]
         return f"{self.result.get('program', 'python train.py')} {shlex.join(words)}".rstrip()
 
     def rows(self, kind: str) -> pd.DataFrame:
@@ -150,7 +146,6 @@ def read_run(directory: Path, name: str | None = None) -> Run:
         directory=directory,
         name=name or directory.name,
         config=read("config.yaml", "what was asked", _read_config, {}),
-        defaults=read("defaults.yaml", "how the config differs from the defaults", _read_config, {}),
         overrides=result.get("overrides", ()),
         plan=plan,
         result=result,
@@ -172,7 +167,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     """Return a config by dotted key, with ``RUN`` for the run's directory, and the names of policies."""
     config = yaml.safe_load(path.read_text("utf-8"))
     if not isinstance(config, dict):
-        raise ValueError("it holds no dict")
+        raise ValueError("it has no dict")
     own = str(flat(config).get("paths.output_dir") or path.parent)
     texts = {key: value.replace(own, "RUN") for key, value in flat(config).items() if isinstance(value, str)}
     policies = config.get("policy")

@@ -2,14 +2,12 @@
 
 import argparse
 import os
-import shutil
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -22,26 +20,27 @@ from gradpolicy.app.config import (
     compose_job,
     fixed_overrides,
     hydra_at,
-    hydra_config,
-    jobs_of,
+    sweep_values,
 )
 from gradpolicy.app.messages import (
     FAILED,
     INTERRUPTED,
     TERMINATED,
     WRONG_INPUT,
-    explain,
     report_error,
     wrong_input_errors,
 )
-from gradpolicy.app.processes import is_first_rank, quoted, reports_errors, termination_exits, under_srun
-from gradpolicy.app.run_directory import KEY, claimed_directory, is_fixed, is_unused
-from gradpolicy.display import wide_console
+from gradpolicy.app.processes import (
+    in_sweep,
+    is_first_rank,
+    quoted,
+    termination_exits,
+    under_srun,
+)
+from gradpolicy.app.run_directory import KEY, claimed_directory, is_fixed
 from gradpolicy.errors import PolicyError
-from gradpolicy.insight.report import write_report
-from gradpolicy.insight.run_files import REPORT, STOPPED, Result
 from gradpolicy.insight.run_log import quieter, replace_unencodable
-from gradpolicy.insight.sweep_summary import RESULTS, SUMMARY, SweepSummary, collect
+from gradpolicy.insight.sweep_summary import summarize
 
 # Options of Hydra that print something instead of running a job.
 INFORMATION = ("help", "hydra_help", "version", "cfg", "info", "shell_completion")
@@ -63,22 +62,21 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
     show_traceback = False
     try:
         options = parse(words)
-        source = Source(
-            Path(options.config_path or config_dir).absolute(),
-            options.config_name or "train",
-            Path(options.config_dir).absolute() if options.config_dir else None,
-        )
+        source = Source(Path(options.config_path or config_dir).absolute(), options.config_name or "train")
         # Modules beside the configs, and those of the current directory, may be named in a config.
-        given = [Path(each).absolute().parent for each in (options.config_path, options.config_dir) if each]
-        sys.path += [str(place) for place in (*given, Path.cwd()) if str(place) not in sys.path]
+        given = [Path(each).absolute() for each in (options.config_path, options.config_dir) if each]
+        sys.path += [
+            str(each) for each in (*(path.parent for path in given), Path.cwd()) if str(each) not in sys.path
+        ]
+        if options.config_dir:
+            options.overrides.append(search_path(given[-1]))
         if any(getattr(options, name) for name in INFORMATION):
-            run_by_hydra(Job(in_sweep=False), source, options)
+            run_by_hydra(Job(), source, options)
             return 0
         with hydra_at(source):
             config = compose_job(source, fixed_overrides(options.overrides))
             show_traceback = OmegaConf.select(config, "extras.traceback") is True
             settings = check_jobs(source, options, config)
-        with hydra_config(config):
             if settings is None:
                 run_sweep(source, options, config)
             else:
@@ -97,7 +95,8 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
             )
         return code if isinstance(code, int) else FAILED
     except wrong_input_errors() as error:
-        if show_traceback or reports_errors():
+        # Under srun the first rank alone: all have made the same checks.
+        if show_traceback or is_first_rank() or not under_srun():
             report_error(error, show_traceback)
         return getattr(error, "exit_code", WRONG_INPUT)
 
@@ -137,9 +136,20 @@ def check_jobs(source: Source, options: argparse.Namespace, config: DictConfig) 
         if fixed_overrides(overrides) != overrides:
             raise PolicyError("several values for one key make a sweep: add -m, or quote the value")
         return check_job(config)
-    for job in jobs_of(config, overrides):
-        check_job(compose_job(source, job))
+    for override in sweep_values(config, overrides):
+        check_job(compose_job(source, [*fixed_overrides(overrides), override]))
     return None
+
+
+def search_path(directory: Path) -> str:
+    """Return the override by which configs of a second directory are found, as of ``--config-dir``.
+
+    Raises:
+        PolicyError: If there is no such directory.
+    """
+    if not directory.is_dir():
+        raise PolicyError(f"--config-dir: {directory} does not exist")
+    return f"hydra.searchpath=[{quoted(f'file://{directory}')},'pkg://gradpolicy.conf']"
 
 
 def run_by_hydra(job: "Job", source: Source, options: argparse.Namespace, *overrides: str) -> None:
@@ -155,8 +165,10 @@ def run_by_hydra(job: "Job", source: Source, options: argparse.Namespace, *overr
     flags = [
         f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
         for name, value in given.items()
-        if name not in ("config_path", "config_name")
+        if name not in ("config_path", "config_name", "config_dir")
     ]
+    # Hydra is initialised again, by `hydra.main`.
+    GlobalHydra.instance().clear()
     # Hydra then raises errors instead of printing them.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     former = sys.argv
@@ -166,6 +178,8 @@ def run_by_hydra(job: "Job", source: Source, options: argparse.Namespace, *overr
         program(job)()
     finally:
         sys.argv = former
+    if job.error is not None:
+        raise job.error
 
 
 def run_job(source: Source, options: argparse.Namespace, config: DictConfig, settings: Settings) -> None:
@@ -177,7 +191,7 @@ def run_job(source: Source, options: argparse.Namespace, config: DictConfig, set
             options.overrides = [each for each in options.overrides if not each.startswith("ckpt_path=")]
         more += resumed
     with claimed_directory(config.hydra.run, KEY) as directory:
-        run_by_hydra(Job(in_sweep=False), source, options, *more, f"{KEY}={quoted(str(directory))}")
+        run_by_hydra(Job(), source, options, *more, f"{KEY}={quoted(str(directory))}")
 
 
 def resumed_overrides(config: DictConfig, settings: Settings) -> list[str]:
@@ -209,63 +223,38 @@ def resumed_overrides(config: DictConfig, settings: Settings) -> list[str]:
 def run_sweep(source: Source, options: argparse.Namespace, config: DictConfig) -> None:
     """Run the jobs by Hydra's sweeper and launcher; print the summary even if some failed."""
     with claimed_directory(config.hydra.sweep, "hydra.sweep.dir") as directory, termination_exits():
-        is_new = is_unused(directory)
         try:
             where = f"hydra.sweep.dir={quoted(str(directory))}"
-            run_by_hydra(Job(in_sweep=True), source, options, where)
+            run_by_hydra(Job(), source, options, where)
         finally:
             if is_first_rank():
-                _end_sweep(directory, config, is_new)
+                metric, mode = config.get("optimized_metric"), config.get("optimized_mode") or "max"
+                summarize(directory, metric, mode, report=OmegaConf.select(config, "extras.report") is True)
 
 
 class Job:
     """The function that Hydra calls for each job.
 
-    Args:
-        in_sweep: True if it is one of several jobs, whose results are saved for the summary.
+    Attributes:
+        error: The error of a single run. Hydra would print a line of its own before it.
     """
 
-    def __init__(self, *, in_sweep: bool) -> None:
-        self.in_sweep = in_sweep
+    error: Exception | None = None
 
     def __call__(self, config: DictConfig) -> float | None:
         """Run a job."""
         from gradpolicy.app.run import run
 
-        hydra_config = HydraConfig.get()
-        # It resolves references of the command line, so a dangling reference fails before the job starts.
-        overrides = list(hydra_config.overrides.task)
-        directory = Path(hydra_config.runtime.output_dir)
-        result = Result(overrides, status="stopped", error=STOPPED, directory=str(directory))
         try:
-            result = run(config, overrides)
+            return run(config, list(HydraConfig.get().overrides.task)).optimized
         except Exception as error:
-            result = replace(result, status="failed", error=explain(error))
-            raise
-        finally:
-            if self.in_sweep and is_first_rank():
-                result.save(Path(hydra_config.sweep.dir) / RESULTS / f"{hydra_config.job.num}.json")
-                # A job that did not start has left its directory empty.
-                with suppress(OSError):
-                    directory.rmdir()
-        return result.optimized
+            if in_sweep():
+                raise
+            self.error = error
+            return None
 
 
 def _how_to_resume(words: Sequence[str]) -> str:
     if {"-m", "--multirun"} & set(words):
         return "ckpt_path=DIRECTORY goes on with a job of the sweep, from the checkpoints in its directory"
     return "ckpt_path=last goes on from the last checkpoint"
-
-
-def _end_sweep(directory: Path, config: DictConfig, is_new: bool) -> None:
-    """Print the summary; remove the directory of a sweep in which no job started."""
-    results = collect(directory)
-    if any(result.status != "failed" or Path(result.directory).is_dir() for result in results):
-        metric, mode = config.get("optimized_metric"), config.get("optimized_mode") or "max"
-        summary, console = SweepSummary(results, metric, mode), wide_console()
-        summary.show(console)
-        summary.write(directory / SUMMARY, console)
-        if summary.runs and OmegaConf.select(config, "extras.report"):
-            write_report(summary.runs, directory / REPORT, console, names_it=True)
-    elif is_new:
-        shutil.rmtree(directory, ignore_errors=True)
