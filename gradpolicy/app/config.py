@@ -42,7 +42,6 @@ class Strict(BaseModel):
 class Extras(Strict):
     """Options for output and checks."""
 
-    print_config: bool = False
     plan: bool = True
     report: bool = True
     traceback: bool = False
@@ -106,7 +105,9 @@ def check_config(config: DictConfig) -> Settings:
         raise PolicyError("train=false test=false leaves nothing to do; plan_only=true prints the plan")
     for name in {"callbacks", "logger"} & settings.trainer.keys():
         raise PolicyError(f"trainer.{name}: the group `{name}` decides: {name}.mine={{_target_: …}}")
-    load_extensions(settings.extensions)
+    for name in settings.extensions:
+        with under("extensions"):
+            import_by_name(name)
     from gradpolicy.app.targets import build_all, check_arguments
     from gradpolicy.policies import Policy
 
@@ -118,17 +119,6 @@ def check_config(config: DictConfig) -> Settings:
         if key == "policy":
             build_all(container[key], key, Policy)
     return settings
-
-
-def load_extensions(names: list[str]) -> None:
-    """Import the user's modules that register rules or update rules.
-
-    Raises:
-        PolicyError: If one cannot be imported.
-    """
-    for name in names:
-        with under("extensions"):
-            import_by_name(name)
 
 
 def resolved(config: DictConfig) -> dict[str, Any]:

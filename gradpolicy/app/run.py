@@ -33,7 +33,7 @@ from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.insight.loggers import LogRun, name_loggers, write_plan
 from gradpolicy.insight.report import write_report
 from gradpolicy.insight.run_files import REPORT, RESULT, STOPPED, Result
-from gradpolicy.insight.run_log import logged_run, print_config, print_results, quieter
+from gradpolicy.insight.run_log import logged_run, print_results, quieter
 from gradpolicy.planning.plan import plan, training_loss
 from gradpolicy.planning.plan_table import Plan
 from gradpolicy.policies import Policy
@@ -141,8 +141,6 @@ def plan_and_run(settings: Settings, result: Result, directory: RunDirectory, co
             policies.shown_warnings = frozenset(reporter.plan.warnings)
             console.print(reporter.plan)
             policies.layers = False  # the plan has them
-        if is_first_rank() and settings.extras.print_config:
-            print_config(container, console)
         if settings.plan_only:
             directory.clear_unless_started()
             return replace(result, status="planned", error="")

@@ -10,9 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
-from rich.syntax import Syntax
 
 from gradpolicy.display import WIDTH
 from gradpolicy.errors import PolicyError
@@ -114,14 +112,7 @@ def _one_line(
     return f"{text}\n"
 
 
-# ---- config and results
-
-
-def print_config(config: Mapping[str, Any], console: Console) -> None:
-    """Print the composed config as YAML."""
-    text = yaml.safe_dump(dict(config), sort_keys=False, width=100).rstrip()
-    console.print("Config", style="bold")
-    console.print(Syntax(text, "yaml", theme="ansi_dark", background_color="default", word_wrap=True))
+# ---- results
 
 
 def print_results(result: Result, optimized: str | None, report: Path, console: Console) -> None:

@@ -146,3 +146,9 @@ def test_a_place_that_cannot_be_is_refused(train, tmp_path: Path, override: str,
 def test_a_process_that_lightning_has_started_reports_its_error(train, monkeypatch) -> None:
     monkeypatch.setattr("lightning.fabric.utilities.rank_zero.rank_zero_only.rank", 1)
     assert "error: policy.stop.modls" in train("policy.stop.modls=3").err
+
+
+def test_an_error_within_a_job_is_one_line_too(train) -> None:
+    ended = train("policy.stop.modules=model.prob")
+    assert ended.refusal.startswith("policy.stop.modules: ")
+    assert ended.err.count("\n") == 1
