@@ -1,7 +1,7 @@
 """``apply``: any function with a rule as its backward."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from numbers import Number
 from typing import Any
 
@@ -73,7 +73,7 @@ def apply(
     watches = torch.is_grad_enabled() and not in_transform()
     with torch.no_grad():
         plain_args, plain_kwargs = map_tensors(torch.Tensor.detach, (args, kwargs))
-        with WatchForward(state.name) if watches else nullcontext():
+        with WatchForward(state.name) if watches else contextlib.nullcontext():
             values = run_forward(forward, plain_args, plain_kwargs, numpy)
         if bound_rule.takes_call:
             bound_rule = bound_rule.for_call(call_of(forward, plain_args, plain_kwargs))
@@ -156,31 +156,32 @@ def run_forward(forward: Callable[..., Any], args: tuple, kwargs: Mapping[str, A
     if torch.compiler.is_compiling() and not numpy:
         return _as_tensors(forward(*args, **kwargs), name, None)
     device = next((tensor.device for tensor in tensors_in((args, kwargs))), None)
+    if numpy and in_transform():
+        raise PolicyError(
+            f"forward {shown(name)} is NumPy code, which has no arrays to work on under torch.func (grad, "
+            "vmap) and torch.compile; call gp.apply outside of them, or write it for torch"
+        )
     if numpy:
-        if in_transform():
-            raise PolicyError(
-                f"forward {shown(name)} is NumPy code, which has no arrays to work on under torch.func "
-                "(grad, vmap) and torch.compile; call gp.apply outside of them, or write it for torch"
-            )
         to_array: Any = _as_array
         args, kwargs = map_tensors(to_array, (args, kwargs))
-        return _as_tensors(forward(*args, **kwargs), name, device)
     try:
         values = forward(*args, **kwargs)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        error.add_note(f"gradpolicy: the forward {shown(name)} got tensors; NumPy code needs numpy=True")
+        if not numpy:
+            error.add_note(f"gradpolicy: the forward {shown(name)} got tensors; NumPy code needs numpy=True")
         raise
     return _as_tensors(values, name, device)
 
 
 def call_of(forward: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Call:
     """Return the :class:`Call` of a forward, for rules with a keyword ``call``."""
-    name = _operation_or_own_name(forward)
+    name = call_name(forward)
     return Call(name, arguments_of(forward, name, args, kwargs))
 
 
 @runs_while_tracing
-def _operation_or_own_name(forward: Callable[..., Any]) -> str:
+def call_name(forward: Callable[..., Any]) -> str:
+    """Return the name of a forward's operation, or the forward's own name."""
     return name_of(forward) if is_operation(forward) else forward_name(forward)
 
 
@@ -200,10 +201,8 @@ def _as_tensors(values: Any, name: str, device: torch.device | None) -> Any:
     if isinstance(values, tuple | list):
         return rebuilt_sequence(values, [_as_tensors(value, name, device) for value in values])
     if isinstance(values, np.ndarray | np.generic | Number):
-        try:
+        # Arrays of strings, dates or objects raise a TypeError.
+        with contextlib.suppress(TypeError):
             return torch.as_tensor(values, device=device)
-        except TypeError:  # of strings, dates or objects
-            kind = f"an array of {values.dtype}" if isinstance(values, np.ndarray) else type(values).__name__
-    else:
-        kind = type(values).__name__
+    kind = f"an array of {values.dtype}" if isinstance(values, np.ndarray) else type(values).__name__
     raise PolicyError(f"forward {shown(name)} returned {kind}; it must return tensors or arrays of numbers")

@@ -169,27 +169,8 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 _SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-@dataclass(frozen=True)
-class Argument:
-    """The name and position of an argument of a forward.
-
-    Args:
-        name: The name; None for an element of ``*args``.
-        position: The position; None for a keyword-only argument.
-    """
-
-    name: str | None
-    position: int | None
-
-    def is_at(self, slot: int | str) -> bool:
-        """Return True if this is the argument at a position or with a name."""
-        return slot == (self.name if isinstance(slot, str) else self.position)
-
-    def value(self, args: tuple, kwargs: dict) -> Any:
-        """Return the argument's value in a call; None if it is not given."""
-        if self.position is not None and self.position < len(args):
-            return args[self.position]
-        return kwargs.get(self.name)
+# The positions and names at which a call may have the arguments that a policy names; empty means all.
+Slots = frozenset[int | str]
 
 
 @dataclass(frozen=True)
@@ -234,20 +215,19 @@ class Signature:
             named[self.several] = args[self.positional :]
         return {**self.defaults, **named, **kwargs}
 
-    def arguments(self, wanted: Iterable[int | str], owner: str) -> list[Argument]:
-        """Return the arguments with these names or at these positions, in the order of the parameters.
+    def slots(self, wanted: Iterable[int | str], owner: str) -> Slots:
+        """Return the positions and names at which a call may have some arguments.
 
         Args:
-            wanted: The names, or the positions (0 is the first).
+            wanted: The names of the arguments, or their positions (0 is the first).
             owner: The policy and module, for messages: ``"policy 'cut' at module 'criterion'"``.
 
         Raises:
             PolicyError: If the forward has no such argument.
         """
-        found = [self._argument(each, owner) for each in wanted]
-        return sorted(found, key=lambda one: len(self.names) if one.position is None else one.position)
+        return frozenset(slot for each in wanted for slot in self._slots_of(each, owner))
 
-    def _argument(self, wanted: int | str, owner: str) -> Argument:
+    def _slots_of(self, wanted: int | str, owner: str) -> tuple[int | str, ...]:
         positional = self.names[: self.positional]
         if isinstance(wanted, int):
             if wanted >= len(positional) and self.several is None:
@@ -255,7 +235,9 @@ class Signature:
                     f"{owner}: argument {wanted} does not exist; its forward takes {len(positional)}: "
                     f"{', '.join(positional)}"
                 )
-            return Argument(positional[wanted] if wanted < len(positional) else None, wanted)
+            return (wanted, *positional[wanted : wanted + 1])
+        if wanted in positional:
+            return (wanted, positional.index(wanted))
         if wanted in self.names or (self.others is not None and wanted not in (self.several, self.others)):
-            return Argument(wanted, positional.index(wanted) if wanted in positional else None)
+            return (wanted,)
         raise unknown("argument", wanted, self.names, key=owner)

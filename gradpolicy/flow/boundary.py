@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from gradpolicy.errors import PolicyError, nearest
-from gradpolicy.flow.arguments import Argument, Signature
+from gradpolicy.flow.arguments import Signature, Slots
 from gradpolicy.flow.bound_rule import BoundRule, RuleState
 from gradpolicy.flow.containers import classes_that_hide_tensors, map_tensors, replace_at, tensors_in
 from gradpolicy.flow.edges import (
@@ -39,13 +39,13 @@ class Boundary:
         side: ``"input"`` or ``"output"``.
         module: The module's name.
         rules: The rules in the order in which the backward pass applies them, each with the arguments of the
-            forward on which it acts; empty means all arguments.
+            forward on which it acts.
     """
 
-    def __init__(self, side: str, module: str, rules: Sequence[tuple[RuleState, Sequence[Argument]]]) -> None:
+    def __init__(self, side: str, module: str, rules: Sequence[tuple[RuleState, Slots]]) -> None:
         self.location = location = place_at(side, module)
         # The rule inserted last is the first in the backward pass.
-        self.rules = tuple((BoundRule(state, location), arguments) for state, arguments in reversed(rules))
+        self.rules = tuple((BoundRule(state, location), slots) for state, slots in reversed(rules))
         self._has_searched = False
 
     def cross(
@@ -66,7 +66,7 @@ class Boundary:
         passed: set[str] = set()
         result = {}
         for slot, value in values.items():
-            rules = [rule for rule, chosen in due if not chosen or any(one.is_at(slot) for one in chosen)]
+            rules = [rule for rule, chosen in due if not chosen or slot in chosen]
             result[slot] = self._cross(value, rules, crossed, passed) if rules else value
         for rule, _ in due:
             if rule.state.name not in passed:
@@ -132,7 +132,7 @@ class ThroughRule:
     Args:
         state: The rule.
         module: The module's name.
-        arguments: The arguments that get the gradient; empty means all arguments.
+        slots: The arguments that get the gradient.
         signature: The signature of the module's forward.
     """
 
@@ -140,7 +140,7 @@ class ThroughRule:
         self,
         state: RuleState,
         module: str,
-        arguments: Sequence[Argument],
+        slots: Slots,
         signature: Signature,
     ) -> None:
         self.state = state
@@ -149,7 +149,7 @@ class ThroughRule:
         policy = cast(RulePlacement, state.policy)
         self.output = policy.output
         self.keeps_own = policy.inside == "own"
-        self.arguments = arguments
+        self.slots = slots
         self.location = place_at("through", module)
         self.bound_rule = BoundRule(state, self.location)
 
@@ -170,8 +170,8 @@ class ThroughRule:
         if len(kwargs) > 1:
             # Rules get the inputs in the order of the forward's parameters, not of the call.
             kwargs = self.signature.in_order(kwargs)
-        given = [one.value(args, kwargs) for one in self.arguments] or (args, kwargs)
-        inputs = tensors_in(given)
+        given = {**dict(enumerate(args)), **kwargs}
+        inputs = tensors_in([given[slot] for slot in given if not self.slots or slot in self.slots])
         self._note(inputs)
         bound_rule = self.bound_rule
         if arguments is not None:

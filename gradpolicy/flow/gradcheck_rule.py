@@ -4,6 +4,7 @@ The true gradient is computed by central differences here, since torch has no pu
 (``torch.autograd.gradcheck`` returns only a bool), and since kinks must be detected.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,13 +122,11 @@ def gradcheck_rule(
         return torch.stack([one.double().flatten(1) @ two.double().flatten() for one, two in pairs]).sum(0)
 
     points = [one.detach() for one in tensors_in(args)]
-    try:
+    # It fails if the forward uses other tensors of another precision.
+    with contextlib.suppress(RuntimeError):
         double = [one.double() if one.is_floating_point() else one for one in points]
         outputs_at(double)
         points = double
-    except RuntimeError:
-        # The forward uses other tensors of another precision.
-        pass
     numbers = [n for n, point in enumerate(points) if point.is_floating_point() and point.numel()]
     if not numbers:
         raise PolicyError(f"rule {rule.name!r}: there is no floating-point input to check")

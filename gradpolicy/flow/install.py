@@ -1,29 +1,30 @@
 """``install``: flow policies on a model."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from gradpolicy.display import Displayed
 from gradpolicy.errors import PolicyError, shown, unknown
-from gradpolicy.flow.arguments import Argument, Signature
+from gradpolicy.flow.arguments import Signature, Slots
 from gradpolicy.flow.bound_rule import RuleState
 from gradpolicy.flow.boundary import Boundary, ThroughRule
 from gradpolicy.flow.locations import (
     Locations,
     RulePlacement,
+    check_cuts,
+    check_policies,
     describe_location,
     find_locations,
     is_below,
+    is_cut,
     place_at,
 )
 from gradpolicy.flow.operation_rule import DispatchTable, OperationRule
 from gradpolicy.flow.operations import name_of
 from gradpolicy.flow.parameters import ParameterRules
-from gradpolicy.flow.policy_checks import check_cuts, check_policies, is_cut
 from gradpolicy.flow.policy_report import (
     GradientNorms,
     Outcome,
@@ -87,7 +88,12 @@ def install(
     if torch.compiler.is_compiling():
         # Without fullgraph, the compiler then runs this in eager mode, where it works.
         raise PolicyError("policies cannot be installed within compiled code: install them before the call")
-    return Installed(model, _named(policies), entry_points or {}, strict=strict)
+    hint = (
+        ". Freeze acts on the optimizer, not on the model: use gradpolicy.training, or the callback "
+        "gradpolicy.GradientPolicies"
+    )
+    named = checked_policies("install", policies, RulePlacement, "flow policy", hint)
+    return Installed(model, named, entry_points or {}, strict=strict)
 
 
 class Installed(Displayed):
@@ -105,14 +111,15 @@ class Installed(Displayed):
         self.model = model
         self.strict = strict
         self.policies = dict(policies)
-        self._placed = {name: Placed.of(model, name, policy) for name, policy in self.policies.items()}
-        check_policies(self.policies, {name: placed.locations for name, placed in self._placed.items()})
-        self._session = InstallSession(self._states)
+        self._locations = {name: find_locations(model, name, each) for name, each in self.policies.items()}
+        check_policies(self.policies, self._locations)
+        self._states = {name: _state(name, self.policies[name], at) for name, at in self._locations.items()}
+        self._session = InstallSession(self._states.values())
         # The rules on each parameter, with its name, in the order in which the backward pass applies them.
         self._on_parameters: dict[int, list[tuple[str, RuleState]]] = {}
-        for placed in self._placed.values():
-            for name, parameter in placed.locations.parameters.items():
-                self._on_parameters.setdefault(id(parameter), []).append((name, placed.state))
+        for policy, locations in self._locations.items():
+            for name, parameter in locations.parameters.items():
+                self._on_parameters.setdefault(id(parameter), []).append((name, self._states[policy]))
         # Modules with the same policies inside share a table; by the names of the policies.
         self._tables: dict[tuple[str, ...], DispatchTable] = {}
         self._wraps: list[WrappedForward] = []
@@ -133,7 +140,7 @@ class Installed(Displayed):
         if warns:
             self._report_unmet()
         if isinstance(error, RuntimeError) and is_cut(error):
-            acted = [state.name for state in self._states if state.row.matched]
+            acted = [state.name for state in self._states.values() if state.row.matched]
             check_cuts({name: self.policies[name] for name in acted})
 
     def remove(self, *, quiet: bool = False) -> None:
@@ -161,7 +168,7 @@ class Installed(Displayed):
             step: The number of effective optimizer steps so far.
             epoch: The number of completed epochs.
         """
-        for state in self._states:
+        for state in self._states.values():
             state.update(phase, step, epoch)
 
     def is_active(self, name: str) -> bool:
@@ -182,7 +189,7 @@ class Installed(Displayed):
 
     def set_loss_scale(self, scale: float | Tensor) -> None:
         """Set the loss scale (fp16), by which absolute thresholds are multiplied."""
-        for state in self._states:
+        for state in self._states.values():
             state.set_loss_scale(scale)
 
     def measure_norms(self, on: bool) -> None:
@@ -190,19 +197,19 @@ class Installed(Displayed):
 
         Each call discards earlier measurements.
         """
-        for state in self._states:
+        for state in self._states.values():
             state.row.norms = GradientNorms() if on else None
 
     @property
     def gradient_norms(self) -> dict[str, GradientNorms]:
         """The gradients before and after each measured policy that passed some, over all locations."""
-        measured = {state.name: state.row.norms for state in self._states}
+        measured = {state.name: state.row.norms for state in self._states.values()}
         return {name: norms for name, norms in measured.items() if norms is not None and norms.entries}
 
     @property
     def operation_counts(self) -> dict[str, int]:
         """The number of times that each policy's rule was applied."""
-        return {state.name: state.row.operations_matched for state in self._states}
+        return {state.name: state.row.operations_matched for state in self._states.values()}
 
     def __rich__(self) -> "RenderableType":
         """Render the report."""
@@ -213,18 +220,14 @@ class Installed(Displayed):
         self._was_reported = True
         return Report(tuple(self._row(name) for name in self.policies))
 
-    @property
-    def _states(self) -> list[RuleState]:
-        return [placed.state for placed in self._placed.values()]
-
     def _state(self, name: str) -> RuleState:
-        if name not in self._placed:
-            raise unknown("policy", name, self._placed)
-        return self._placed[name].state
+        if name not in self._states:
+            raise unknown("policy", name, self._states)
+        return self._states[name]
 
     def _row(self, name: str) -> ReportRow:
         """Return a policy's row, with what the tables and the session have noted since."""
-        state = self._placed[name].state
+        state = self._states[name]
         row = state.row
         row.active = state.active
         for names, table in self._tables.items():
@@ -235,16 +238,16 @@ class Installed(Displayed):
 
     def _report_unmet(self) -> None:
         strict, session = self.strict, self._session
-        rows = [state.row for state in self._states]
+        rows = [state.row for state in self._states.values()]
         has_run = session.has_run or any(row.ran_on or row.ran_off or row.matched for row in rows)
         if not has_run and (strict or not self._was_reported):
-            names = [repr(state.name) for state in self._states if state.active]
+            names = [repr(state.name) for state in self._states.values() if state.active]
             message = (
                 "the model never ran while the policies were on it, so that they changed nothing; they act "
                 "on what its forward and those of its modules do within the block"
             )
             warn_or_raise(f"policy {', '.join(names)}", message if names else "", strict=strict)
-        for state in self._states:
+        for state in self._states.values():
             row = self._row(state.name)
             ran = row.ran_on or (strict and not row.ran_off)
             if has_run and (ran or row.places_with(Outcome.WITHOUT_GRADIENT)):
@@ -269,10 +272,10 @@ class Installed(Displayed):
                 continue
             if not is_below(name, scripted):
                 scripted.append(name)
-            for placed in self._placed.values():
-                if id(module) in placed.locations.inside or id(module) in placed.locations.boundaries:
+            for policy, locations in self._locations.items():
+                if id(module) in locations.inside or id(module) in locations.boundaries:
                     reason = "what is in it runs outside Python"
-                    placed.state.row.note_opaque(f"ScriptModule {scripted[-1]!r}", reason)
+                    self._states[policy].row.note_opaque(f"ScriptModule {scripted[-1]!r}", reason)
         self._session.acts_on_parameters = bool(self._parameter_rules)
         for on_parameter in self._parameter_rules:
             on_parameter.put_on()
@@ -294,23 +297,25 @@ class Installed(Displayed):
         self, name: str, module: nn.Module, rules: list[ParameterRules], methods: Sequence[str]
     ) -> None:
         table = self._table(module)
-        at_module = [placed for placed in self._placed.values() if id(module) in placed.locations.boundaries]
+        at_module = {key: at for key, at in self._locations.items() if id(module) in at.boundaries}
         # The model itself is always wrapped, to track its forward passes.
         if name and table is None and not at_module and not rules:
             return
-        for placed in self._placed.values():
-            placed.note_module(name, module)
+        for policy, locations in at_module.items():
+            is_named = any(
+                each is module and key in self.policies[policy].modules
+                for key, each in locations.modules.items()
+            )
+            has_forward = getattr(type(module), "forward", None) is not nn.Module.forward
+            place = Place(name, is_named, has_forward)
+            self._states[policy].row.places[place_at(locations.side, name)] = place
         for method in methods:
             signature = Signature.of(getattr(module, method))
-            at = {
-                side: [
-                    (placed.state, placed.arguments(name, signature))
-                    for placed in at_module
-                    if placed.locations.side == side
-                ]
-                for side in PLACES
-            }
-            needs_call = any(placed.state.rule.takes_call for placed in at_module)
+            at: dict[str, list[tuple[RuleState, Slots]]] = {side: [] for side in PLACES}
+            for policy, locations in at_module.items():
+                owner = f"policy {policy!r} at module {name!r}"
+                slots = signature.slots(self.policies[policy].argument, owner)
+                at[locations.side].append((self._states[policy], slots))
             wrap = WrappedForward(
                 module,
                 method,
@@ -322,7 +327,7 @@ class Installed(Displayed):
                 through=[ThroughRule(state, name, own, signature) for state, own in at["through"]],
                 scope=self._scope(name, module),
                 parameter_rules=rules,
-                signature=signature if needs_call else None,
+                signature=signature if any(self._states[key].rule.takes_call for key in at_module) else None,
             )
             wrap.put_on()
             self._wraps.append(wrap)
@@ -330,28 +335,22 @@ class Installed(Displayed):
     def _scope(self, name: str, module: nn.Module) -> CallScope | None:
         """Return the scope in which calls are counted, if a policy with ``calls=`` matches the module."""
         counted = [
-            (placed.state, operation.name)
-            for placed in self._placed.values()
-            if placed.state.calls and any(module is one for one in placed.locations.modules.values())
-            for operation in placed.locations.operations
+            (self._states[policy], operation.name)
+            for policy, locations in self._locations.items()
+            if self.policies[policy].calls and any(module is one for one in locations.modules.values())
+            for operation in locations.operations
         ]
         where = f"the forward of module {name!r}" if name else "the forward of the model"
         return CallScope(where, counted) if counted else None
 
     def _table(self, module: nn.Module) -> DispatchTable | None:
         """Return the table of rules on operations inside a module; None without policies on operations."""
-        if not any(placed.locations.operations for placed in self._placed.values()):
+        if not any(locations.operations for locations in self._locations.values()):
             return None
-        inside = [placed for placed in self._placed.values() if id(module) in placed.locations.inside]
-        names = tuple(placed.state.name for placed in inside)
+        names = tuple(key for key, locations in self._locations.items() if id(module) in locations.inside)
         if names not in self._tables:
-            self._tables[names] = DispatchTable(
-                [
-                    OperationRule(each, placed.state)
-                    for placed in inside
-                    for each in placed.locations.operations
-                ]
-            )
+            on = [(key, operation) for key in names for operation in self._locations[key].operations]
+            self._tables[names] = DispatchTable([OperationRule(each, self._states[key]) for key, each in on])
         return self._tables[names]
 
 
@@ -384,46 +383,19 @@ def _refuse_replicas(model: nn.Module) -> None:
             )
 
 
-@dataclass(frozen=True)
-class Placed:
-    """A policy on a model.
-
-    Args:
-        state: The rule, with the policy's row of the report.
-        locations: The locations.
-    """
-
-    state: RuleState
-    locations: Locations
-
-    @classmethod
-    def of(cls, model: nn.Module, name: str, policy: RulePlacement) -> "Placed":
-        """Return a policy with its locations in a model."""
-        locations = find_locations(model, name, policy)
-        row = ReportRow(
-            name,
-            kind=type(policy).__name__,
-            where=describe_location(policy),
-            modules=tuple(locations.modules),
-            operations=tuple(operation.name for operation in locations.operations),
-            parameters=tuple(locations.parameters),
-            any_of=policy.ops == STEP_OPERATIONS,
-            places={f"parameter {key!r}": Place(None, key in policy.params) for key in locations.parameters},
-        )
-        return cls(RuleState(name, policy.rule, policy, row=row), locations)
-
-    def note_module(self, name: str, module: nn.Module) -> None:
-        """Add a module to the places of the row, if the policy acts at it."""
-        if id(module) in self.locations.boundaries:
-            patterns = cast(RulePlacement, self.state.policy).modules
-            named = any(each is module and key in patterns for key, each in self.locations.modules.items())
-            has_forward = getattr(type(module), "forward", None) is not nn.Module.forward
-            self.state.row.places[place_at(self.locations.side, name)] = Place(name, named, has_forward)
-
-    def arguments(self, module: str, signature: Signature) -> list[Argument]:
-        """Return the arguments of a forward on which the policy acts; empty if it acts on all."""
-        wanted = cast(RulePlacement, self.state.policy).argument
-        return signature.arguments(wanted, f"policy {self.state.name!r} at module {module!r}")
+def _state(name: str, policy: RulePlacement, locations: Locations) -> RuleState:
+    """Return the rule of a policy, with the policy's row of the report."""
+    row = ReportRow(
+        name,
+        kind=type(policy).__name__,
+        where=describe_location(policy),
+        modules=tuple(locations.modules),
+        operations=tuple(operation.name for operation in locations.operations),
+        parameters=tuple(locations.parameters),
+        any_of=policy.ops == STEP_OPERATIONS,
+        places={f"parameter {key!r}": Place(None, key in policy.params) for key in locations.parameters},
+    )
+    return RuleState(name, policy.rule, policy, row=row)
 
 
 def name_policies(policies: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]:
@@ -444,15 +416,23 @@ def name_policies(policies: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def _named(policies: Iterable[RulePlacement] | Mapping[str, RulePlacement]) -> dict[str, RulePlacement]:
-    if isinstance(policies, RulePlacement):
-        raise PolicyError("install takes a list or dict of policies, not one policy")
+def checked_policies(caller: str, policies: Any, kind: type, what: str, hint: str = "") -> dict[str, Any]:
+    """Return policies by name.
+
+    Args:
+        caller: The function that takes them, for messages.
+        policies: The policies, by name or in a list.
+        kind: Their class.
+        what: The name of this class in messages.
+        hint: What to do with an entry of another class.
+
+    Raises:
+        PolicyError: If an entry is of another class.
+    """
+    if isinstance(policies, kind):
+        raise PolicyError(f"{caller} takes a list or dict of policies, not one policy")
     named = name_policies(policies)
     for name, policy in named.items():
-        if not isinstance(policy, RulePlacement):
-            raise PolicyError(
-                f"policy {shown(name)}: must be a flow policy, got {shown(policy)}. Freeze acts on the "
-                "optimizer, not on the model: use gradpolicy.training, or the callback "
-                "gradpolicy.GradientPolicies"
-            )
+        if not isinstance(policy, kind):
+            raise PolicyError(f"policy {shown(name)}: must be a {what}, got {shown(policy)}{hint}")
     return named

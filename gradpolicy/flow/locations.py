@@ -1,16 +1,20 @@
-"""The modules, operations and parameters on which a policy acts."""
+"""The modules, operations and parameters on which a policy acts, and what contradicts them."""
 
-from collections.abc import Collection, Iterable
+import itertools
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from gradpolicy.errors import under
+from gradpolicy.errors import PolicyError, under
 from gradpolicy.flow.operations import Operation, resolve_operation
 from gradpolicy.rules.registry import Rule
 from gradpolicy.when import When
-from gradpolicy.where import match_modules, match_parameters, plain_name
+from gradpolicy.where import STEP_OPERATIONS, match_modules, match_parameters, plain_name
+
+# Rules that are meaningless where input and output are the same tensor.
+_OF_AN_OPERATION = ("identity", "bernoulli", "gumbel", "lsq", "reinmax", "rotation")
 
 
 class RulePlacement:
@@ -124,3 +128,121 @@ def is_below(name: str, names: Collection[str]) -> bool:
     """Return True if a module, or one that contains it, has one of these names."""
     parts = name.split(".") if name else []
     return any(".".join(parts[:end]) in names for end in range(len(parts) + 1))
+
+
+# ---- contradictions, meaningless locations, detached graphs
+
+
+def check_policies(policies: Mapping[str, RulePlacement], locations: Mapping[str, Locations]) -> None:
+    """Check policies that are installed together.
+
+    Raises:
+        PolicyError: For two rules on one operation in a module; for a stop together with another policy at a
+            side of a module or on a parameter; for a rule that is meaningless outside of an operation.
+    """
+    for name, policy in policies.items():
+        _check_rule(name, policy)
+    for first, second in itertools.combinations(policies, 2):
+        one, other = policies[first], policies[second]
+        if not _are_ever_active_together(one.when, other.when):
+            continue
+        if conflict := _conflict((first, second), one, other, locations[first], locations[second]):
+            raise PolicyError(f"policies {first!r} and {second!r} {conflict}; {APART}")
+
+
+def remarks(policies: Mapping[str, RulePlacement]) -> list[str]:
+    """Return a line for each policy that scales the gradient of an operation which has none."""
+    return [
+        f"{name}: the own gradient of {operation!r} is 0, so that there is nothing to change; "
+        "StraightThrough(ops=[…]) replaces it"
+        for name, policy in policies.items()
+        if policy.ops and policy.rule.own and policy.rule.each
+        for operation in [resolve_operation(operation).name for operation in policy.ops]
+        if operation in STEP_OPERATIONS
+    ]
+
+
+def is_cut(error: BaseException) -> bool:
+    """Return True for torch's error that a loss has no graph."""
+    return "does not require grad and does not have a grad_fn" in str(error)
+
+
+def check_cuts(policies: Mapping[str, RulePlacement]) -> None:
+    """Name the policies that cut the only path of the gradient, after a backward pass without a graph.
+
+    Raises:
+        PolicyError: If one of the policies detaches tensors, or stops the gradient within a module.
+    """
+    stops = [
+        f"policy {name!r} ({type(policy).__name__} at {describe_location(policy)})"
+        for name, policy in policies.items()
+        if policy.detaches or (policy.at == "through" and policy.inside == "none")
+    ]
+    if stops:
+        raise PolicyError(
+            f"{' and '.join(stops)} {'cuts' if len(stops) == 1 else 'cut'} the only path of the gradient: "
+            "nothing that trains gets one; cut at another place, or train something after the cut"
+        )
+
+
+def _check_rule(name: str, policy: RulePlacement) -> None:
+    """Check that a rule which needs an operation's input and output is not at a boundary or parameter."""
+    rule = policy.rule.name
+    if policy.ops or policy.at == "through" or rule not in _OF_AN_OPERATION:
+        return
+    raise PolicyError(
+        f"policy {name!r}: rule {rule!r} is for an operation's input and output, and at "
+        f"{describe_location(policy)} both are the one tensor that passes; name the operation (ops=[…]), go "
+        f"through the module (at='through'), or call gradpolicy.apply({rule!r}, forward, …)"
+    )
+
+
+# The advice for two policies at the same place.
+APART = (
+    "leave one of them out, or give them different modules, ops, arguments, outputs, calls or times (when)"
+)
+
+
+def _conflict(
+    names: tuple[str, str], one: RulePlacement, other: RulePlacement, here: Locations, there: Locations
+) -> str:
+    """Return the place at which two policies contradict each other, in words; empty if there is none."""
+    apart = _name_other_arguments(one, other)
+    operations = [operation.name for operation in here.operations if operation in there.operations]
+    inside = [name for module, name in here.inside.items() if module in there.inside]
+    if operations and inside:
+        # Only a rule that changes an argument's own gradient leaves the gradients of the others as they are.
+        composes = apart and one.rule.own and other.rule.own
+        where = f"module {inside[0]!r}" if inside[0] else "the model"
+        conflicts = _overlap(one.calls, other.calls) and not composes
+        return f"both have a rule for operation {operations[0]!r} in {where}" if conflicts else ""
+    modules = [name for name, module in here.modules.items() if id(module) in there.boundaries]
+    if here.side != there.side:
+        modules = []
+    if modules and here.side == "through":
+        conflicts = _overlap(one.output, other.output)
+        return f"both make the gradient through module {modules[0]!r}" if conflicts else ""
+    places = [] if apart else [f"the {here.side} of module {name!r}" for name in modules]
+    places += [f"parameter {name!r}" for name in here.parameters if name in there.parameters]
+    stops = [name for name, policy in zip(names, (one, other), strict=True) if policy.rule.name == "stop"]
+    return (
+        f"contradict each other at {places[0]}: {stops[0]!r} stops the gradient" if places and stops else ""
+    )
+
+
+def _name_other_arguments(one: RulePlacement, other: RulePlacement) -> bool:
+    """Return True if both policies name arguments, in the same way, and none of them twice."""
+    kinds = {type(argument) for argument in (*one.argument, *other.argument)}
+    return len(kinds) == 1 and not _overlap(one.argument, other.argument)
+
+
+def _are_ever_active_together(one: When, other: When) -> bool:
+    shared = set(one.phases) & set(other.phases)
+    if not shared:
+        return False
+    return shared != {"fit"} or one.overlaps(other)
+
+
+def _overlap(one: Collection, other: Collection) -> bool:
+    """Return True if two choices have one in common; an empty choice means all."""
+    return not one or not other or bool(set(one) & set(other))

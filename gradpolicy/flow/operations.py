@@ -338,16 +338,11 @@ def _operation_name(function: Function) -> str | None:
 @cache
 def _find_operation_name(function: Function) -> str | None:
     names = [name for name in (*LISTED, *SYNONYMS) if name not in SHARING]
-    for name in (*names, *SHARING):
-        if function in _spellings(name):
-            return name
+    # A function that is not listed is found by its own name.
     stem = getattr(function, "__name__", "").partition(".")[0]
     stem = stem.removeprefix("special_").removeprefix("linalg_").removeprefix("fft_")
-    for candidate in (stem, stem.strip("_"), stem.strip("_")[1:]):
-        canonical = ALSO_CALLED.get(candidate, candidate)
-        if candidate and function in _spellings(canonical):
-            return canonical
-    return None
+    own = [_canonical(name) for name in (stem, stem.strip("_"), stem.strip("_")[1:]) if name]
+    return next((name for name in (*names, *SHARING, *own) if function in _spellings(name)), None)
 
 
 @cache

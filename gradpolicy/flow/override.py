@@ -15,7 +15,7 @@ from gradpolicy.flow.operation_rule import DispatchMode, DispatchTable, Operatio
 from gradpolicy.flow.operations import Operation, as_rule, name_of, resolve_operation
 from gradpolicy.flow.policy_report import Outcome, ReportRow, report_unmet
 from gradpolicy.flow.recomputation import checkpoints_above, has_graph, refusal
-from gradpolicy.flow.tracing import MADE, Function, check_constant, make_once, mode_at, mode_count
+from gradpolicy.flow.tracing import MADE, Function, make_once, mode_at, mode_count
 from gradpolicy.rules.registry import Rule, RuleFunction
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
@@ -61,8 +61,12 @@ def gradient_override(
         raise PolicyError(f"gradient_override takes a dict of operation: rule, got {overrides!r}")
     if not torch.compiler.is_compiling():
         return Block(_rules_of(overrides.items()), strict=strict)
-    for value in overrides.values():
-        check_constant(value)
+    if any(isinstance(value, Rule) for value in overrides.values()):
+        # The compiler cannot pass one to make_once.
+        raise PolicyError(
+            "a gradient_override that is made within compiled code takes names and functions; make one with "
+            "other rules outside of the compiled code"
+        )
     name = make_once(_block_of, tuple(overrides.items()))
     if not hasattr(MADE, name):
         raise PolicyError(name)

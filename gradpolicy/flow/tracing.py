@@ -4,7 +4,6 @@ All private parts of torch's compiler that the package uses are in this file, as
 2.13. Under another version modules with policies on operations run in eager mode within compiled code.
 """
 
-import functools
 import importlib
 import sys
 import types
@@ -39,14 +38,6 @@ hooks_on_saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks
 # The objects that were made while gradient_override was traced, by names that are constants of the compiled
 # code. Global, since the compiler can only reach an object from the code's globals or arguments.
 MADE = types.SimpleNamespace()
-_CONSTANTS = (
-    str,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodDescriptorType,
-    functools.partial,
-)
-
 # The operators of tensors that are written in Python, such as `__rsub__`, by their id.
 _OPERATORS = {
     str(id(function)): function
@@ -174,16 +165,3 @@ def make_once(maker: Callable[[Any], Any], constants: Any) -> str:
     name = f"made_{len(vars(MADE))}"
     setattr(MADE, name, made)
     return name
-
-
-def check_constant(value: Any) -> None:
-    """Check that the compiler can pass a value to :func:`make_once` as a constant.
-
-    Raises:
-        PolicyError: For a :class:`Rule` or a callable object.
-    """
-    if not isinstance(value, _CONSTANTS):
-        raise PolicyError(
-            "a gradient_override that is made within compiled code takes names and functions; make one with "
-            "other rules outside of the compiled code"
-        )

@@ -197,20 +197,18 @@ class WrappedForward:
             for state in session.states:
                 state.note_forward()
             return self._run_within_boundaries(args, kwargs)
-        if torch.is_grad_enabled() and not session.in_forward:
-            return self._run_outermost(args, kwargs)
-        if may_be_recomputed():
+        is_outermost = torch.is_grad_enabled() and not session.in_forward
+        if is_outermost:
+            session.start_forward()
+        elif may_be_recomputed():
             session.note_checkpoint()
-        return self._run_within_boundaries(args, kwargs)
-
-    def _run_outermost(self, args: tuple, kwargs: dict) -> Any:
-        self.session.start_forward()
         result = None
         try:
             result = self._run_within_boundaries(args, kwargs)
             return result
         finally:
-            self.session.end_forward(result)
+            if is_outermost:
+                session.end_forward(result)
 
     def _run_within_boundaries(self, args: tuple, kwargs: dict) -> Any:
         arguments = None

@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import IntervalStrategy
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.flow.policy_checks import is_cut
+from gradpolicy.flow.locations import is_cut
 from gradpolicy.optim.prepared import innermost, put_inside
 from gradpolicy.train.measurements import Measured
 from gradpolicy.train.training_policies import TrainingPolicies, calling, flat_parameters_refused

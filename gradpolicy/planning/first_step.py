@@ -13,7 +13,7 @@ from gradpolicy.errors import under
 from gradpolicy.factors import divided_factors
 from gradpolicy.flow import install
 from gradpolicy.flow.install import deactivate
-from gradpolicy.flow.policy_checks import remarks as flow_remarks
+from gradpolicy.flow.locations import remarks as flow_remarks
 from gradpolicy.flow.policy_report import ReportRow, check_operations
 from gradpolicy.freezing.combination import check_same_options, frozen_together
 from gradpolicy.freezing.moving_parts import copy_buffers, moving_parts, moving_warnings

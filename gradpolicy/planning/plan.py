@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradpolicy.errors import PolicyError, shortened, shown, under
-from gradpolicy.flow.install import name_policies
-from gradpolicy.flow.policy_checks import check_cuts
+from gradpolicy.errors import PolicyError, shortened, under
+from gradpolicy.flow.install import checked_policies
+from gradpolicy.flow.locations import check_cuts
 from gradpolicy.freezing.bound_policy import masks_never_change
 from gradpolicy.freezing.combination import combine
 from gradpolicy.masks.base import MaskSource
@@ -66,7 +66,7 @@ def plan(
         >>> planned.without_gradient
         ('0.weight', '0.bias')
     """
-    named = _checked(policies)
+    named = checked_policies("plan", policies, Policy, "gradient policy")
     found = first_step(model, named, step, seed=seed, optimizers=optimizers)
     masks = _masks_together(found)
     _check_path(found, masks)
@@ -90,21 +90,6 @@ def plan(
         warnings=(*_vain_warnings(found), *found.warnings),
         layers=layers,
     )
-
-
-def _checked(policies: Iterable[Policy] | Mapping[str, Policy]) -> dict[str, Policy]:
-    """Return the policies by name.
-
-    Raises:
-        PolicyError: If an entry is not a policy.
-    """
-    if isinstance(policies, Policy):
-        raise PolicyError("plan takes a list or dict of policies, not one policy")
-    named = name_policies(policies)
-    for name, policy in named.items():
-        if not isinstance(policy, Policy):
-            raise PolicyError(f"policy {shown(name)}: must be a gradient policy, got {shown(policy)}")
-    return named
 
 
 def _masks_together(found: FirstStep) -> dict[str, Mask]:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradpolicy.checks import check_integer
 from gradpolicy.errors import PolicyError, shown
 from gradpolicy.flow.install import name_policies
-from gradpolicy.flow.policy_checks import is_cut
+from gradpolicy.flow.locations import is_cut
 from gradpolicy.freezing.moving_parts import copy_buffers
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import as_masked, deepspeed_refused, wrapper_of

@@ -24,7 +24,7 @@ from gradpolicy.errors import PolicyError, check_named, shortened
 from gradpolicy.factors import divided_factors
 from gradpolicy.flow import install
 from gradpolicy.flow.install import Installed
-from gradpolicy.flow.policy_checks import check_cuts, remarks
+from gradpolicy.flow.locations import check_cuts, remarks
 from gradpolicy.flow.policy_report import check_operations
 from gradpolicy.freezing import Freezer
 from gradpolicy.freezing.moving_parts import copy_buffers, moving_parts, moving_warnings
