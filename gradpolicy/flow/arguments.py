@@ -33,11 +33,11 @@ def arguments_of(function: Callable[..., Any], name: str, args: tuple, kwargs: M
         kwargs: The keyword arguments.
     """
     found: dict[str, Any] = {}
-    for parameter, place, default in _sources_in_call(function, name, args, kwargs):
-        if place is None:
+    for parameter, position, default in _sources_in_call(function, name, args, kwargs):
+        if position is None:
             found[parameter] = default
         else:
-            found[parameter] = args[place] if isinstance(place, int) else kwargs[place]
+            found[parameter] = args[position] if isinstance(position, int) else kwargs[position]
     return found
 
 
@@ -48,7 +48,7 @@ def in_order_of_parameters(
     if len(kwargs) < 2 or sum([isinstance(value, Tensor) for value in kwargs.values()]) < 2:
         return kwargs
     sources = _sources_in_call(function, name, args, kwargs)
-    ordered = [place for _, place, _ in sources if isinstance(place, str)]
+    ordered = [position for _, position, _ in sources if isinstance(position, str)]
     return {key: kwargs[key] for key in (*ordered, *kwargs)}
 
 
@@ -87,18 +87,18 @@ def _sources_of_form(
     values = {_ALSO_CALLED.get(key, key): value for key, value in kwargs}
     own_name = getattr(function, "__name__", name).partition(".")[0]
     is_operator = own_name.startswith("__")
-    places = list(range(len(args)))
+    positions = list(range(len(args)))
     if own_name.startswith("__r") and len(args) == 2:
         # 2 - x calls x.__rsub__(2).
-        args, places = args[::-1], places[::-1]
+        args, positions = args[::-1], positions[::-1]
     # Operators written in Python name their operands self and other, whatever their names in the operation.
     signature = None if is_operator else _signature_in_python(function)
     if signature is None:
         signature = _fitting_schema(name if is_operator else own_name.strip("_"), args, values)
     if signature is None:
         named = ["input", "other"] if len(args) == 2 else ["input", *map(str, range(1, len(args)))]
-        return (*zip(named, places, args, strict=False), *((key, keys[key], None) for key in keys))
-    given = signature.bind(*places, **keys).arguments
+        return (*zip(named, positions, args, strict=False), *((key, keys[key], None) for key in keys))
+    given = signature.bind(*positions, **keys).arguments
     sources = [
         (key, given.get(key), None if one.default is one.empty else one.default)
         for key, one in signature.parameters.items()

@@ -13,7 +13,6 @@ from gradpolicy.flow.policy_report import Outcome, ReportRow
 from gradpolicy.flow.tracing import is_compiling, is_traced, without_modes
 from gradpolicy.rules.registry import Call, Rule, keyword_names
 from gradpolicy.rules.routing import broadcasts, first_index, is_differentiable
-from gradpolicy.when import When
 
 
 class RuleState:
@@ -38,16 +37,18 @@ class RuleState:
         has_own_gradient: bool = True,
     ) -> None:
         self.name = name
-        self.policy = policy
-        self.when = policy.when if policy is not None else When()
-        self.detaches = policy is not None and policy.detaches
+        self.is_policy = policy is not None
+        # The beginning of messages.
+        self.prefix = f"policy {name!r}: " if self.is_policy else ""
+        self.policy = policy = RulePlacement() if policy is None else policy
+        self.when = policy.when
+        self.detaches = policy.detaches
         # The indices of the calls to which the rule applies; empty means all calls.
-        self.calls = policy.calls if policy is not None else ()
+        self.calls = policy.calls
         # The arguments of an operation to which the rule applies; empty means all arguments.
-        self.argument = policy.argument if policy is not None and policy.ops else ()
+        self.argument = policy.argument if policy.ops else ()
         # True if the rule filters the incoming gradient and keeps the operation's own backward.
-        has_own_gradient = has_own_gradient and (policy is None or policy.at != "through")
-        self.filters = has_own_gradient and rule.gradient_filter is not None
+        self.filters = has_own_gradient and policy.at != "through" and rule.gradient_filter is not None
         self.active = True
         self.schedules = {key: value for key, value in rule.parameters.items() if callable(value)}
         # Scheduled parameters are tensors, so that compiled code reads their current values.
@@ -67,11 +68,11 @@ class RuleState:
         # needs to know if its rule acted there. A set or dict of names would make the compiler recompile.
         self.acted_in_compiled_code = False
 
-    def note(self, place: str, outcome: Outcome) -> None:
-        """Count an outcome at a place."""
+    def note(self, location: str, outcome: Outcome) -> None:
+        """Count an outcome at a location."""
         is_traced = is_compiling()
-        self.row.note(place, outcome, is_traced)
-        if is_traced and self.policy is None and outcome is Outcome.ACTED:
+        self.row.note(location, outcome, is_traced)
+        if is_traced and not self.is_policy and outcome is Outcome.ACTED:
             self.acted_in_compiled_code = True
 
     def note_forward(self) -> None:
@@ -80,8 +81,8 @@ class RuleState:
 
     def note_lost(self, operation: str, function: str, is_index: bool) -> None:
         """Warn once that a function lost the gradient of an operation's discrete result."""
-        policy = f"policy {self.name!r}: " if self.policy is not None else ""
-        self.row.note_lost(operation, function, policy + _lost_message(operation, function, is_index))
+        warning = self.prefix + _lost_message(operation, function, is_index)
+        self.row.note_lost(operation, function, warning)
 
     def measure(self, before: Any, after: Iterable[Tensor | None]) -> None:
         """Measure gradients before and after the rule, in eager mode only."""
@@ -98,11 +99,11 @@ class RuleState:
         self.call_counts[operation] = number + 1
         return number in self.calls
 
-    def acts_at(self, place: str) -> bool:
-        """Return True if the rule acts at a place of a module in this call; otherwise record the reason."""
+    def acts_at(self, location: str) -> bool:
+        """Return True if the rule acts at a location in this call; otherwise record the reason."""
         if self.active and torch.is_grad_enabled():
             return True
-        self.note(place, Outcome.WITHOUT_GRADIENT if self.active else Outcome.OFF)
+        self.note(location, Outcome.WITHOUT_GRADIENT if self.active else Outcome.OFF)
         return False
 
     def update(self, phase: str, step: int, epoch: int) -> None:
@@ -256,7 +257,7 @@ class BoundRule:
             "others need one too; use a function that returns a tuple with one for each, None where there is "
             "none"
         )
-        if self.state.policy is not None:
+        if self.state.is_policy:
             text += ", or name the input that the gradient is for (argument=…)"
         if self.rule.each and self.sums_broadcast:
             text += "; or change the operation's own gradients, for every input (own=True)"
@@ -296,8 +297,7 @@ class BoundRule:
         return self._error(f"failed with {', '.join(given)}: {kind}{reason}")
 
     def _error(self, text: str) -> PolicyError:
-        policy = f"policy {self.state.name!r}: " if self.state.policy is not None else ""
-        return PolicyError(f"{policy}rule {self.rule.name!r} at {self.location}: {text}")
+        return PolicyError(f"{self.state.prefix}rule {self.rule.name!r} at {self.location}: {text}")
 
 
 def _was_broadcast(tensor: Tensor, output: Any, gradient: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from gradpolicy.flow.edges import (
     may_have_gradient,
     replace,
 )
-from gradpolicy.flow.locations import RulePlacement, place_at
+from gradpolicy.flow.locations import location_at
 from gradpolicy.flow.policy_report import Outcome
 from gradpolicy.flow.tracing import in_transform
 from gradpolicy.rules.registry import Call
@@ -43,7 +43,7 @@ class Boundary:
     """
 
     def __init__(self, side: str, module: str, rules: Sequence[tuple[RuleState, Slots]]) -> None:
-        self.location = location = place_at(side, module)
+        self.location = location = location_at(side, module)
         # The rule inserted last is the first in the backward pass.
         self.rules = tuple((BoundRule(state, location), slots) for state, slots in reversed(rules))
         self._has_searched = False
@@ -146,11 +146,10 @@ class ThroughRule:
         self.state = state
         self.module = module
         self.signature = signature
-        policy = cast(RulePlacement, state.policy)
-        self.output = policy.output
-        self.keeps_own = policy.inside == "own"
+        self.output = state.policy.output
+        self.keeps_own = state.policy.inside == "own"
         self.slots = slots
-        self.location = place_at("through", module)
+        self.location = location_at("through", module)
         self.bound_rule = BoundRule(state, self.location)
 
     def put_on(
@@ -206,14 +205,14 @@ class ThroughRule:
         mapped = functools.partial(map_tensors, change, where=is_differentiable)
         if not self.output:
             return mapped(result)
-        for place in self.output:
+        for key in self.output:
             try:
-                result = replace_at(result, place, mapped)
+                result = replace_at(result, key, mapped)
             except LookupError as error:
                 names = list(map(str, error.args[0]))
                 kind = "one tensor" if isinstance(result, Tensor) else f"a {type(result).__name__}"
-                hint = f"; {nearest(str(place), names)}" if names else ""
-                raise self.error(f"gives {kind} without an output {place!r}{hint}") from None
+                hint = f"; {nearest(str(key), names)}" if names else ""
+                raise self.error(f"gives {kind} without an output {key!r}{hint}") from None
         return result
 
     def _replaced(self, tensor: Tensor, inputs: list[Tensor], bound_rule: BoundRule) -> Tensor:

@@ -251,10 +251,10 @@ def _move(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]
         result = function(*args, **kwargs)
         if path.is_index:
             # The path of an index has one more dimension, so the view does not apply to it directly.
-            places = torch.arange(moved.numel(), device=moved.device).view(moved.shape)
-            places = function(places, *others, **kwargs)
-            rows = path.tensor.reshape(moved.numel(), -1).index_select(0, places.reshape(-1))
-            tensor = rows.reshape(*places.shape, rows.shape[-1])
+            positions = torch.arange(moved.numel(), device=moved.device).view(moved.shape)
+            positions = function(positions, *others, **kwargs)
+            rows = path.tensor.reshape(moved.numel(), -1).index_select(0, positions.reshape(-1))
+            tensor = rows.reshape(*positions.shape, rows.shape[-1])
         else:
             tensor = function(path.tensor, *others, **kwargs)
         return _follow(result, tensor, [path])
@@ -338,12 +338,14 @@ def _choose(call: Call, function: Function, args: tuple, kwargs: Mapping[str, An
     if len(args) != 3 or kwargs:
         return NotImplemented
     order = (1, 0, 2) if function is Tensor.where else (0, 1, 2)
-    condition, chosen, otherwise = (args[place] for place in order)
+    condition, chosen, otherwise = (args[position] for position in order)
     path = path_of(condition)
     if path is None or paths_in((chosen, otherwise), {}):
         return NotImplemented
     # Detached, so that an outer block does not propagate the path again.
-    without_path = tuple(value.detach() if place == order[0] else value for place, value in enumerate(args))
+    without_path = tuple(
+        value.detach() if position == order[0] else value for position, value in enumerate(args)
+    )
     result = call(function, without_path, {})
     with without_modes():
         if result.is_complex():

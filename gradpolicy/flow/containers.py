@@ -26,7 +26,7 @@ def map_tensors(
     if not any(where(tensor) for tensor in tensors_in(values)):
         return values
     items = _items(values).items()
-    return _rebuilt(values, {place: map_tensors(function, child, where) for place, child in items})
+    return _rebuilt(values, {key: map_tensors(function, child, where) for key, child in items})
 
 
 def tensors_in(values: Any) -> list[Tensor]:
@@ -56,31 +56,31 @@ def classes_that_hide_tensors(values: Any) -> set[str]:
     return set()
 
 
-def replace_at(values: Any, place: int | str, function: Callable[[Any], Any]) -> Any:
-    """Return a copy of a container or object with the value at one place replaced.
+def replace_at(values: Any, key: int | str, function: Callable[[Any], Any]) -> Any:
+    """Return a copy of a container or object with the value at one key replaced.
 
     Args:
         values: A tuple, list, dict, dataclass or any other object with attributes.
-        place: A key, an attribute or an index.
+        key: A key, an attribute or an index.
         function: Returns the replacement of the value.
 
     Raises:
-        LookupError: If there is no such place; its argument is the list of all places.
+        LookupError: If there is no such key; its argument is the list of all keys.
     """
     is_container = _is_dataclass(values) or isinstance(values, Mapping | tuple | list)
-    if not is_container and not isinstance(values, Tensor) and isinstance(place, str):
-        if not hasattr(values, place):
+    if not is_container and not isinstance(values, Tensor) and isinstance(key, str):
+        if not hasattr(values, key):
             raise LookupError(list(getattr(values, "__dict__", {})))
         changed = copy.copy(values)
-        setattr(changed, place, function(getattr(values, place)))
+        setattr(changed, key, function(getattr(values, key)))
         return changed
     children = _items(values)
     names = list(children)
-    if place not in children:
-        if not isinstance(place, int) or not -len(names) <= place < len(names):
+    if key not in children:
+        if not isinstance(key, int) or not -len(names) <= key < len(names):
             raise LookupError(names)
-        place = names[place]
-    return _rebuilt(values, {**children, place: function(children[place])})
+        key = names[key]
+    return _rebuilt(values, {**children, key: function(children[key])})
 
 
 def rebuilt_sequence(like: Any, items: list) -> Any:

@@ -83,22 +83,22 @@ class Tapped(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(bound_rule: BoundRule, outputs: list, places: tuple, *tensors: Tensor) -> Any:
+    def forward(bound_rule: BoundRule, outputs: list, positions: tuple, *tensors: Tensor) -> Any:
         """Return the inputs that require a gradient: a tensor if there is one, otherwise a tuple.
 
         Args:
             bound_rule: The rule.
             outputs: A list to which the operation's output and its version are added later.
-            places: The indices of the inputs that require a gradient.
+            positions: The indices of the inputs that require a gradient.
             *tensors: The inputs.
         """
-        changed = [tensors[place].detach() for place in places]
+        changed = [tensors[position].detach() for position in positions]
         return changed[0] if len(changed) == 1 else tuple(changed)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         """Save the inputs if the rule reads them, otherwise their shapes."""
-        ctx.bound_rule, ctx.outputs, ctx.places, *tensors = inputs
+        ctx.bound_rule, ctx.outputs, ctx.positions, *tensors = inputs
         ctx.reads_inputs = "inputs" in ctx.bound_rule.reads
         ctx.set_materialize_grads(False)
         ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
@@ -109,8 +109,8 @@ class Tapped(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         """Call the rule."""
         own: list[Tensor | None] = [None] * len(ctx.like)
-        for place, grad in zip(ctx.places, grads, strict=True):
-            own[place] = grad
+        for position, grad in zip(ctx.positions, grads, strict=True):
+            own[position] = grad
         inputs = ctx.saved_tensors
         if not ctx.reads_inputs:
             inputs = [
@@ -262,21 +262,23 @@ def tap(bound_rule: BoundRule, inputs: Sequence[Tensor], outputs: list) -> list[
     found = list(inputs)
     # Under torch.func `requires_grad` is False for tensors that get a gradient.
     unknown = in_transform() and not is_compiling()
-    places = [
-        place
-        for place, tensor in enumerate(inputs)
+    positions = [
+        position
+        for position, tensor in enumerate(inputs)
         if is_differentiable(tensor) and (unknown or tensor.requires_grad)
     ]
-    if not places:
+    if not positions:
         return found
     _check_transforms(bound_rule)
     bound_rule = bound_rule.with_current_numbers()
     if is_compiling():
         # For a view of an input the compiler would return a tensor without a gradient.
-        inputs = [tensor.clone() if place in places else tensor for place, tensor in enumerate(inputs)]
-    changed = run_function(Tapped, bound_rule, outputs, tuple(places), *inputs)
-    for place, tensor in zip(places, changed if len(places) > 1 else (changed,), strict=True):
-        found[place] = tensor
+        inputs = [
+            tensor.clone() if position in positions else tensor for position, tensor in enumerate(inputs)
+        ]
+    changed = run_function(Tapped, bound_rule, outputs, tuple(positions), *inputs)
+    for position, tensor in zip(positions, changed if len(positions) > 1 else (changed,), strict=True):
+        found[position] = tensor
     return found
 
 

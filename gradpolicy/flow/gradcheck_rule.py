@@ -148,7 +148,7 @@ def gradcheck_rule(
     with torch.no_grad():
         true, kinks = _differences(losses_at, points, numbers, torch.finfo(dtype).eps)
     if kinks.all():
-        raise PolicyError(f"rule {rule.name!r}: every entry lies at a kink or jump of the forward; move them")
+        raise PolicyError(f"rule {rule.name!r}: every entry is at a kink or jump of the forward; move them")
     true, by_rule = true[:, ~kinks], torch.stack(rows)[:, ~kinks]
     tolerance = TOLERANCES.get(dtype, COARSE) if tolerance is None else tolerance
     bound = tolerance * max(1.0, float(true.abs().max()))

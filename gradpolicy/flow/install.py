@@ -20,15 +20,15 @@ from gradpolicy.flow.locations import (
     find_locations,
     is_below,
     is_cut,
-    place_at,
+    location_at,
 )
 from gradpolicy.flow.operation_rule import DispatchTable, OperationRule
 from gradpolicy.flow.operations import name_of
 from gradpolicy.flow.parameters import ParameterRules
 from gradpolicy.flow.policy_report import (
+    Expected,
     GradientNorms,
     Outcome,
-    Place,
     Report,
     ReportRow,
     report_unmet,
@@ -57,7 +57,7 @@ def install(
 
     When the policies are removed, there is a warning for each policy that did not act as specified: an
     operation never ran, or only where no gradient is recorded (the warning names operations that did run); a
-    module's forward never ran; no gradient reached a place. Calls within which a policy cannot act give a
+    module's forward never ran; no gradient reached a location. Calls within which a policy cannot act give a
     warning when they run. There is no warning while an exception propagates, nor if the model never ran and
     :meth:`Installed.report` was called.
 
@@ -250,7 +250,7 @@ class Installed(Displayed):
         for state in self._states.values():
             row = self._row(state.name)
             ran = row.ran_on or (strict and not row.ran_off)
-            if has_run and (ran or row.places_with(Outcome.WITHOUT_GRADIENT)):
+            if has_run and (ran or row.locations_with(Outcome.WITHOUT_GRADIENT)):
                 # In another phase, such as for attributions in testing, gradients may be recorded.
                 may_come = len(state.when.phases) > 1
                 ignored = (Outcome.WITHOUT_GRADIENT,) if may_come else ()
@@ -307,8 +307,8 @@ class Installed(Displayed):
                 for key, each in locations.modules.items()
             )
             has_forward = getattr(type(module), "forward", None) is not nn.Module.forward
-            place = Place(name, is_named, has_forward)
-            self._states[policy].row.places[place_at(locations.side, name)] = place
+            expected = Expected(name, is_named, has_forward)
+            self._states[policy].row.expected[location_at(locations.side, name)] = expected
         for method in methods:
             signature = Signature.of(getattr(module, method))
             at: dict[str, list[tuple[RuleState, Slots]]] = {side: [] for side in PLACES}
@@ -393,7 +393,7 @@ def _state(name: str, policy: RulePlacement, locations: Locations) -> RuleState:
         operations=tuple(operation.name for operation in locations.operations),
         parameters=tuple(locations.parameters),
         any_of=policy.ops == STEP_OPERATIONS,
-        places={f"parameter {key!r}": Place(None, key in policy.params) for key in locations.parameters},
+        expected={f"parameter {key!r}": Expected(None, key in policy.params) for key in locations.parameters},
     )
     return RuleState(name, policy.rule, policy, row=row)
 

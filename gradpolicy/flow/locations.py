@@ -23,15 +23,15 @@ class RulePlacement:
     rule: Rule
     # True if the graph is cut instead of calling the rule.
     detaches: bool = False
-    modules: tuple
-    ops: tuple
-    params: tuple
-    at: str
-    argument: tuple[int | str, ...]
-    output: tuple
-    inside: str
-    calls: tuple[int, ...]
-    when: When
+    modules: tuple = ()
+    ops: tuple = ()
+    params: tuple = ()
+    at: str = ""
+    argument: tuple[int | str, ...] = ()
+    output: tuple = ()
+    inside: str = "none"
+    calls: tuple[int, ...] = ()
+    when: When = When()
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def find_locations(model: nn.Module, name: str, policy: RulePlacement) -> Locati
     return Locations(modules, operations, _inside(model, set(modules), excluded))
 
 
-def place_at(side: str, module: str) -> str:
+def location_at(side: str, module: str) -> str:
     """Return the name of a side of a module, or of the path across it, for messages and counts."""
     return f"module {module!r}, from output to input" if side == "through" else f"{side} of module {module!r}"
 
@@ -95,7 +95,7 @@ def describe_location(policy: RulePlacement) -> str:
 
     if policy.params:
         return f"params {written(policy.params)}"
-    modules = f"modules {written(policy.modules)}" if policy.modules else "whole model"
+    modules = f"modules {written(policy.modules)}" if policy.modules else "the model"
     calls = f" (calls {written(policy.calls)})" if policy.calls else ""
     if policy.ops:
         argument = f", {_arguments_of(policy)}," if policy.argument else ""
@@ -181,7 +181,7 @@ def check_cuts(policies: Mapping[str, RulePlacement]) -> None:
     if stops:
         raise PolicyError(
             f"{' and '.join(stops)} {'cuts' if len(stops) == 1 else 'cut'} the only path of the gradient: "
-            "nothing that trains gets one; cut at another place, or train something after the cut"
+            "nothing that trains gets one; cut at another location, or train something after the cut"
         )
 
 
@@ -197,7 +197,7 @@ def _check_rule(name: str, policy: RulePlacement) -> None:
     )
 
 
-# The advice for two policies at the same place.
+# The advice for two policies at the same location.
 APART = (
     "leave one of them out, or give them different modules, ops, arguments, outputs, calls or times (when)"
 )
@@ -206,7 +206,7 @@ APART = (
 def _conflict(
     names: tuple[str, str], one: RulePlacement, other: RulePlacement, here: Locations, there: Locations
 ) -> str:
-    """Return the place at which two policies contradict each other, in words; empty if there is none."""
+    """Return the location at which two policies contradict each other, in words; empty if there is none."""
     apart = _name_other_arguments(one, other)
     operations = [operation.name for operation in here.operations if operation in there.operations]
     inside = [name for module, name in here.inside.items() if module in there.inside]
@@ -222,11 +222,11 @@ def _conflict(
     if modules and here.side == "through":
         conflicts = _overlap(one.output, other.output)
         return f"both make the gradient through module {modules[0]!r}" if conflicts else ""
-    places = [] if apart else [f"the {here.side} of module {name!r}" for name in modules]
-    places += [f"parameter {name!r}" for name in here.parameters if name in there.parameters]
+    shared = [] if apart else [f"the {here.side} of module {name!r}" for name in modules]
+    shared += [f"parameter {name!r}" for name in here.parameters if name in there.parameters]
     stops = [name for name, policy in zip(names, (one, other), strict=True) if policy.rule.name == "stop"]
     return (
-        f"contradict each other at {places[0]}: {stops[0]!r} stops the gradient" if places and stops else ""
+        f"contradict each other at {shared[0]}: {stops[0]!r} stops the gradient" if shared and stops else ""
     )
 
 

@@ -189,9 +189,9 @@ class OperationRule:
 
         def replacement(tensor: Tensor) -> Tensor:
             # In order, since a tensor that is passed twice has a gradient for each argument.
-            for place, (given, found) in enumerate(left):
+            for position, (given, found) in enumerate(left):
                 if given is tensor:
-                    del left[place]
+                    del left[position]
                     return found
             return tensor
 

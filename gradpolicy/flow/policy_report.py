@@ -26,7 +26,7 @@ NEVER_FLOATING = (
 
 
 class Outcome(enum.Enum):
-    """What happened at a place: at an operation, a side of a module, the path across it, or a parameter."""
+    """What happened at a location: an operation, a side of a module, the path across it, or a parameter."""
 
     ACTED = "the rule was applied"
     PLAIN = "the operation ran without the rule"
@@ -45,8 +45,8 @@ REASONS = {
 
 
 @dataclass(frozen=True)
-class Place:
-    """A place where a rule should act.
+class Expected:
+    """A location where a rule should act.
 
     Args:
         module: The module's name; None for a parameter.
@@ -61,7 +61,7 @@ class Place:
 
 @dataclass(eq=False)
 class ReportRow:
-    """A policy or ``gradient_override`` in a :class:`Report`, with counts of what happened at each place.
+    """A policy or ``gradient_override`` in a :class:`Report`, with counts of what happened at each location.
 
     Args:
         name: The policy's name.
@@ -72,8 +72,8 @@ class ReportRow:
         operations: The names of its operations.
         parameters: The names of the matched parameters.
         any_of: True if one of the operations is enough, as for the default of ``StraightThrough``.
-        places: The places where the rule should act.
-        counts: For each place, how often each outcome occurred.
+        expected: The locations where the rule should act.
+        counts: For each location, how often each outcome occurred.
         lost: Pairs of an operation with a discrete result and the function that lost its gradient.
         opaque: Pairs of a call within which the rule cannot act and the reason.
         ran_on: True if a forward pass ran with the rule active.
@@ -90,7 +90,7 @@ class ReportRow:
     operations: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
     any_of: bool = False
-    places: dict[str, Place] = field(default_factory=dict)
+    expected: dict[str, Expected] = field(default_factory=dict)
     counts: defaultdict[str, Counter[Outcome]] = field(default_factory=lambda: defaultdict(Counter))
     lost: set[tuple[str, str]] = field(default_factory=set)
     opaque: set[tuple[str, str]] = field(default_factory=set)
@@ -104,16 +104,16 @@ class ReportRow:
     uses: ClassVar[int] = 0
 
     @runs_while_tracing
-    def note(self, place: str, outcome: Outcome, is_traced: bool = False) -> None:
-        """Count an outcome at a place. In compiled code this runs once, while the code is traced."""
-        self.counts[place][outcome] += 1
+    def note(self, location: str, outcome: Outcome, is_traced: bool = False) -> None:
+        """Count an outcome at a location. In compiled code this runs once, while the code is traced."""
+        self.counts[location][outcome] += 1
         ReportRow.uses += outcome is Outcome.ACTED and not is_traced
         self.compiled |= is_traced
 
-    def note_all(self, outcome: Outcome, places: Iterable[str]) -> None:
-        """Count an outcome at several places."""
-        for place in places:
-            self.counts[place][outcome] += 1
+    def note_all(self, outcome: Outcome, locations: Iterable[str]) -> None:
+        """Count an outcome at several locations."""
+        for location in locations:
+            self.counts[location][outcome] += 1
 
     @runs_while_tracing
     def note_forward(self, is_on: bool, is_traced: bool) -> None:
@@ -139,18 +139,20 @@ class ReportRow:
     @runs_while_tracing
     def warn_if_discrete(self, subject: str) -> None:
         """Warn of operations whose discrete results never became floating-point."""
-        for operation in sorted(self.places_with(Outcome.DISCRETE) - self.matched.keys()):
+        for operation in sorted(self.locations_with(Outcome.DISCRETE) - self.matched.keys()):
             warn_user(f"{subject}: the result of {operation!r} {NEVER_FLOATING}")
 
-    def places_with(self, *outcomes: Outcome) -> set[str]:
-        """Return the places at which one of these outcomes occurred."""
-        return {place for place, counts in self.counts.items() if any(counts[each] for each in outcomes)}
+    def locations_with(self, *outcomes: Outcome) -> set[str]:
+        """Return the locations at which one of these outcomes occurred."""
+        return {
+            location for location, counts in self.counts.items() if any(counts[each] for each in outcomes)
+        }
 
     @property
     def matched(self) -> dict[str, int]:
-        """The number of times that the rule was applied to each operation and place."""
-        acted = {place: counts[Outcome.ACTED] for place, counts in self.counts.items()}
-        return {place: count for place, count in acted.items() if count}
+        """The number of times that the rule was applied to each operation and location."""
+        acted = {location: counts[Outcome.ACTED] for location, counts in self.counts.items()}
+        return {location: count for location, count in acted.items() if count}
 
     @property
     def opaque_calls(self) -> dict[str, str]:
@@ -161,7 +163,7 @@ class ReportRow:
     def operations_met(self) -> frozenset[str]:
         """The names of all operations that ran where the policy acts."""
         ran = (Outcome.ACTED, Outcome.PLAIN, Outcome.WITHOUT_GRADIENT, Outcome.DISCRETE)
-        return frozenset(self.places_with(*ran))
+        return frozenset(self.locations_with(*ran))
 
     @property
     def operations_matched(self) -> int:
@@ -171,9 +173,11 @@ class ReportRow:
     @property
     def idle(self) -> list[str]:
         """The matched modules whose forward should have run and did not."""
-        ran = self.places_with(Outcome.ACTED, Outcome.WITHOUT_GRADIENT, Outcome.OFF)
-        never = [at for place, at in self.places.items() if at.module is not None and place not in ran]
-        if len(never) < len(self.places):
+        ran = self.locations_with(Outcome.ACTED, Outcome.WITHOUT_GRADIENT, Outcome.OFF)
+        never = [
+            at for location, at in self.expected.items() if at.module is not None and location not in ran
+        ]
+        if len(never) < len(self.expected):
             # A glob that matches a ModuleList, which has no forward, matches its modules too.
             never = [at for at in never if at.is_named or at.has_forward]
         return [at.module for at in never if at.module is not None]
@@ -184,44 +188,44 @@ class ReportRow:
         Args:
             *ignored: Operations with one of these outcomes are left out.
         """
-        excused = self.places_with(Outcome.ACTED, Outcome.OFF, *ignored)
+        excused = self.locations_with(Outcome.ACTED, Outcome.OFF, *ignored)
         if self.ran_off:
             # Operations that ran while the policy was inactive need not run while it is active.
-            excused |= self.places_with(Outcome.PLAIN)
+            excused |= self.locations_with(Outcome.PLAIN)
         missing = [name for name in self.operations if name not in excused]
         return [] if self.any_of and len(missing) < len(self.operations) else missing
 
     def untouched(self, *ignored: Outcome) -> list[str]:
-        """Return the places that a gradient should have reached and did not; see :meth:`unmet`."""
+        """Return the locations that a gradient should have reached and did not; see :meth:`unmet`."""
         idle = self.idle
-        expected = {place: at.is_named for place, at in self.places.items() if at.module not in idle}
-        reached = self.places_with(Outcome.ACTED, Outcome.OFF, *ignored)
-        acted = any(place in self.matched for place in expected)
+        expected = {location: at.is_named for location, at in self.expected.items() if at.module not in idle}
+        reached = self.locations_with(Outcome.ACTED, Outcome.OFF, *ignored)
+        acted = any(location in self.matched for location in expected)
         return [
-            place
-            for place, is_named in expected.items()
-            if place not in reached
+            location
+            for location, is_named in expected.items()
+            if location not in reached
             and (is_named or not acted)
-            and not any(call.endswith(f" at {place}") for call, _ in self.opaque)
+            and not any(call.endswith(f" at {location}") for call, _ in self.opaque)
         ]
 
     def message(self, *ignored: Outcome) -> str:
-        """Return a message on operations and places where the rule was not applied; empty if there are none.
+        """Return a message on operations and locations without the rule; empty if there are none.
 
         Args:
-            *ignored: Operations and places with one of these outcomes are left out.
+            *ignored: Operations and locations with one of these outcomes are left out.
         """
         parts = *self._about_operations(self.unmet(*ignored)), *self._about_places(self.untouched(*ignored))
         return "; ".join(parts)
 
     def _about_places(self, untouched: list[str]) -> Iterator[str]:
-        parameters = [place for place in untouched if self.places[place].module is None]
-        crossed = [place for place in untouched if place not in parameters]
+        parameters = [location for location in untouched if self.expected[location].module is None]
+        crossed = [location for location in untouched if location not in parameters]
         if self.idle:
             names = [f"module {name!r}" if name else "the model" for name in self.idle]
             yield (
                 f"{_listed(names)} never ran through its forward; another method of it, or a function "
-                "of its weights, passes the policy by"
+                "of its weights, skips the policy"
             )
         if crossed:
             yield (
@@ -265,20 +269,20 @@ def check_operations(row: ReportRow, *, may_get_gradient: bool = False) -> str:
         may_get_gradient: True if operations that ran where no gradient is recorded may get one later.
 
     Returns:
-        A message on operations and places where the rule was not applied; empty if there are none.
+        A message on operations and locations where the rule was not applied; empty if there are none.
 
     Raises:
         PolicyError: If none of the operations ran.
     """
     message, unmet = row.message(), set(row.unmet())
-    may_come = may_get_gradient and unmet & row.places_with(Outcome.WITHOUT_GRADIENT)
+    may_come = may_get_gradient and unmet & row.locations_with(Outcome.WITHOUT_GRADIENT)
     if unmet and not may_come and unmet == set(row.operations):
         raise PolicyError(f"policy.{row.name}.ops: {message}")
     return message
 
 
 def report_unmet(subject: str, row: ReportRow, *, strict: bool, ignored: Iterable[Outcome] = ()) -> None:
-    """Warn at the end of a block of operations and places where the rule was not applied.
+    """Warn at the end of a block of operations and locations where the rule was not applied.
 
     Calls in which the rule cannot act, and lost gradients, gave warnings before; if strict, they raise here.
     Operations on which an inner override or policy acted instead are ignored.
@@ -287,7 +291,7 @@ def report_unmet(subject: str, row: ReportRow, *, strict: bool, ignored: Iterabl
         subject: The name of the block, for the message.
         row: The row of the policy or ``gradient_override``.
         strict: Raise an error instead of giving a warning.
-        ignored: Other outcomes with which operations and places are ignored.
+        ignored: Other outcomes with which operations and locations are ignored.
 
     Raises:
         PolicyError: If ``strict``.

@@ -180,7 +180,7 @@ def _observe(
 
 
 def _unmet(report: Mapping[str, ReportRow], model: nn.Module) -> Iterator[str]:
-    """Yield a line for each policy whose rule did not act at an operation or place."""
+    """Yield a line for each policy whose rule did not act at an operation or location."""
     # An operation without a gradient may get one when layers before it thaw.
     thaws = any(not parameter.requires_grad for parameter in model.parameters())
     for name, row in report.items():

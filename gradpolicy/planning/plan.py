@@ -150,7 +150,7 @@ def _vain_warnings(found: FirstStep) -> Iterator[str]:
         what = f"{len(named)} of its {count} parameters {'gets' if len(named) == 1 else 'get'} no gradient"
         if len(named) == count:
             what = f"none of its {count} parameters gets a gradient"
-        why = "the loss does not depend on them, or a stop or detach lies in between"
+        why = "the loss does not depend on them, or a stop or detach cuts them off"
         if any(found.gradients.get(key) is not None for key in named):
             why = (
                 "a rounding or another step before the loss passes only zeros, unless a policy such as "

@@ -24,7 +24,7 @@ class PlanRow:
         name: The policy's name.
         policy: The policy's class.
         what: Its effect: the class, and the mask source of a freeze policy.
-        where: The place, as code.
+        where: The location, as code.
         modules: The modules that it matched.
         operations: The number of calls of each operation that it matched in one step.
         parameters: The parameters that it matched.

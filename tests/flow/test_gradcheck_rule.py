@@ -148,7 +148,7 @@ def test_tolerance_follows_the_precision_of_the_forward(forward, scale):
             X,
             r"'<lambda>' at forward 'clone': returned 2 gradients \(.*\) for 1 inputs",
         ),
-        ("identity", torch.abs, torch.zeros(2), "every entry lies at a kink"),
+        ("identity", torch.abs, torch.zeros(2), "every entry is at a kink"),
         ("bernoulli", torch.bernoulli, torch.full((20,), 0.5), "the forward is random"),
         ("identity", 3, torch.ones(1), "gradcheck_rule: the forward must be a function, got 3"),
         ("identity", torch.clone, torch.empty(0), "'identity': there is no floating-point input to check"),
