@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 EntryPoints = Mapping[str, Sequence[str]]
+# Rules by the id of the parameter, each with the parameter's name.
+OnParameters = dict[int, list[tuple[str, RuleState]]]
 
 
 def install(
@@ -115,11 +117,6 @@ class Installed(Displayed):
         check_policies(self.policies, self._locations)
         self._states = {name: _state(name, self.policies[name], at) for name, at in self._locations.items()}
         self._session = InstallSession(self._states.values())
-        # The rules on each parameter, with its name, in the order in which the backward pass applies them.
-        self._on_parameters: dict[int, list[tuple[str, RuleState]]] = {}
-        for policy, locations in self._locations.items():
-            for name, parameter in locations.parameters.items():
-                self._on_parameters.setdefault(id(parameter), []).append((name, self._states[policy]))
         # Modules with the same policies inside share a table; by the names of the policies.
         self._tables: dict[tuple[str, ...], DispatchTable] = {}
         self._wraps: list[WrappedForward] = []
@@ -257,6 +254,11 @@ class Installed(Displayed):
                 report_unmet(f"policy {state.name!r}", row, strict=strict, ignored=ignored)
 
     def _put_on(self, entry_points: EntryPoints) -> None:
+        # The rules on each parameter, with its name, in the order in which the backward pass applies them.
+        on_parameters: OnParameters = {}
+        for policy, locations in self._locations.items():
+            for name, parameter in locations.parameters.items():
+                on_parameters.setdefault(id(parameter), []).append((name, self._states[policy]))
         done: set[int] = set()
         scripted: list[str] = []
         for raw_name, module in self.model.named_modules(remove_duplicate=False):
@@ -265,7 +267,7 @@ class Installed(Displayed):
                 continue
             done.add(id(module))
             name = plain_name(raw_name)
-            rules = self._rules_on_parameters(module)
+            rules = _rules_on_parameters(module, on_parameters)
             self._parameter_rules += rules
             if not isinstance(module, torch.jit.ScriptModule):
                 self._put_on_module(name, module, rules, entry_points.get(name, ("forward",)))
@@ -277,21 +279,13 @@ class Installed(Displayed):
                     reason = "what is in it runs outside Python"
                     self._states[policy].row.note_opaque(f"ScriptModule {scripted[-1]!r}", reason)
         self._session.acts_on_parameters = bool(self._parameter_rules)
-        for on_parameter in self._parameter_rules:
-            on_parameter.put_on()
+        for each in self._parameter_rules:
+            each.put_on()
         # The root module runs every parameter rule: weights may be shared across modules.
         for wrap in self._wraps:
             if wrap.module is self.model:
                 wrap.parameter_rules = tuple(self._parameter_rules)
                 wrap.adds_nothing &= not self._parameter_rules
-
-    def _rules_on_parameters(self, module: nn.Module) -> list[ParameterRules]:
-        """Return the rules on a module's parameters; those on shared ones are the first module's."""
-        found = []
-        for attribute, parameter in module._parameters.items():
-            if rules := self._on_parameters.pop(id(parameter), None):
-                found.append(ParameterRules(rules[0][0], module, attribute, [state for _, state in rules]))
-        return found
 
     def _put_on_module(
         self, name: str, module: nn.Module, rules: list[ParameterRules], methods: Sequence[str]
@@ -352,6 +346,15 @@ class Installed(Displayed):
             on = [(key, operation) for key in names for operation in self._locations[key].operations]
             self._tables[names] = DispatchTable([OperationRule(each, self._states[key]) for key, each in on])
         return self._tables[names]
+
+
+def _rules_on_parameters(module: nn.Module, on_parameters: OnParameters) -> list[ParameterRules]:
+    """Take the rules on a module's parameters; those on shared ones are the first module's."""
+    found = []
+    for attribute, parameter in module._parameters.items():
+        if rules := on_parameters.pop(id(parameter), None):
+            found.append(ParameterRules(rules[0][0], module, attribute, [state for _, state in rules]))
+    return found
 
 
 def deactivate(model: nn.Module, policies: Collection[RulePlacement]) -> None:
