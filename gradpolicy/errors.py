@@ -78,8 +78,8 @@ def unknown(kind: str, name: str, candidates: Iterable[str], key: str | None = N
         candidates: The valid names.
         key: The key with this name, such as ``"policy.trunk.params"``.
     """
-    place = f"{key}: " if key else ""
-    return PolicyError(f"{place}unknown {kind} {shown(name)}; {nearest(name, candidates)}".rstrip("; "))
+    prefix = f"{key}: " if key else ""
+    return PolicyError(f"{prefix}unknown {kind} {shown(name)}; {nearest(name, candidates)}".rstrip("; "))
 
 
 def shown(value: object) -> str:
@@ -164,7 +164,7 @@ def refuse_unknown_arguments(kind: type, names: Iterable[str]) -> None:
 def constructors(kind: type) -> list[Callable[..., Any]]:
     """Return the constructors of a class and of the base classes to which it passes further arguments."""
     found = [vars(base)["__init__"] for base in kind.__mro__[:-1] if "__init__" in vars(base)]
-    last = next((place for place, function in enumerate(found) if not _takes_any(function)), len(found))
+    last = next((index for index, function in enumerate(found) if not _takes_any(function)), len(found))
     return found[: last + 1]
 
 

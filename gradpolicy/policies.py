@@ -21,7 +21,7 @@ from gradpolicy.masks.function import as_source
 from gradpolicy.rules.derivative import Derivative
 from gradpolicy.rules.registry import Rule, RuleFunction, get_rule, rule_names
 from gradpolicy.when import When
-from gradpolicy.where import PLACES, STEP_OPERATIONS, ModulePattern, as_patterns
+from gradpolicy.where import LOCATIONS, STEP_OPERATIONS, ModulePattern, as_patterns
 
 ModulePatterns = ModulePattern | Iterable[ModulePattern] | None
 # In this order, since LightningCLI uses the first type that fits, and so saves a list as a list.
@@ -140,8 +140,8 @@ class FlowPolicy(Policy, RulePlacement):
             PolicyError: If they do not.
         """
         kind, rule = type(self).__name__, shown(self.rule.name)
-        if self.at not in PLACES:
-            raise unknown("boundary", str(self.at), PLACES, key=f"{kind}.at")
+        if self.at not in LOCATIONS:
+            raise unknown("boundary", str(self.at), LOCATIONS, key=f"{kind}.at")
         if self.inside not in self.INSIDE:
             raise unknown("choice", str(self.inside), self.INSIDE, key=f"{kind}.inside")
         for key, values in (("argument", self.argument), ("output", self.output)):
@@ -195,7 +195,7 @@ class FlowPolicy(Policy, RulePlacement):
             f"{key}={[getattr(item, '__name__', item) for item in chosen]}" for key, chosen in where if chosen
         ]
         settings: tuple[tuple[str, Any, Any], ...] = (
-            ("at", self.at, PLACES[0]),
+            ("at", self.at, LOCATIONS[0]),
             ("argument", self.argument[0] if len(self.argument) == 1 else list(self.argument), []),
             ("output", list(self.output), []),
             ("inside", self.inside, self.INSIDE[0]),

@@ -57,7 +57,7 @@ class LayerDecay(KnowsItsArguments):
             layers = find_layers(parameters)
         else:
             layers = layers_of("LayerDecay.groups", self.groups, parameters)
-        depth = {name: place for place, layer in enumerate(layers) for name in layer.parameters}
+        depth = {name: index for index, layer in enumerate(layers) for name in layer.parameters}
         return {name: self.decay ** (len(layers) - 1 - depth[name]) for name in parameters if name in depth}
 
 

@@ -192,12 +192,12 @@ def _unmatched(shares: Mapping[str, float], matched: Collection[str], trains_onl
 def _joined(rows: Sequence[LayerRow]) -> Iterator[LayerRow]:
     """Yield the rows, with neighbouring alike layers of one stack joined."""
 
-    def alike(place: int) -> tuple[LayerRow, str, int]:
-        stack, number = _numbered(rows[place])
-        return replace(rows[place], name=""), stack, number - place
+    def alike(index: int) -> tuple[LayerRow, str, int]:
+        stack, number = _numbered(rows[index])
+        return replace(rows[index], name=""), stack, number - index
 
-    for _, places in groupby(range(len(rows)), alike):
-        first, *others = [rows[place] for place in places]
+    for _, indices in groupby(range(len(rows)), alike):
+        first, *others = [rows[index] for index in indices]
         name = f"{first.name}–{_numbered(others[-1])[1]}" if others else first.name
         count = 1 + len(others)
         yield replace(first, name=name, entries=first.entries * count, training=first.training * count)

@@ -14,7 +14,7 @@ Named = TypeVar("Named", bound=Tensor)
 
 # The locations at a module where a policy may act, and the operations that are step functions.
 BOUNDARIES = ("input", "output")
-PLACES = (*BOUNDARIES, "through")
+LOCATIONS = (*BOUNDARIES, "through")
 STEP_OPERATIONS = ("round", "floor", "ceil", "trunc", "sign", "heaviside")
 
 # Names that wrappers add to those of modules; patterns are written without them.

@@ -138,10 +138,10 @@ def encode(indices: Tensor) -> Tensor:
     """
     before = torch.cat([indices.new_tensor([-1]), indices[:-1]])
     gaps = indices - before - 1
-    sizes = {kind: _places(gaps, kind) * kind.itemsize for kind in _GAP_DTYPES}
+    sizes = {kind: _gap_count(gaps, kind) * kind.itemsize for kind in _GAP_DTYPES}
     kind = min(_GAP_DTYPES, key=lambda each: sizes[each])
     most = torch.iinfo(kind).max
-    written = gaps.new_full((_places(gaps, kind),), most)
+    written = gaps.new_full((_gap_count(gaps, kind),), most)
     written[(gaps // most + 1).cumsum(0) - 1] = gaps % most
     return written.to(kind)
 
@@ -175,5 +175,5 @@ def decode(gaps: Tensor, limit: int) -> Tensor:
     return indices
 
 
-def _places(gaps: Tensor, kind: torch.dtype) -> int:
+def _gap_count(gaps: Tensor, kind: torch.dtype) -> int:
     return int((gaps // torch.iinfo(kind).max + 1).sum())

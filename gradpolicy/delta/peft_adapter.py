@@ -20,7 +20,7 @@ from gradpolicy.checks import check_choice
 from gradpolicy.delta.change import NEW, TensorChange
 from gradpolicy.delta.file import Delta, read, write, write_safetensors
 from gradpolicy.delta.info import Info, describe
-from gradpolicy.delta.save import place_of, save
+from gradpolicy.delta.save import memory_of, save
 from gradpolicy.delta.state import State, full_cpu, print_of, tensors_of
 from gradpolicy.delta.weights import read_weights
 from gradpolicy.errors import PolicyError, brief, shortened, shown, under, unknown
@@ -263,7 +263,7 @@ def _content(adapter: _Adapter) -> tuple[object, object]:
 def _with_adapter(adapter: _Adapter, base: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     """Return the base's tensors with an adapter, and the names of those that it replaces."""
     trained = {name: full_cpu(tensor) for name, tensor in base.items()}
-    places = {name: place_of(tensor) for name, tensor in base.items()}
+    memory = {name: memory_of(tensor) for name, tensor in base.items()}
     replaced = []
     for key, tensor in adapter.tensors.items():
         module, _, kind = key.removeprefix(_PREFIX).rpartition(".")
@@ -287,5 +287,5 @@ def _with_adapter(adapter: _Adapter, base: dict[str, Tensor]) -> tuple[dict[str,
         except (RuntimeError, IndexError, TypeError, ValueError) as error:
             reason = brief(str(error))
             raise PolicyError(f"{shown(name)} does not fit {list(old.shape)}: {reason}") from error
-        trained.update({other: new for other in base if places[other] == places[name]})
+        trained.update({other: new for other in base if memory[other] == memory[name]})
     return trained, replaced

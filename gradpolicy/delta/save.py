@@ -45,7 +45,7 @@ def save(
     replaced = {name: full_cpu(after.pop(name)) for name in sorted(chosen)}
     before = {name: tensor for name, tensor in before.items() if name not in chosen}
     check_same_tensors(after, before, "delta: the model", "the base")
-    if after and all(place_of(tensor) == place_of(before[name]) for name, tensor in after.items()):
+    if after and all(memory_of(tensor) == memory_of(before[name]) for name, tensor in after.items()):
         raise PolicyError(
             "delta: the base shares the model's memory: keep a copy before training, such as "
             "copy.deepcopy(model.state_dict())"
@@ -61,10 +61,10 @@ def save(
             )
         old = full_cpu(old)
         prints[name] = print_of(old)
-        former, change = tied.get(place_of(tensor), (None, None))
+        former, change = tied.get(memory_of(tensor), (None, None))
         if former != prints[name]:
             change = difference(old, full_cpu(tensor))
-            tied.setdefault(place_of(tensor), (prints[name], change))
+            tied.setdefault(memory_of(tensor), (prints[name], change))
         if change is not None:
             changes[name] = change
     delta = Delta(prints, changes, replaced)
@@ -72,7 +72,7 @@ def save(
     return describe(path, delta)
 
 
-def place_of(tensor: Tensor) -> tuple[object, ...]:
+def memory_of(tensor: Tensor) -> tuple[object, ...]:
     """Return the location of a tensor in memory, which is the same for tied names, on every process.
 
     If a process has no entries of it, the location is that of the storage, so that all processes gather the

@@ -36,7 +36,7 @@ from gradpolicy.flow.policy_report import (
 )
 from gradpolicy.flow.recomputation import InstallSession
 from gradpolicy.flow.wrapped_forward import CallScope, WrappedForward
-from gradpolicy.where import PLACES, STEP_OPERATIONS, plain_name
+from gradpolicy.where import LOCATIONS, STEP_OPERATIONS, plain_name
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -305,7 +305,7 @@ class Installed(Displayed):
             self._states[policy].row.expected[location_at(locations.side, name)] = expected
         for method in methods:
             signature = Signature.of(getattr(module, method))
-            at: dict[str, list[tuple[RuleState, Slots]]] = {side: [] for side in PLACES}
+            at: dict[str, list[tuple[RuleState, Slots]]] = {side: [] for side in LOCATIONS}
             for policy, locations in at_module.items():
                 owner = f"policy {policy!r} at module {name!r}"
                 slots = signature.slots(self.policies[policy].argument, owner)

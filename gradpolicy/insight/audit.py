@@ -152,9 +152,9 @@ class Audit(Callback):
         if (freezer := self._freezer) is None:
             return
         for name in names:
-            own, places = local_shard(freezer.parameters[name].detach()), self._frozen_places(freezer, name)
-            self._counted.sampled |= bool(len(places)) and own.numel() > self.entries
-            self._snapshots[name] = _updates(freezer), places, bits_at(own, places)
+            own, indices = local_shard(freezer.parameters[name].detach()), self._frozen_indices(freezer, name)
+            self._counted.sampled |= bool(len(indices)) and own.numel() > self.entries
+            self._snapshots[name] = _updates(freezer), indices, bits_at(own, indices)
 
     @torch.no_grad()
     def _compare(self, names: Collection[str]) -> None:
@@ -162,44 +162,44 @@ class Audit(Callback):
         if (freezer := self._freezer) is None:
             return
         for name in self._snapshots.keys() & names:
-            since, places, bits = self._snapshots.pop(name)
-            now = bits_at(local_shard(freezer.parameters[name].detach()), places).to(bits.device)
+            since, indices, bits = self._snapshots.pop(name)
+            now = bits_at(local_shard(freezer.parameters[name].detach()), indices).to(bits.device)
             changed, step = int((now != bits).any(1).sum()), _updates(freezer)
             # It is no interval if masks are set twice between two updates.
-            if len(places) and (changed or step > since):
+            if len(indices) and (changed or step > since):
                 self._counted.intervals += 1
-                self._counted.entries += len(places)
+                self._counted.entries += len(indices)
                 self._counted.changed += changed
             if changed:
                 policies = [p for p in freezer.policies if name in freezer.parameters_of(p)]
                 self._counted.differences.append(
-                    f"{name} (policy.{', policy.'.join(policies)}): {changed} of {len(places)} frozen "
+                    f"{name} (policy.{', policy.'.join(policies)}): {changed} of {len(indices)} frozen "
                     f"entries changed between update {since} and update {step} on rank {self._rank}; "
                     "something other than the masked optimizer wrote to them"
                 )
 
-    def _frozen_places(self, freezer: Freezer, name: str) -> Tensor:
+    def _frozen_indices(self, freezer: Freezer, name: str) -> Tensor:
         """Return flat indices of random frozen entries in this process's shard of a parameter."""
         parameter, mask = freezer.parameters[name], freezer.mask_of(name)
         own = local_shard(parameter)
         if own.numel() <= self.entries:
-            places = torch.arange(own.numel(), device=own.device)
+            indices = torch.arange(own.numel(), device=own.device)
         else:
             generator = torch.Generator("cpu").manual_seed(
                 derive("audit", self._rank, name, _updates(freezer))
             )
             drawn = torch.randint(own.numel(), (self.entries,), generator=generator, device="cpu")
-            places = drawn.unique().to(own.device)
+            indices = drawn.unique().to(own.device)
         active = as_tensor(mask, parameter.shape, own.device)
         active = local_mask(active.reshape((1,) * (own.dim() - active.dim()) + active.shape), parameter)
-        return places[~active.expand(own.shape).reshape(-1)[places]]
+        return indices[~active.expand(own.shape).reshape(-1)[indices]]
 
 
 def _updates(freezer: Freezer) -> int:
     return max(each.effective_steps for each in freezer.optimizers)
 
 
-def bits_at(tensor: Tensor, places: Tensor) -> Tensor:
+def bits_at(tensor: Tensor, indices: Tensor) -> Tensor:
     """Return the bytes of entries, so that 0.0 and −0.0 differ and NaN equals itself.
 
     Example:
@@ -207,7 +207,7 @@ def bits_at(tensor: Tensor, places: Tensor) -> Tensor:
         [[0, 0, 0, 0], [0, 0, 0, 128]]
     """
     # Lightning has moved the model to the CPU when a fit ends.
-    return tensor.reshape(-1)[places.to(tensor.device), None].view(torch.uint8)
+    return tensor.reshape(-1)[indices.to(tensor.device), None].view(torch.uint8)
 
 
 def merged(parts: Sequence[AuditFile]) -> AuditFile:

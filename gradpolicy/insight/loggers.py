@@ -13,9 +13,9 @@ from gradpolicy.planning.plan_table import HEADINGS, Plan, cells
 from gradpolicy.train.json_file import write_json
 
 # Keys of the config with paths of the run.
-PLACES = ("paths", "logger", "extras")
+PATHS = ("paths", "logger", "extras")
 # Keys that are not part of a run's name.
-UNNAMED = (*PLACES, "extensions", "policy", "callbacks", "tags", "ckpt_path", "hydra")
+UNNAMED = (*PATHS, "extensions", "policy", "callbacks", "tags", "ckpt_path", "hydra")
 # The maximum length of a name in W&B, in characters.
 LONGEST_NAME = 128
 
@@ -35,7 +35,7 @@ def hyperparameters(config: Mapping[str, Any]) -> dict[str, Any]:
         >>> hyperparameters({"seed": 3, "policy": {"half": {"mask": {"density": 0.5}}}, "paths": {}})
         {'policies': 'half', 'seed': 3, 'policy.half.mask.density': 0.5}
     """
-    kept = {key: value for key, value in config.items() if key not in (*PLACES, "extensions", "callbacks")}
+    kept = {key: value for key, value in config.items() if key not in (*PATHS, "extensions", "callbacks")}
     values = {key: value for key, value in flat(kept).items() if value is not None and value != {}}
     texts = {key: str(value) for key, value in values.items() if not isinstance(value, str | int | float)}
     return {"policies": policies_of(config), **values, **texts}

@@ -224,16 +224,16 @@ def _in_order(layer_of: Mapping[str, str | None], weights: set[str], *, norms_jo
         # Outside of blocks: the outermost module that contains no block.
         unit = block or next(prefix for prefix in _prefixes(name) if prefix not in above)
         units.setdefault(unit, []).append(name)
-    last = max(place for place, unit in enumerate(units) if unit in blocks)
+    last = max(index for index, unit in enumerate(units) if unit in blocks)
     found: list[Layer] = []
-    for place, (unit, names) in enumerate(units.items()):
+    for index, (unit, names) in enumerate(units.items()):
         layer = Layer(unit, tuple(names), unit in blocks)
         before = found[-1] if found else layer
         bare, bare_before = weights.isdisjoint(names), weights.isdisjoint(before.parameters)
         if layer.numbered:
             joins = norms_join and bare and not bare_before
         else:
-            joins = place < last or bare or bare_before
+            joins = index < last or bare or bare_before
         if found and joins and before.numbered == layer.numbered:
             found[-1] = join_layers([before, layer])
         else:

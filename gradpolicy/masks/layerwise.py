@@ -61,7 +61,7 @@ class Layerwise(LayerSource):
         """Return the names of the active layers at a step, from the input to the output."""
         period = max(self.period(step, epoch), 0)
         chosen = sorted(shuffled(len(self.layer_groups), self.seed, period, "layerwise")[: self.active])
-        return [self.layer_groups[place].name for place in chosen]
+        return [self.layer_groups[index].name for index in chosen]
 
     def frozen_names(self, step: int, epoch: int) -> set[str]:
         """Return the names of parameters in layers that were not sampled."""

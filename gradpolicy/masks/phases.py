@@ -149,11 +149,11 @@ class Phases(LayerSource):
             raise PolicyError(f"Phases.phases: expected a list of phases, got {shown(phases)}")
         self.phases = [dict(each) if isinstance(each, Mapping) else each for each in phases]
         self._read: list[Phase] = []
-        for place, written in enumerate(self.phases):
-            with under(f"Phases.phases[{place}]"):
+        for index, written in enumerate(self.phases):
+            with under(f"Phases.phases[{index}]"):
                 phase = Phase.read(written)
                 self._read.append(phase)
-                if not (phase.limits or phase.metric) and place + 1 < len(self.phases):
+                if not (phase.limits or phase.metric) and index + 1 < len(self.phases):
                     raise PolicyError(
                         "until: is missing, so that the phases after it are never reached; name steps, "
                         "epochs or a metric"
@@ -181,8 +181,8 @@ class Phases(LayerSource):
     def prepare(self) -> None:
         """Find the parameters of each phase, and start with the first phase."""
         self.layer_groups, self._settings = [], []
-        for place, phase in enumerate(self._read):
-            with under(f"Phases.phases[{place}].params"):
+        for index, phase in enumerate(self._read):
+            with under(f"Phases.phases[{index}].params"):
                 names = tuple(match_names(phase.params, self.parameters, "parameter"))
                 self._settings.append(_by_name(phase.settings, names))
             self.layer_groups.append(Layer(shortened(list(phase.params), most=2), names, True))

@@ -83,7 +83,7 @@ class Rows(StaticSource):
         pieces = torch.zeros(count, dtype=torch.bool, device=parameter.device)
         self._mark(pieces, self._parts, what)
         line = pieces.repeat_interleave(self.size)
-        return line.reshape(tuple(-1 if place == dim else 1 for place in range(parameter.dim())))
+        return line.reshape(tuple(-1 if index == dim else 1 for index in range(parameter.dim())))
 
     def _mark(self, mask: Tensor, indices: list[Any], what: str) -> None:
         """Set the entries at each index to True.

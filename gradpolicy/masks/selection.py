@@ -201,11 +201,11 @@ def _keys(parts: Parts, bits: int) -> Iterator[Tensor]:
         yield keys ^ ((keys >> (bits - 1)) & ((1 << (bits - 1)) - 1))
 
 
-def _smallest(scores: Tensor, place: int) -> Tensor:
+def _smallest(scores: Tensor, index: int) -> Tensor:
     """Return the value at an index of the sorted flat scores."""
     if scores.device.type != "cpu" or scores.dtype not in (torch.float32, torch.float64):
-        return torch.kthvalue(scores, place + 1).values
+        return torch.kthvalue(scores, index + 1).values
     # Twenty times as fast as torch if few scores are equal.
     scores = scores.clone()
-    scores.numpy().partition(place)
-    return scores[place].clone()
+    scores.numpy().partition(index)
+    return scores[index].clone()

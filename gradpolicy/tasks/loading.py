@@ -48,14 +48,14 @@ class EpochSampler(DistributedSampler[Any]):
         if self.shuffle:
             generator = torch.Generator("cpu").manual_seed(epoch_seed(self.seed, self.epoch))
             order = torch.randperm(len(order), generator=generator, device="cpu")
-        return iter(order[self._places][self.start :].tolist())
+        return iter(order[self._shard][self.start :].tolist())
 
     def __len__(self) -> int:
         """Return the number of samples of this rank in a full epoch."""
-        return len(range(len(self.dataset))[self._places])  # type: ignore[arg-type]
+        return len(range(len(self.dataset))[self._shard])  # type: ignore[arg-type]
 
     @property
-    def _places(self) -> slice:
+    def _shard(self) -> slice:
         """This rank's indices in the order."""
         samples = len(self.dataset)  # type: ignore[arg-type]
         return slice(self.rank, samples - samples % self.num_replicas * self.drop_last, self.num_replicas)

@@ -76,7 +76,7 @@ def test_draws_places_anew_from_the_whole_tensor(two_layers, entries):
     audit, seen = Audit(entries=entries), set()
     for step in range(1, 101):
         optimizer.effective_steps = step
-        places = audit._frozen_places(freezer, "trunk.2.weight").tolist()
+        places = audit._frozen_indices(freezer, "trunk.2.weight").tolist()
         assert len(set(places)) == len(places) <= entries
         seen |= set(places)
     # All of the eight rows but the one that trains.

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Spirals(LightningDataModule):
-    """Two spirals of points, in a training, a validation and a test part.
+    """Two spirals of points, in a training, a validation and a test split.
 
     Args:
         points: The number of points.
@@ -24,26 +24,26 @@ class Spirals(LightningDataModule):
         label = torch.arange(points) % 2
         radius = torch.rand(points, generator=generator)
         angle = 6 * radius + torch.pi * label
-        place = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
-        place += noise * torch.randn(points, 2, generator=generator)
+        position = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
+        position += noise * torch.randn(points, 2, generator=generator)
         last = points // 5
-        self.parts = [
-            TensorDataset(place[chosen], label[chosen])
+        self.splits = [
+            TensorDataset(position[chosen], label[chosen])
             for chosen in (slice(2 * last, None), slice(last), slice(last, 2 * last))
         ]
         self.batch_size = batch_size
 
     def train_dataloader(self) -> DataLoader:
-        """Return the training part, shuffled."""
-        return DataLoader(self.parts[0], self.batch_size, shuffle=True)
+        """Return the training split, shuffled."""
+        return DataLoader(self.splits[0], self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader:
-        """Return the validation part."""
-        return DataLoader(self.parts[1], self.batch_size)
+        """Return the validation split."""
+        return DataLoader(self.splits[1], self.batch_size)
 
     def test_dataloader(self) -> DataLoader:
-        """Return the test part."""
-        return DataLoader(self.parts[2], self.batch_size)
+        """Return the test split."""
+        return DataLoader(self.splits[2], self.batch_size)
 
 
 class Classifier(LightningModule):
