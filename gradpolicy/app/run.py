@@ -138,9 +138,9 @@ def plan_and_run(settings: Settings, result: Result, directory: RunDirectory, co
         trainer = build_trainer(settings, policies, directory, record, reporter, resumed=resumed)
         if is_first_rank() and (settings.plan_only or settings.extras.plan):
             reporter.plan = make_run_plan(subject, settings.seed)
-            policies.shown_warnings = frozenset(reporter.plan.warnings)
+            policies.run.notices.shown = frozenset(reporter.plan.warnings)
             console.print(reporter.plan)
-            policies.layers = False  # the plan has them
+            policies.run.notices.layers = False  # the plan has them
         if settings.plan_only:
             directory.clear_unless_started()
             return replace(result, status="planned", error="")

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
-from gradpolicy.errors import PolicyError, shortened, under
+from gradpolicy.errors import PolicyError, shortened, under, warn_user
 from gradpolicy.freezing.bound_policy import BoundPolicy
 from gradpolicy.freezing.combination import check_same_options
 from gradpolicy.freezing.requires_grad import is_turned_off
@@ -56,8 +57,9 @@ class Bindings:
         self.matched: dict[str, Tensor] = {}
         _check_sources(policies)
         self._find_parameters()
-        self.policies = {name: self._bind(name, policy) for name, policy in policies.items()}
-        self._index()
+        with self.gathered(values=True):
+            self.policies = {name: self._bind(name, policy) for name, policy in policies.items()}
+            self._index()
 
     def holders(self, parameter: Tensor) -> list[MaskedOptimizer]:
         """Return the optimizers that update a parameter."""
@@ -101,6 +103,42 @@ class Bindings:
             for optimizer in self._optimizers:
                 block.enter_context(optimizer.whole_parameters(values=values))
             yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the sources, and current masks that they cannot compute again.
+
+        The combined masks and the ages are in the optimizer's own state_dict.
+        """
+        policies = self.policies.items()
+        masks = {name: each.mask_state() for name, each in policies}
+        return {
+            "sources": {name: each.source.state_dict() for name, each in policies},
+            "masks": {name: state for name, state in masks.items() if state is not None},
+            "identities": {name: each.identity() for name, each in policies},
+            "parameters": list(self.parameters),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> set[str]:
+        """Load the result of :meth:`state_dict`.
+
+        Returns:
+            The names of parameters that only policies of the saved run restricted.
+        """
+        saved, masks, identities = (state.get(key, {}) for key in ("sources", "masks", "identities"))
+        for name, each in self.policies.items():
+            own = each.identity()
+            known = name in saved
+            if known and identities.get(name, own) != own:
+                warn_user(
+                    f"policy.{name}: was saved with another kind of mask source or other parameters; "
+                    "it is re-initialised"
+                )
+                known = False
+            if known:
+                each.source.load_state_dict(saved[name])
+            with self.gathered():
+                each.load_mask_state(masks.get(name) if known else None)
+        return set(state.get("parameters", ())) - set(self.parameters)
 
     def _find_parameters(self) -> None:
         """Find the model's parameters by name, and the parameters of each optimizer."""

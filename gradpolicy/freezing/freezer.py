@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from gradpolicy.errors import under
-from gradpolicy.freezing import freezer_state
 from gradpolicy.freezing.bindings import Bindings
 from gradpolicy.freezing.bound_policy import masks_never_change
 from gradpolicy.freezing.combination import frozen_together
@@ -267,7 +266,7 @@ class Freezer:
 
         The combined masks and the ages are in the optimizer's own state_dict.
         """
-        return freezer_state.state_of(self._bindings)
+        return self._bindings.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`.
@@ -277,7 +276,7 @@ class Freezer:
         active.
         """
         self._join()
-        self._masks.release(freezer_state.load_state(self._bindings, state))
+        self._masks.release(self._bindings.load_state_dict(state))
         self.set_anew()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.train.loop import Policies
 from gradpolicy.train.loop import training as plain_training
-from gradpolicy.train.training_policies import STATE
+from gradpolicy.train.steps import STATE
 
 
 @contextmanager
@@ -70,18 +70,18 @@ def training(
     named = name_policies(policies)
     optimizer = partitioned(engine, named)
     scaler: Any = SimpleNamespace(get_scale=lambda: optimizer.zero.loss_scale)
-    toggles = optimizer.allows_unused_parameters
-    settings = {
-        "steps_per_epoch": steps_per_epoch,
-        "scaler": scaler,
-        "toggle_requires_grad": toggles,
-        "layers": layers,
-    }
+    block = plain_training(
+        engine,
+        optimizer,
+        named,
+        seed,
+        steps_per_epoch=steps_per_epoch,
+        scaler=scaler,
+        toggle_requires_grad=optimizer.allows_unused_parameters,
+        layers=layers,
+    )
     try:
-        with ExitStack() as stack:
-            with optimizer.whole_parameters(values=True):
-                stack.enter_context(plain_training(engine, optimizer, named, seed, **settings))
-            optimizer.hook_gradients()
+        with block:
             yield optimizer
     finally:
         optimizer.release()
@@ -158,14 +158,20 @@ class PartitionedOptimizer(MaskedOptimizer):
         self._warned = False
         self._parameters = [parameter for group in groups for parameter in group]
         self._handles: list[Any] = [
-            self.local.register_state_dict_post_hook(self._add_to_saved),
-            self.local.register_load_state_dict_pre_hook(self._before_load),
+            self.local.register_state_dict_post_hook(
+                lambda _, saved: self._passed(self._optimizer_state_dict_post_hooks, saved)
+            ),
+            self.local.register_load_state_dict_pre_hook(
+                lambda _, state: self._passed(self._optimizer_load_state_dict_pre_hooks, state)
+            ),
             self.local.register_load_state_dict_post_hook(self._after_load),
         ]
         # The engine calls this step, so that all hooks run once an update, and not once a partition.
         self.zero.step = self.step
         self._engine: Any = engine
         self._engine.load_checkpoint = partial(_load_checkpoint, engine.load_checkpoint)
+
+    is_partitioned = True
 
     @property
     def allows_unused_parameters(self) -> bool:  # type: ignore[override]
@@ -311,12 +317,6 @@ class PartitionedOptimizer(MaskedOptimizer):
         """Load the state of this rank's partitions, as ``engine.load_checkpoint`` does."""
         with _partitions_in_groups(self.zero):
             self.local.load_state_dict(state_dict)
-
-    def _add_to_saved(self, _: Any, saved: dict[str, Any]) -> dict[str, Any]:
-        return self._passed(self._optimizer_state_dict_post_hooks, saved)
-
-    def _before_load(self, _: Any, state: dict[str, Any]) -> dict[str, Any]:
-        return self._passed(self._optimizer_load_state_dict_pre_hooks, state)
 
     def _passed(self, hooks: Mapping[int, Callable[..., Any]], state: dict[str, Any]) -> dict[str, Any]:
         """Return a state_dict of the partitions after this optimizer's hooks."""

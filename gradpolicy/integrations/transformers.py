@@ -1,10 +1,10 @@
 """The callback for Hugging Face's Trainer and its subclasses, such as TRL's SFTTrainer."""
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Mapping
 from functools import wraps
 from typing import Any
 
-import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, is_compiled_module
 from torch import nn
@@ -14,11 +14,12 @@ from transformers.trainer_utils import IntervalStrategy
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.locations import is_cut
 from gradpolicy.optim.prepared import innermost, put_inside
-from gradpolicy.train.measurements import Measured
-from gradpolicy.train.training_policies import TrainingPolicies, calling, flat_parameters_refused
+from gradpolicy.policies import Policy
+from gradpolicy.train.step_in_backward import refused
+from gradpolicy.train.training_run import Driven, Run, flat_parameters_refused, needs_masks
 
 
-class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
+class GradientPoliciesCallback(Driven, TrainerCallback):
     """Trains under gradient policies with Hugging Face's Trainer.
 
     The callback does the following:
@@ -26,9 +27,9 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
     - at the start of training: flow policies are installed on the model; if there are freeze policies, the
       optimizer that accelerate has prepared is wrapped in :class:`~gradpolicy.MaskedOptimizer`;
     - before the first batch of each update: schedules are evaluated and new masks are set;
-    - after the gradients are unscaled and before they are clipped: mask sources get the gradients, and those
-      of frozen entries are zeroed, so that they are neither in the clipped norm nor in the logged
-      ``grad_norm``; under DeepSpeed they are zeroed as they are computed;
+    - in the backward pass: gradients of frozen entries are zeroed, so that they are neither in the clipped
+      norm nor in the logged ``grad_norm``; if a mask source needs the gradients, it gets them after they are
+      unscaled and before they are clipped;
     - when the Trainer logs: measurements of the policies are added, for all of its trackers;
     - when it saves: masks, ages and the state of mask sources are saved with the optimizer's state;
     - when training ends, or fails: everything is removed from the model and the optimizer.
@@ -45,11 +46,11 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         agreement_every: With several processes, the number of updates between comparisons of the checksums of
             masks, ages and weights; None for no comparisons.
         layers: Print what trains, layer by layer, before the first update.
+        step_in_backward: Update each parameter in the backward pass as soon as its gradient is complete, and
+            free the gradient. Of freeze policies only the active shares are logged then.
 
     Attributes:
-        installed: The flow policies on the model, during training.
-        freezer: The freezer, which runs the freeze policies.
-        masked_optimizers: The optimizer, if freeze policies match its parameters.
+        run: The run, which has the masked optimizer, the freezer and the flow policies on the model.
 
     Raises:
         PolicyError: If an entry is not a policy; when training starts, if a pattern matches nothing, two
@@ -65,9 +66,21 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
     """
 
     _trainer: Trainer | None = None
-    _measures = False
-    _measured: Measured | None = None
     _has_taken = False
+
+    def __init__(
+        self,
+        policies: Mapping[str, Policy | None] | None = None,
+        *,
+        seed: int = 0,
+        log: bool = True,
+        agreement_every: int | None = 100,
+        layers: bool | None = True,
+        step_in_backward: bool = False,
+    ) -> None:
+        self.run = Run(policies, seed=seed, agreement_every=agreement_every, layers=layers)
+        self.log_policies, self.step_in_backward = log, step_in_backward
+        self._evaluated: dict[str, float] = {}
 
     # ---- installing and removing
 
@@ -78,6 +91,8 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         """
         trainer = _calling_trainer()
         _check_supported(trainer)
+        if self.step_in_backward:
+            _check_step_in_backward(trainer)
         train = trainer.train
 
         @wraps(train)
@@ -86,7 +101,7 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
                 return train(*arguments, **settings)
             except RuntimeError as error:
                 if is_cut(error):
-                    self._check_cuts()
+                    self.run.notices.cuts()
                 raise
             finally:
                 self.remove()
@@ -117,11 +132,15 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
 
         trainer.accelerator.prepare = prepare_and_install
 
-    def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Install all policies: the model and the optimizer are prepared, and a checkpoint is loaded."""
         trainer = _calling_trainer()
-        self._evaluated: dict[str, float] = {}
+        self._evaluated = {}
         _check_supported(trainer)
+        if self.step_in_backward:
+            _check_step_in_backward(trainer)
         if not _loads_before_callbacks(trainer):
             assert trainer.model is not None
             self._install(trainer, trainer.model, trainer.model_wrapped, trainer.optimizer)
@@ -132,13 +151,17 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
             )
         for name, policy in self.policies.items():
             if "fit" not in policy.when.phases:
-                self._warn(
+                self.run.notices.warn(
                     f"policy.{name}: does nothing in the phases {', '.join(policy.when.phases)}, where the "
                     "Trainer takes no gradients; put it on the model with gradpolicy.install"
                 )
         # Trackers must run after this callback, to get the values that it adds to the logs.
         others = [each for each in trainer.callback_handler.callbacks if each is not self]
         trainer.callback_handler.callbacks = [self, *others]
+        self.run.count_from(state.global_step)
+        if self.log_policies:
+            every = _steps_of_epoch(args, kwargs.get("train_dataloader"))
+            self.run.measure(lambda updates: _logs_after(updates + 1, args, state, every))
 
     def _install(self, trainer: Trainer, model: nn.Module, wrapped: nn.Module | None, prepared: Any) -> None:
         """Install all policies.
@@ -151,21 +174,27 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         """
         self.remove()  # auto_find_batch_size starts again after running out of memory
         self._trainer = trainer
-        self._install_flow(model)
-        optimizer = innermost(prepared)
         # Code would be recompiled each time requires_grad changes.
         toggles = not is_compiled_module(wrapped)
-        if self.optimizer_policies and _is_deepspeed(trainer):
-            from gradpolicy.integrations.deepspeed import partitioned  # importing DeepSpeed takes seconds
+        optimizers: list[Any] = [innermost(prepared)]
+        if _is_deepspeed(trainer):
+            optimizers = []
+            if needs_masks(self.policies):
+                from gradpolicy.integrations.deepspeed import partitioned  # importing DeepSpeed takes seconds
 
-            optimizer = partitioned(wrapped, self.policies)
-            self._install_in_engine(model, optimizer, toggle_requires_grad=toggles)
-        elif self.optimizer_policies:
-            (optimizer,) = self._install_freeze(model, [optimizer], toggle_requires_grad=toggles)
-            put_inside(prepared, optimizer)
-        self._check_installed(model, [optimizer])
-        self._join_ranks(model, getattr(wrapped, "_orig_mod", wrapped))
+                optimizers = [partitioned(wrapped, self.policies)]
+                toggles = toggles and optimizers[0].allows_unused_parameters
+        optimizers = self.run.install(
+            model,
+            optimizers,
+            wrapped=getattr(wrapped, "_orig_mod", wrapped),
+            toggle_requires_grad=toggles,
+            masks_all=self.step_in_backward,
+        )
+        if self.step_in_backward:
+            self.run.step_in_backward()
         if not _is_deepspeed(trainer):
+            put_inside(prepared, *optimizers)
             self._observe_before_clipping(trainer)
 
     def on_train_end(self, *_: Any, **kwargs: Any) -> None:
@@ -179,10 +208,10 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
 
         This is needed only for a callback of ``trainer.add_callback``, after training has failed.
         """
-        self._remove()
+        self._remove(quiet=True)
 
-    def _remove(self, *, quiet: bool = True) -> None:
-        super()._remove(quiet=quiet)
+    def _remove(self, *, quiet: bool) -> None:
+        self.run.remove(quiet=quiet)
         trainer, self._trainer = self._trainer, None
         if trainer is None:
             return
@@ -198,16 +227,10 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Update the policies before the first batch of each update."""
+        """Begin an update before its first batch."""
         assert self._trainer is not None
         self._has_taken = False
-        self._begin_update(self.updates(state), int(state.epoch or 0))
-        self._measures = self.log_policies and self._logs_after_this(args, state)
-        if self.installed is not None:
-            self.installed.set_loss_scale(_loss_scale(self._trainer))
-            self.installed.measure_norms(self._measures)
-        if self._measures:
-            self._start_measuring().begin()
+        self.run.begin(int(state.epoch or 0), loss_scale=_loss_scale(self._trainer))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -232,20 +255,16 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check after the first update that every operation ran."""
-        assert self._trainer is not None
-        assert self._trainer.model is not None
-        trains = (parameter.requires_grad for parameter in self._trainer.model.parameters())
-        self._check_operations_met("fit", thaws=not all(trains))
-        if self._measures:
-            self._measured = self._measure("fit", self.updates(state))
+        """Stop if a mask source ends the training."""
+        if not self.run.steps.optimizers:
+            self.run.end()
         self._stop_if_finished(state, control)
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Hand what was evaluated during the training to mask sources, such as phases that end by it."""
-        if self._trainer is None or self.freezer is None:
+        if self._trainer is None:
             return
         # The Trainer evaluates each of several datasets by itself.
         self._evaluated |= kwargs["metrics"]
@@ -253,11 +272,11 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         names = datasets if isinstance(datasets, dict) else ()
         if all(f"eval_{name}_runtime" in self._evaluated for name in names):
             metrics, self._evaluated = self._evaluated, {}
-            self.freezer.report(metrics)
+            self.run.report(metrics)
             self._stop_if_finished(state, control)
 
     def _stop_if_finished(self, state: TrainerState, control: TrainerControl) -> None:
-        if self.freezer is not None and self.freezer.is_finished(self.updates(state), int(state.epoch or 0)):
+        if self.run.is_finished(int(state.epoch or 0)):
             control.should_training_stop = True
 
     def on_log(
@@ -269,16 +288,11 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Add measurements of the policies to the values that the Trainer logs."""
-        if logs is None or "loss" not in logs or self._measured is None:
+        if logs is None or "loss" not in logs or self._trainer is None:
             return
-        numbers = self._start_measuring().varying(self._summary(self._measured))
-        self._measured = None
+        _, numbers = self.run.take_measured()
         logs.update(numbers)
         state.log_history[-1].update(numbers)
-
-    def updates(self, state: TrainerState) -> int:
-        """Return the number of updates; if no optimizer is masked, the Trainer's number."""
-        return self.masked_optimizers[0].effective_steps if self.masked_optimizers else state.global_step
 
     def _observe_before_clipping(self, trainer: Trainer) -> None:
         """Process the gradients when accelerate has unscaled them, before clipping.
@@ -290,68 +304,11 @@ class GradientPoliciesCallback(TrainingPolicies, TrainerCallback):
         def unscale_gradients(optimizer: Any = None) -> None:
             if not self._has_taken:
                 unscale(optimizer)
-                self._take_gradients()
+                self._has_taken = True
+                for each in self.masked_optimizers:
+                    self.run.gradients(each)
 
         trainer.accelerator.unscale_gradients = unscale_gradients
-
-    def _take_gradients(self) -> None:
-        """Pass the gradients to sources, and zero those of frozen entries."""
-        self._has_taken = True
-        for optimizer in self.masked_optimizers:
-            assert self.freezer is not None
-            if self._measures:
-                self._start_measuring().take_gradients(optimizer, "gradient_norm_before")
-            self.freezer.observe(optimizer)
-            optimizer.mask_gradients()
-            if self._measures:
-                self._start_measuring().take_gradients(optimizer, "gradient_norm_after")
-
-    def _logs_after_this(self, args: TrainingArguments, state: TrainerState) -> bool:
-        """Return True if the Trainer logs its loss after the update that is being prepared."""
-        assert self._trainer is not None
-        if args.logging_strategy == IntervalStrategy.EPOCH:
-            return bool(self._trainer.accelerator.gradient_state.end_of_dataloader)
-        step = state.global_step + 1
-        return args.logging_strategy == IntervalStrategy.STEPS and (
-            step % state.logging_steps == 0 or (step == 1 and args.logging_first_step)
-        )
-
-    # ---- checkpoints
-
-    def _install_freeze(
-        self,
-        model: nn.Module,
-        optimizers: Iterable[torch.optim.Optimizer],
-        *,
-        toggle_requires_grad: bool = True,
-    ) -> list[torch.optim.Optimizer]:
-        """Wrap the optimizer, into which the Trainer has already loaded a checkpoint unless it is sharded."""
-        (optimizer,) = optimizers
-        # A plain optimizer keeps unknown values in its param groups: masks, and the state of the policies.
-        saved = optimizer.state_dict()
-        wrapped = super()._install_freeze(model, [optimizer], toggle_requires_grad=toggle_requires_grad)
-        (masked,) = self.masked_optimizers
-        self._hooks.append(masked.register_load_state_dict_pre_hook(self._take_state))
-        self._hooks.append(masked.register_load_state_dict_post_hook(self._restore))
-        masked.load_state_dict(saved)
-        self._hooks.append(masked.register_state_dict_post_hook(self._save))
-        return wrapped
-
-    def _save(self, optimizer: Any, saved: dict[str, Any]) -> None:
-        """Add the state of the policies to the optimizer's state_dict."""
-        assert self._trainer is not None
-        state = {**self.state_dict(), "global_step": self._trainer.state.global_step}
-        self._put_state(optimizer, saved, state)
-
-    def _restore(self, optimizer: Any) -> None:
-        """Restore the policies from the state that came with the optimizer's."""
-        assert self._trainer is not None
-        state, steps = self._loaded.pop(optimizer), self._trainer.state.global_step
-        if state.get("global_step") == steps:
-            self._apply_restored(state)
-        else:
-            optimizer.effective_steps = 0
-        optimizer.effective_steps = optimizer.effective_steps or steps
 
 
 def _calling_trainer() -> Trainer:
@@ -360,10 +317,28 @@ def _calling_trainer() -> Trainer:
     Raises:
         PolicyError: If there is none.
     """
-    trainer = calling(Trainer)
-    if trainer is None:
-        raise PolicyError("GradientPoliciesCallback: no Trainer calls it; give it to one as callbacks=[...]")
-    return trainer
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer):
+            return caller
+        frame = frame.f_back
+    raise PolicyError("GradientPoliciesCallback: no Trainer calls it; give it to one as callbacks=[...]")
+
+
+def _steps_of_epoch(args: TrainingArguments, loader: Any) -> int:
+    """Return the number of updates of an epoch; 1 if the loader does not know its length."""
+    batches = len(loader) if hasattr(loader, "__len__") else 1
+    return -(-batches // args.gradient_accumulation_steps)
+
+
+def _logs_after(step: int, args: TrainingArguments, state: TrainerState, steps_of_epoch: int) -> bool:
+    """Return True if the Trainer logs its loss after an update."""
+    if args.logging_strategy == IntervalStrategy.EPOCH:
+        return step % steps_of_epoch == 0
+    return args.logging_strategy == IntervalStrategy.STEPS and (
+        step % state.logging_steps == 0 or (step == 1 and args.logging_first_step)
+    )
 
 
 def _check_supported(trainer: Trainer) -> None:
@@ -385,6 +360,26 @@ def _check_supported(trainer: Trainer) -> None:
             "GradientPoliciesCallback: nn.DataParallel copies the model for each forward pass, without its "
             f"policies; {instead}"
         )
+
+
+def _check_step_in_backward(trainer: Trainer) -> None:
+    """Check that nothing in the Trainer's settings needs all gradients at once.
+
+    Raises:
+        PolicyError: If something does.
+    """
+    args = trainer.args
+    if _is_deepspeed(trainer):
+        raise refused("DeepSpeed, whose engine steps", "FSDP2 or one process")
+    if args.gradient_accumulation_steps != 1:
+        raise refused(f"gradient_accumulation_steps={args.gradient_accumulation_steps}", "1")
+    if args.max_grad_norm:
+        raise refused(
+            f"max_grad_norm={args.max_grad_norm} (the Trainer clips at 1.0 by default)",
+            "max_grad_norm=0, and gp.Clip to bound gradients",
+        )
+    if args.fp16:
+        raise refused("fp16=True with its GradScaler", "bf16=True or float32")
 
 
 def _is_deepspeed(trainer: Trainer) -> bool:

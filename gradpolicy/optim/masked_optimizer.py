@@ -89,6 +89,10 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
     # True if an engine reduces the gradients, and frozen parameters need not have any.
     allows_unused_parameters = False
+    # True for an optimizer whose engine steps and clips partitions of the parameters.
+    is_partitioned = False
+    # True to get the scale of any GradScaler, which passes it to fused optimizers alone.
+    sees_loss_scale = False
 
     def __init__(
         self, inner: torch.optim.Optimizer, frozen_state: str = "keep", bias_correction: str = "entry"
@@ -193,7 +197,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """True if GradScaler passes its scale on instead of unscaling (fused optimizers)."""
-        return bool(getattr(self.inner, "_step_supports_amp_scaling", False))
+        return self.sees_loss_scale or bool(getattr(self.inner, "_step_supports_amp_scaling", False))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer; its parameters start with every entry active."""

@@ -145,3 +145,8 @@ def _replica_groups(parameter: Tensor) -> list[Any]:
         for dimension, placement in enumerate(sharded.placements)
         if placement.is_replicate()
     ]
+
+
+def is_first_rank() -> bool:
+    """Return True in the process that prints and warns for all."""
+    return not dist.is_initialized() or dist.get_rank() == 0

@@ -14,6 +14,7 @@ from gradpolicy.optim.optimizers import plain_optimizers
 from gradpolicy.optim.other_optimizers import is_torchs_own
 from gradpolicy.optim.update_rules import rule_for
 from gradpolicy.policies import Freeze, Policy
+from gradpolicy.tensors.sharding import is_sharded
 
 OPTION = "step_in_backward"
 
@@ -30,8 +31,9 @@ class StepInBackward:
         allow_closures: False to refuse a step with a closure.
 
     Raises:
-        PolicyError: If an optimizer counts the updates of all its parameters together, or a mask source needs
-            gradients; in the backward pass, if a gradient is accumulated after its parameter was updated.
+        PolicyError: If an optimizer counts the updates of all its parameters together, a mask source needs
+            gradients, or ranks would diverge; in the backward pass, if a gradient is accumulated after its
+            parameter was updated.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class StepInBackward:
         *,
         allow_closures: bool = False,
     ) -> None:
+        _check_processes(optimizers)
         _check_optimizers(optimizers)
         _check_sources(policies)
         self._optimizers, self._allow_closures = optimizers, allow_closures
@@ -85,9 +88,9 @@ class StepInBackward:
     def _before_step(self, optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         (closure,) = (*arguments[1:], *named.values()) or (None,)
         if closure is not None and not self._allow_closures:
-            raise refused("a closure", "call backward() before step()")
+            raise refused("a closure", "backward() before step()")
         if getattr(optimizer, "grad_scale", None) is not None:
-            raise refused("GradScaler", "train in bfloat16 or float32")
+            raise refused("GradScaler", "training in bfloat16 or float32")
 
     @torch.compiler.disable
     def _after_step(self, optimizer: MaskedOptimizer, *_: Any) -> None:
@@ -97,18 +100,15 @@ class StepInBackward:
 
 def refused(found: str, expected: str) -> PolicyError:
     """Return the error for a setting that needs all gradients at once."""
-    return PolicyError(f"{OPTION}=True: found {found}, which needs all gradients at once; {expected}")
+    return PolicyError(
+        f"{OPTION}=True: found {found}, which needs all gradients at once; expected {expected}"
+    )
 
 
-def check_process_group(*, sharded: bool) -> None:
-    """Check that each gradient is complete in its backward pass, also with several processes.
-
-    Args:
-        sharded: True if all parameters are sharded by FSDP2, which reduces a gradient before it is complete.
-
-    Raises:
-        PolicyError: If ranks would diverge.
-    """
+def _check_processes(optimizers: Iterable[MaskedOptimizer]) -> None:
+    """Check that gradients are averaged over the ranks before they are complete, as under FSDP2."""
+    groups = [group for each in optimizers for group in each.param_groups]
+    sharded = all(is_sharded(parameter) for group in groups for parameter in group["params"])
     several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
     if several and not sharded:
         raise PolicyError(

@@ -90,7 +90,7 @@ def record_cost(what: str, policies: Mapping[str, Policy], target: float | None 
     with tempfile.TemporaryDirectory() as folder, one_thread(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         record, callback = Record(folder), gp.GradientPolicies(policies)
-        clock = Clock(record, lambda: callback._measurements)
+        clock = Clock(record, lambda: callback.run.measurements)
         trainer = Trainer(
             accelerator="cpu",
             devices=1,

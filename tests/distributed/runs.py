@@ -105,7 +105,7 @@ class Watch(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        ranks = next(c for c in trainer.callbacks if isinstance(c, gp.GradientPolicies)).ranks
+        ranks = next(c for c in trainer.callbacks if isinstance(c, gp.GradientPolicies)).run.ranks
         if ranks is not None and ranks.reducer is not None:
             self.rebuilds.append(ranks.reducer.rebuilds)
             self.searched.append(ranks.reducer.model.find_unused_parameters)

@@ -44,6 +44,7 @@ def train(tmp_path: Path) -> Callable[..., tuple[Trainer, GradientPoliciesCallba
         data: list | None = None,
         evaluated: dict[str, list] | None = None,
         log: bool = True,
+        step_in_backward: bool = False,
         **settings: Any,
     ) -> tuple[Trainer, GradientPoliciesCallback]:
         defaults: dict[str, Any] = {
@@ -63,7 +64,7 @@ def train(tmp_path: Path) -> Callable[..., tuple[Trainer, GradientPoliciesCallba
         if "activation_checkpointing" not in TrainingArguments.__dataclass_fields__:
             # Older versions of transformers name it gradient_checkpointing.
             settings = {name.replace("activation", "gradient"): value for name, value in settings.items()}
-        callback = GradientPoliciesCallback(policies, log=log)
+        callback = GradientPoliciesCallback(policies, log=log, step_in_backward=step_in_backward)
         trainer = kind(
             model,
             TrainingArguments(**{**defaults, **settings}),

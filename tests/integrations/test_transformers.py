@@ -19,6 +19,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 import gradpolicy as gp
+from gradpolicy.errors import PolicyError
 from gradpolicy.freezing.row_gradients import _RowForward
 from gradpolicy.integrations.transformers import GradientPoliciesCallback
 
@@ -165,6 +166,49 @@ def test_gradients_of_rows_move_what_dense_ones_move(train, settings):
     assert held[1] == 0
     for name, value in ends[0].items():
         torch.testing.assert_close(value, ends[1][name], msg=name)
+
+
+@pytest.mark.parametrize("name", ["none", "rows", "entries"])
+def test_updates_in_the_backward_pass_move_the_same_bits(train, name):
+    ends, logs = [], []
+    for in_backward in (True, False):
+        model = make_bert()
+        source = gp.masks.Random(0.3, level="row" if name == "rows" else "entry", every=2)
+        policies = {} if name == "none" else {"some": gp.Freeze(source, params="*dense.weight")}
+        trainer, _ = train(model, policies, step_in_backward=in_backward, max_grad_norm=0.0)
+        ends.append(bits(model))
+        logs.append({key for entry in trainer.state.log_history for key in entry})
+    assert same(*ends)
+    if name != "none":
+        assert "policy/some/active_share" in logs[0] & logs[1]
+        assert "policy/some/gradient_norm_before" in logs[1] - logs[0]
+
+
+def test_a_training_after_one_that_was_interrupted_has_its_own_policies_only(train, bert):
+    class Interrupts(TrainerCallback):
+        def on_step_end(self, *_, **kwargs):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(bert, {"still": gp.Freeze(params="bert.*")}, callbacks=(Interrupts(),))
+    before = bits(bert)
+    train(bert, {"head": gp.Freeze(params="classifier.*")}, num_train_epochs=1)
+    moved = {name for name, value in bits(bert).items() if not torch.equal(value, before[name])}
+    assert any(name.startswith("bert.") for name in moved)
+    assert not any(name.startswith("classifier.") for name in moved)
+
+
+REFUSED = {
+    "clipping by default": ({"max_grad_norm": 1.0}, r"found max_grad_norm=1\.0 .*clips at 1\.0 by default"),
+    "accumulation": ({"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}, "found gradient_accumulation"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_needs_all_gradients_at_once_is_refused(train, bert, case):
+    settings, message = REFUSED[case]
+    with pytest.raises(PolicyError, match=message):
+        train(bert, {}, step_in_backward=True, **settings)
 
 
 @pytest.mark.supports("clipping", loop="huggingface")

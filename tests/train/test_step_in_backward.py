@@ -9,10 +9,12 @@ import pytorch_optimizer
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
 from gradpolicy.policies import Policy
+from tests.fixtures import TwoLayers, quiet_trainer
 
 STEPS = 12
 
@@ -247,3 +249,39 @@ def test_a_scaler_that_nobody_named_is_refused() -> None:
         scaler.scale(model(tokens(0))).backward()
         with pytest.raises(PolicyError, match="found GradScaler"):
             scaler.step(optimizer)
+
+
+# ---- Lightning
+
+
+def fit(policies: list[Policy], *, in_backward: bool, **settings: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model, policies = TwoLayers(), copy.deepcopy(policies)
+    callback = gp.GradientPolicies(
+        {str(number): each for number, each in enumerate(policies)}, step_in_backward=in_backward
+    )
+    inputs = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
+    quiet_trainer(callbacks=[callback], **settings).fit(model, DataLoader(data, batch_size=2))
+    return dict(model.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("policies", ["none", "rows that change", "entries", "layers in turn"])
+def test_lightning_moves_the_same_bits(policies: str) -> None:
+    given = POLICIES[policies]()
+    assert_same(*(fit(given, in_backward=in_backward, log_every_n_steps=1) for in_backward in (True, False)))
+
+
+TRAINER: dict[str, tuple[dict[str, Any], str]] = {
+    "accumulation": ({"accumulate_grad_batches": 2}, "found accumulate_grad_batches=2"),
+    "clipping": ({"gradient_clip_val": 0.5}, r"found gradient_clip_val=0\.5"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", TRAINER)
+def test_lightning_refuses_what_needs_all_gradients_at_once(case: str) -> None:
+    settings, message = TRAINER[case]
+    with pytest.raises(PolicyError, match=message):
+        fit([], in_backward=True, **settings)

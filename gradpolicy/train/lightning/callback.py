@@ -1,28 +1,27 @@
-"""The Lightning callback, which installs, updates, measures, saves and removes policies."""
+"""The Lightning callback: drives a run under policies."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from gradpolicy.policies import Policy
 from gradpolicy.train.lightning.trainer_parts import STEP_METHODS, callbacks_of
 from gradpolicy.train.lightning.weight_averaging import check_weight_averaging
 from gradpolicy.train.measurements import summary
-from gradpolicy.train.training_policies import TrainingPolicies
+from gradpolicy.train.step_in_backward import refused
+from gradpolicy.train.training_run import Driven, Run, needs_masks
 
 # Entry points of the LightningModule itself, whose forward Lightning replaces temporarily.
 STEP_POINTS = {"": STEP_METHODS}
 
 
-class GradientPolicies(TrainingPolicies, Callback):
+class GradientPolicies(Driven, Callback):
     """Installs gradient policies for a Lightning run and removes them afterwards.
 
     The callback does the following:
@@ -32,14 +31,15 @@ class GradientPolicies(TrainingPolicies, Callback):
     - before the first batch after an update: schedules are evaluated and new masks are set, so that the
       backward pass can skip frozen parameters; with several processes, DDP's reducer is rebuilt if the set of
       frozen parameters has changed, and at some steps the ranks check that they agree;
-    - before gradient clipping, if there is any: gradients of frozen entries are zeroed, so that they count
-      neither in the clipped norm nor in logs;
-    - as soon as an optimizer has stepped: its update is scaled where a mask source sets learning rates;
-    - under DeepSpeed gradients of frozen entries are zeroed as they are computed, and of freeze policies only
-      the share of active entries is logged;
+    - in the backward pass: gradients of frozen entries are zeroed, so that they count neither in the clipped
+      norm nor in logs; in updates that are measured, or whose gradients a mask source needs, this is done
+      before the gradients are clipped;
+    - under DeepSpeed only the share of active entries is logged of freeze policies;
     - once for each active tensor that gets no gradient, or only zeros: a warning, see
       :class:`~gradpolicy.freezing.Freezer`;
     - at the end of a stage: everything is removed from the model.
+
+    A checkpoint has the state of the policies in that of the optimizer.
 
     Args:
         policies: The policies by name. Those that are None (``null`` in YAML) are left out.
@@ -50,11 +50,11 @@ class GradientPolicies(TrainingPolicies, Callback):
         agreement_every: With several processes, the number of updates between comparisons of the checksums of
             masks, ages and weights; None for no comparisons.
         layers: Print what trains, layer by layer, before the first update.
+        step_in_backward: Update each parameter in the backward pass as soon as its gradient is complete, and
+            free the gradient. Of freeze policies only the active shares are logged then.
 
     Attributes:
-        installed: The flow policies on the model, from the start of a stage to its end.
-        freezer: The freezer, which runs the freeze policies of a fit.
-        masked_optimizers: The optimizers with parameters of freeze policies.
+        run: The run, which has its optimizers, the freezer of a fit and the flow policies on the model.
         sinks: Functions that receive the measurements of every ``log_every_n_steps``-th update and of each
             evaluation: the phase, the updates so far, and the quantities of each policy.
 
@@ -81,12 +81,13 @@ class GradientPolicies(TrainingPolicies, Callback):
         log: bool = True,
         agreement_every: int | None = 100,
         layers: bool = True,
+        step_in_backward: bool = False,
     ) -> None:
-        super().__init__(policies, seed=seed, log=log, agreement_every=agreement_every, layers=layers)
-        # True if the update that is being prepared is measured, and the evaluation that is measured.
-        self._measures = False
+        self.run = Run(policies, seed=seed, agreement_every=agreement_every, layers=layers)
+        self.log_policies, self.step_in_backward = log, step_in_backward
+        self.sinks = self.run.sinks
+        # The evaluation that is measured.
         self._evaluated: str | None = None
-        self._restored: dict[str, Any] | None = None
 
     # ---- installing and removing
 
@@ -97,73 +98,57 @@ class GradientPolicies(TrainingPolicies, Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install all policies, now that the model is on its device and wrapped, and the optimizers exist."""
-        self._install_flow(pl_module, STEP_POINTS)
-        optimizers: list[Any] = trainer.optimizers
-        if self.optimizer_policies:
-            if isinstance(trainer.strategy, DeepSpeedStrategy):
-                from gradpolicy.integrations.deepspeed import partitioned  # takes seconds
+        strategy, run = trainer.strategy, self.run
+        if self.step_in_backward:
+            _check_step_in_backward(trainer)
+        if not isinstance(strategy, DeepSpeedStrategy):
+            # The same configuration also runs on one process, which sends nothing.
+            strategy.optimizers = run.install(
+                pl_module,
+                strategy.optimizers,
+                wrapped=strategy.model,
+                entry_points=STEP_POINTS,
+                masks_all=self.step_in_backward,
+            )
+        elif needs_masks(self.policies):
+            from gradpolicy.integrations.deepspeed import partitioned  # takes seconds
 
-                optimizers = [partitioned(trainer.strategy.model, self.policies)]
-                self._install_in_engine(pl_module, *optimizers)
-            else:
-                optimizers = self._install_freeze(pl_module, trainer.strategy.optimizers)
-                trainer.strategy.optimizers = optimizers
-        self._check_installed(pl_module, optimizers)
-        # The same configuration also runs on one process, which sends nothing.
-        self._join_ranks(pl_module, trainer.strategy.model)
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Install flow policies, or switch them to this phase within a fit."""
-        self._begin_evaluation(trainer, pl_module, "validate")
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Install flow policies for testing."""
-        self._begin_evaluation(trainer, pl_module, "test")
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Install flow policies for prediction."""
-        self._begin_evaluation(trainer, pl_module, "predict")
+            engine = partitioned(strategy.model, self.policies)
+            toggles = engine.allows_unused_parameters
+            run.install(pl_module, [engine], entry_points=STEP_POINTS, toggle_requires_grad=toggles)
+        else:
+            run.install(pl_module, [], entry_points=STEP_POINTS)
+        if self.step_in_backward:
+            # The trainer passes each step a closure, which it calls once.
+            run.step_in_backward(allow_closures=True)
+        if _is_measured(self, trainer, "fit"):
+            every = max(trainer.log_every_n_steps, 1)  # type: ignore[attr-defined]
+            run.measure(lambda updates: (updates + 1) % every == 0)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove everything from the model."""
         self._measure_evaluation(trainer)
-        self._remove(quiet=stage != "fit")
+        self.run.remove(quiet=stage != "fit")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Remove everything from the model if the run fails."""
-        self._remove()
-
-    def _remove(self, *, quiet: bool = True) -> None:
-        super()._remove(quiet=quiet)
-        # Testing a checkpoint also restores its state, with which a new fit must not start.
-        self._restored = None
-        self._measures, self._evaluated = False, None
+        self._evaluated = None
+        self.run.remove()
 
     # ---- training
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Apply restored state; some strategies restore it only after ``on_fit_start``."""
-        restored, self._restored = self._restored, None
-        if restored is not None:
-            self._apply_restored(restored)
-        if self.masked_optimizers and (restored is None or not restored["freezer"]):
-            # The trainer counts the steps of all optimizers together.
-            self._add_former_steps(trainer.global_step // len(trainer.optimizers))
-        if self._is_measured(trainer, "fit"):
-            self._start_measuring(None if restored is None else restored.get("measured"))
+        """Count the steps of an earlier fit, now that a checkpoint is loaded."""
+        # The trainer counts the steps of all optimizers together.
+        self.run.count_from(_batches_that_stepped(trainer))
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Update the policies before the first batch of each effective step."""
-        updates = self.updates(trainer)
-        if self._begin_update(updates, trainer.current_epoch):
-            self._measures = self._is_measured(trainer, "fit") and _logs_after_this(trainer)
-            if self._measures:
-                self._start_measuring().begin()
-        if self.installed is not None:
-            self.installed.set_loss_scale(_loss_scale(trainer))
-            self.installed.measure_norms(self._measures)
+        """Begin an update before its first batch."""
+        if not pl_module.automatic_optimization:
+            self.run.steps.end_if_stepped()
+        self.run.begin(trainer.current_epoch, loss_scale=_loss_scale(trainer))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Check that no policy cuts the loss off from all parameters; torch's own error is less clear.
@@ -172,72 +157,31 @@ class GradientPolicies(TrainingPolicies, Callback):
             PolicyError: If there is such a policy.
         """
         if not loss.requires_grad:
-            self._check_cuts()
-
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Mask gradients under manual optimization, since the module may clip them before the step.
-
-        Not if a source needs whole gradients: then call the optimizer's ``mask_gradients`` before clipping.
-        """
-        if not pl_module.automatic_optimization and not self._wanted_gradients():
-            for optimizer in self.masked_optimizers:
-                with _one_gradient_left(trainer, optimizer):
-                    optimizer.mask_gradients()
+            self.run.notices.cuts()
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Pass the unscaled gradients to sources, and mask them if they are clipped or logged."""
-        if self._measures or self._wanted_gradients():
+        """Pass the unscaled gradients to sources and measurements, before they are clipped."""
+        if self.run.reads_gradients:
             _unscale(trainer, optimizer)
-        if self.freezer is None or optimizer not in self.masked_optimizers:
-            return
-        if self._measures:
-            self._start_measuring().take_gradients(optimizer, "gradient_norm_before")
-        self.freezer.observe(optimizer)
-        if self._measures or self._gradients_are_read(trainer, pl_module):
-            with _one_gradient_left(trainer, optimizer):
-                optimizer.mask_gradients()
-        if self._measures:
-            self._start_measuring().take_gradients(optimizer, "gradient_norm_after")
+        if not isinstance(trainer.strategy, DeepSpeedStrategy):
+            self.run.gradients(optimizer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Check after the first batch that operations were called; measure the update, if there was one."""
-        self._check_operations_met("fit", thaws=any(not p.requires_grad for p in pl_module.parameters()))
+        """Log the measurements of an update, and stop if a mask source ends the training."""
+        if not self.run.steps.optimizers and trainer.global_step > self.run.updates:
+            self.run.end()
         self._stop_if_finished(trainer, trainer.current_epoch)
-        updates = self.updates(trainer)
-        if self._measures and updates > self._updates_seen:
-            self._measures = False
-            measured = self._measure("fit", updates)
-            if self.log_policies and trainer.loggers:
-                self._log(trainer, self._summary(measured))
-
-    def _log(self, trainer: Trainer, numbers: dict[str, float]) -> None:
-        """Log the numbers that vary, and give all of them to other callbacks."""
-        # `LightningModule.log` would repeat a constant at each step until the epoch ends.
-        if varying := self._start_measuring().varying(numbers):
-            for logger in trainer.loggers:
+        numbers, varying = self.run.take_measured()
+        if numbers and self.log_policies and trainer.loggers:
+            # `LightningModule.log` would repeat a constant at each step until the epoch ends.
+            for logger in trainer.loggers if varying else ():
                 logger.log_metrics(varying, step=_batches_that_stepped(trainer) - 1)
-        for known in (trainer.callback_metrics, trainer.logged_metrics):
-            known.update({name: torch.tensor(number) for name, number in numbers.items()})
-
-    def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *position: int
-    ) -> None:
-        """Check after the first batch that every operation was called."""
-        # In a test gradients are recorded only where a callback enables them.
-        self._check_operations_met("test", thaws=True)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Switch back from validation within a fit."""
-        if trainer.state.fn is TrainerFn.FITTING:
-            self._measure_evaluation(trainer)
-            self._update_flow(trainer, "fit")
-            if self.freezer is not None and not trainer.sanity_checking:
-                self.freezer.report(trainer.callback_metrics)
-                self._stop_if_finished(trainer, trainer.current_epoch)
+            for known in (trainer.callback_metrics, trainer.logged_metrics):
+                known.update({name: torch.tensor(number) for name, number in numbers.items()})
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop after an epoch with which the last phase of a mask source ends."""
@@ -249,64 +193,80 @@ class GradientPolicies(TrainingPolicies, Callback):
             self.freezer.finish()
 
     def _stop_if_finished(self, trainer: Trainer, epoch: int) -> None:
-        if self.freezer is not None and self.freezer.is_finished(self.updates(trainer), epoch):
+        if self.run.is_finished(epoch):
             trainer.should_stop = True
 
-    def _begin_evaluation(self, trainer: Trainer, pl_module: LightningModule, phase: str) -> None:
-        self._install_flow(pl_module, STEP_POINTS)
-        self._update_flow(trainer, phase)
-        self._evaluated = phase if self._is_measured(trainer, phase) else None
-        if self.installed is not None:
-            self.installed.measure_norms(self._evaluated is not None)
-        if self._evaluated is not None:
-            self._start_measuring().begin(phase)
+    # ---- evaluation
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Install flow policies, or switch them to this phase within a fit."""
+        self._evaluate(trainer, pl_module, "validate")
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Install flow policies for testing."""
+        self._evaluate(trainer, pl_module, "test")
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Install flow policies for prediction."""
+        self._evaluate(trainer, pl_module, "predict")
+
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *position: int
+    ) -> None:
+        """Check after the first batch that every operation was called."""
+        self.run.notices.operations("test")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Pass the metrics to mask sources, and switch back from validation within a fit."""
+        if trainer.state.fn is TrainerFn.FITTING:
+            self._measure_evaluation(trainer)
+            if not trainer.sanity_checking:
+                self.run.report(trainer.callback_metrics)
+                self._stop_if_finished(trainer, trainer.current_epoch)
+            self.run.evaluate("fit", trainer.current_epoch)
+
+    def _evaluate(self, trainer: Trainer, pl_module: LightningModule, phase: str) -> None:
+        self.run.updates = self.run.updates or _batches_that_stepped(trainer)
+        self.run.install_flow(pl_module, STEP_POINTS)
+        self._evaluated = phase if _is_measured(self, trainer, phase) else None
+        self.run.evaluate(phase, trainer.current_epoch, measured=self._evaluated is not None)
 
     def _measure_evaluation(self, trainer: Trainer) -> None:
         """Measure an evaluation after all other callbacks, which may use its policies at its end."""
         phase, self._evaluated = self._evaluated, None
         if phase is None or self.installed is None:
             return
-        measured = self._measure(phase, self.updates(trainer))
+        measured = self.run.measure_phase(phase)
         if phase == "test" and self.log_policies:
             # Under other keys than in training, since both would otherwise be in one chart.
             numbers = {f"test/{name}": value for name, value in summary(measured).items()}
             for logger in trainer.loggers:
                 logger.log_metrics(numbers, step=trainer.global_step)
 
-    def _update_flow(self, trainer: Trainer, phase: str) -> None:
-        if self.installed is not None:
-            self.installed.update(phase=phase, step=self.updates(trainer), epoch=trainer.current_epoch)
 
-    def updates(self, trainer: Trainer) -> int:
-        """Return the number of updates; if no optimizer is masked, the trainer's number."""
-        if self.masked_optimizers:
-            return max(optimizer.effective_steps for optimizer in self.masked_optimizers)
-        return trainer.global_step
+def _is_measured(policies: GradientPolicies, trainer: Trainer, phase: str) -> bool:
+    """Return True if measurements of a phase are logged or recorded."""
+    is_sanity_check = phase == "validate" and trainer.sanity_checking
+    logs = policies.log_policies and bool(trainer.loggers) and phase in ("fit", "test")
+    return not is_sanity_check and (logs or bool(policies.sinks))
 
-    def _gradients_are_read(self, trainer: Trainer, pl_module: LightningModule) -> bool:
-        """Return True if gradients are clipped before the update, or another hook may read them."""
-        hooks = ("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
-        others = [each for each in callbacks_of(trainer, Callback) if each is not self]
-        return (
-            bool(trainer.gradient_clip_val)
-            or any(is_overridden(hook, pl_module) for hook in hooks)
-            or any(is_overridden(hooks[0], each, Callback) for each in others)
+
+def _check_step_in_backward(trainer: Trainer) -> None:
+    """Check that nothing in the trainer needs all gradients at once.
+
+    Raises:
+        PolicyError: If something does.
+    """
+    if isinstance(trainer.strategy, DeepSpeedStrategy):
+        raise refused("DeepSpeed, whose engine steps", "another strategy")
+    if trainer.accumulate_grad_batches != 1:
+        raise refused(f"accumulate_grad_batches={trainer.accumulate_grad_batches}", "1")
+    if trainer.gradient_clip_val:
+        raise refused(
+            f"gradient_clip_val={trainer.gradient_clip_val}", "None, and gp.Clip to bound gradients"
         )
-
-    def _is_measured(self, trainer: Trainer, phase: str) -> bool:
-        """Return True if measurements of a phase are logged or recorded."""
-        is_sanity_check = phase == "validate" and trainer.sanity_checking
-        logs = self.log_policies and bool(trainer.loggers) and phase in ("fit", "test")
-        return not is_sanity_check and (logs or bool(self.sinks))
-
-    # ---- checkpoints
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Store the state until training starts."""
-        self._restored = state_dict
-
-    def _warn(self, line: str) -> None:
-        rank_zero_warn(line)
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise refused("a GradScaler", "precision=bf16-mixed or 32-true")
 
 
 def _loss_scale(trainer: Trainer) -> float:
@@ -324,25 +284,6 @@ def _unscale(trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
         # It has been done for any other optimizer, and possibly under manual optimization.
         with suppress(RuntimeError):
             scaler.unscale_(optimizer)
-
-
-@contextmanager
-def _one_gradient_left(trainer: Trainer, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Set one gradient to zeros, since the loss scaler raises an error for an optimizer without gradients."""
-    if getattr(trainer.precision_plugin, "scaler", None) is None:
-        yield
-        return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    first = next((parameter for parameter in parameters if parameter.grad is not None), None)
-    gradient = None if first is None else first.grad
-    yield
-    if first is not None and gradient is not None and all(p.grad is None for p in parameters):
-        first.grad = gradient.zero_()
-
-
-def _logs_after_this(trainer: Trainer) -> bool:
-    """Return True if Lightning logs after the update that is being prepared."""
-    return (_batches_that_stepped(trainer) + 1) % max(trainer.log_every_n_steps, 1) == 0  # type: ignore[attr-defined]
 
 
 def _batches_that_stepped(trainer: Trainer) -> int:

@@ -145,18 +145,16 @@ class OwnLog:
 
 
 @pytest.mark.parametrize(
-    ("settings", "readers", "mixed_in", "masked"),
+    ("settings", "readers", "mixed_in"),
     [
-        ({}, [], (), False),
-        ({"gradient_clip_val": 0.0}, [], (), False),
-        ({"gradient_clip_val": 1e9}, [], (), True),
-        ({}, [Reader()], (), True),
-        ({}, [], (OwnClipping,), True),
-        ({}, [], (OwnStep,), True),
-        ({}, [], (OwnLog,), True),
+        ({"gradient_clip_val": 1e9}, [], ()),
+        ({}, [Reader()], ()),
+        ({}, [], (OwnClipping,)),
+        ({}, [], (OwnStep,)),
+        ({}, [], (OwnLog,)),
     ],
 )
-def test_gradients_are_masked_where_somebody_may_read_them(train, settings, readers, mixed_in, masked):
+def test_gradients_are_masked_where_somebody_may_read_them(train, settings, readers, mixed_in):
     remaining = []
 
     class Module(*mixed_in, TwoLayers):
@@ -166,7 +164,7 @@ def test_gradients_are_masked_where_somebody_may_read_them(train, settings, read
                 remaining.append(bool(gradient[~half("", gradient, 0)].any()))
 
     train(HALF, *readers, module=Module(), max_steps=3, **settings)
-    assert remaining == [not masked] * 2
+    assert remaining == [False] * 2
 
 
 @pytest.mark.parametrize("sees_gradients", [False, True])
@@ -694,12 +692,12 @@ def test_what_is_for_several_processes_does_no_harm_on_one(train):
 
     class Reads(Callback):
         def on_train_start(self, trainer, pl_module):
-            seen.append(callback.ranks.agreement_every)
+            seen.append(callback.run.ranks.agreement_every)
 
     callback = gp.GradientPolicies(HALF, agreement_every=7)
     assert train(callback, Reads()).global_step == 4
     assert seen == [7]
-    assert callback.ranks is None
+    assert callback.run.ranks is None
 
 
 @pytest.mark.parametrize(
@@ -776,7 +774,7 @@ def test_warnings_that_a_plan_has_shown_are_not_repeated(loader, train):
     policies = {"still": gp.Freeze(gp.masks.Fixed(False), params=["norm.*"])}
     batch = next(iter(loader))
     callback = gp.GradientPolicies(policies)
-    callback.shown_warnings = frozenset(
+    callback.run.notices.shown = frozenset(
         gp.plan(Normalized(), policies, lambda copy: training_loss(copy, batch)).warnings
     )
     assert caught(train, callback) == []

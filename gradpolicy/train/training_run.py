@@ -1,0 +1,428 @@
+"""One training under policies: installs them, begins and ends each update, saves their state."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradpolicy.checks import check_integer
+from gradpolicy.errors import PolicyError, check_named
+from gradpolicy.flow import install
+from gradpolicy.flow.install import Installed
+from gradpolicy.freezing import Freezer
+from gradpolicy.optim import MaskedOptimizer
+from gradpolicy.optim.masked_optimizer import as_masked, wrapper_of
+from gradpolicy.policies import FlowPolicy, Freeze, Policy
+from gradpolicy.rates import Rates
+from gradpolicy.tensors.packed_mask import pack_masks, unpack_masks
+from gradpolicy.train.measurements import Measured, Measurements, summary
+from gradpolicy.train.notices import Notices
+from gradpolicy.train.ranks import Ranks
+from gradpolicy.train.step_in_backward import StepInBackward
+from gradpolicy.train.steps import STATE, Steps
+from gradpolicy.where import named_parameters, once_each, pick_each
+
+
+class Run:
+    """Trains a model under policies, whichever library drives the loop.
+
+    An update begins in :meth:`begin`, which sets its masks, and ends as soon as all optimizers have stepped.
+    Between them masks stay, so that after a step they are still those of the step. What a call has done is
+    not done again: a driver may call :meth:`begin` before each batch.
+
+    Args:
+        policies: The policies by name. Those that are None (``null`` in YAML) are left out.
+        seed: The seed of mask sources without a seed of their own.
+        agreement_every: With several processes, the number of updates between comparisons of the checksums of
+            masks, ages and weights; None for no comparisons.
+        layers: Print what trains, layer by layer, before the first update; None: if the output is a terminal.
+
+    Attributes:
+        installed: The flow policies on the model.
+        freezer: The freezer of the freeze policies.
+        steps: The optimizers, and which of them have stepped.
+        updates: The number of updates so far.
+        epoch: The number of completed epochs.
+        steps_per_epoch: The number of updates in an epoch, if no driver tells the epoch.
+        measures: True if the current update is measured.
+        sinks: Called with each measurement: the phase, the updates so far, and the quantities of each policy.
+
+    Raises:
+        PolicyError: If an entry is not a policy.
+    """
+
+    def __init__(
+        self,
+        policies: Mapping[str, Policy | None] | None = None,
+        *,
+        seed: int = 0,
+        agreement_every: int | None = 100,
+        layers: bool | None = True,
+    ) -> None:
+        policies = {} if policies is None else policies
+        check_named(policies)
+        self.policies: dict[str, Policy] = {
+            name: policy for name, policy in policies.items() if policy is not None
+        }
+        for name, policy in self.policies.items():
+            if not isinstance(policy, Policy):
+                raise PolicyError(f"policy.{name}: must be a gradient policy, got {type(policy).__name__}")
+        if agreement_every is not None:
+            check_integer("agreement_every", agreement_every, least=1)
+        self.seed, self.agreement_every = seed, agreement_every
+        self.notices = Notices(self.policies, layers)
+        self.sinks: list[Callable[[str, int, Measured], None]] = []
+        self.steps_per_epoch: int | None = None
+        self.installed: Installed | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self.freezer: Freezer | None = None
+        self.steps = Steps(self, [])
+        self.ranks: Ranks | None = None
+        self.epoch = self.updates = 0
+        self.has_begun = self.measures = False
+        self.measurements: Measurements | None = None
+        self._is_measured: Callable[[int], bool] | None = None
+        self._measured: Measured | None = None
+        # False if gradients are partitioned, or are freed before the step.
+        self._has_gradients = True
+
+    # ---- installing and removing
+
+    def install(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Any],
+        *,
+        wrapped: nn.Module | None = None,
+        entry_points: Mapping[str, Sequence[str]] | None = None,
+        toggle_requires_grad: bool = True,
+        driven: bool = True,
+        masks_all: bool = False,
+    ) -> list[Any]:
+        """Install all policies.
+
+        Args:
+            model: The model.
+            optimizers: The optimizers of its parameters, or the partitioned one of a DeepSpeed engine.
+            wrapped: The DistributedDataParallel module, if there is one.
+            entry_points: As for ``gradpolicy.flow.install``.
+            toggle_requires_grad: As for :class:`~gradpolicy.freezing.Freezer`.
+            driven: True if a driver calls :meth:`begin` before the batches of each update, and
+                :meth:`gradients` before it clips gradients; False: optimizers do in their steps.
+            masks_all: Wrap each optimizer, also without a parameter of a freeze policy, and go on from the
+                count of an earlier run.
+
+        Returns:
+            The optimizers to train with.
+        """
+        self._reset()
+        self.install_flow(model, entry_points)
+        # A plain optimizer that has loaded a state with masks keeps it in its param groups.
+        loaded = [each.state_dict() if STATE in each.param_groups[0] else None for each in optimizers]
+        wrapping = _wrapped(model, optimizers, self.policies, masks_all=masks_all)
+        self.steps = Steps(self, wrapping, driven=driven)
+        self.updates = self.steps.count()
+        masked, self._has_gradients = self.steps.masked, self.steps.partitioned is None
+        freezes = {name: each for name, each in self.policies.items() if isinstance(each, Freeze)}
+        rates = {name: each for name, each in self.policies.items() if isinstance(each, Rates)}
+        if freezes or rates:
+            self.freezer = Freezer(
+                model,
+                masked,
+                freezes,
+                rates=rates,
+                seed=self.seed,
+                toggle_requires_grad=toggle_requires_grad,
+            )
+        guarded = named_parameters(model) if masks_all else self.freezer.held if self.freezer else {}
+        self.steps.hook(guarded, self.freezer)
+        self.notices.attach(self.freezer, wrapping, partitioned=not self._has_gradients)
+        named = once_each(named_parameters(model))
+        self.ranks = Ranks(wrapped, named, self.freezer, masked, agreement_every=self.agreement_every)
+        for each, state in zip(wrapping, loaded, strict=True):
+            if state is not None:
+                each.load_state_dict(state)
+        return wrapping
+
+    def install_flow(self, model: nn.Module, entry_points: Mapping[str, Sequence[str]] | None = None) -> None:
+        """Install the flow policies alone, for an evaluation."""
+        flow = {name: each for name, each in self.policies.items() if isinstance(each, FlowPolicy)}
+        if self.installed is None and flow:
+            self.installed = install(model, flow, entry_points=entry_points)
+        self.notices.follow(model, self.installed)
+
+    def step_in_backward(self, *, allow_closures: bool = False) -> None:
+        """Update each parameter as soon as its gradient is complete."""
+        each = StepInBackward(self.steps.masked, self.policies, allow_closures=allow_closures)
+        self.steps.hooks.append(each)
+        self._has_gradients = False
+
+    def remove(self, *, quiet: bool = True) -> None:
+        """Remove everything from the model and the optimizers. Masks stay."""
+        if self.installed is not None:
+            self.installed.remove(quiet=quiet or self.notices.warned_of_operations)
+            self.installed = None
+        self.steps.remove()
+        if self.freezer is not None:
+            self.freezer.restore()
+        if self.measurements is not None:
+            self.measurements.detach()
+            self.measurements = None
+        if self.ranks is not None:
+            self.ranks.release()
+            self.ranks = None
+        self.has_begun = self.measures = False
+
+    # ---- an update
+
+    def begin(self, epoch: int | None = None, *, loss_scale: float | None = None, late: bool = False) -> None:
+        """Begin the update unless it has begun, and prepare a batch.
+
+        Args:
+            epoch: The number of completed epochs; None: by ``steps_per_epoch``.
+            loss_scale: The factor on the loss of the batch, which may be one more attempt after an overflow.
+            late: True if the forward pass is over, so that tensors which thaw now get no gradient in it.
+        """
+        if not self.has_begun:
+            self.has_begun = True
+            if late and self.freezer is not None:
+                self.notices.late(self.freezer)
+            self.epoch = (
+                self.updates // (self.steps_per_epoch or self.updates + 1) if epoch is None else epoch
+            )
+            self._begin()
+        if self.installed is not None:
+            self.installed.measure_norms(self.measures)
+            if loss_scale is not None:
+                self.installed.set_loss_scale(loss_scale)
+
+    def _begin(self) -> None:
+        now = (self.updates, self.epoch)
+        if self.installed is not None:
+            self.installed.update(phase="fit", step=self.updates, epoch=self.epoch)
+        if self.freezer is not None:
+            self.freezer.begin_step(*now)
+            self.steps.hook_gradients(self.freezer)
+        if self.ranks is not None:
+            self.ranks.begin_step(self.updates, cut=any(_cuts(each, *now) for each in self.policies.values()))
+        self.measures = self._is_measured is not None and self._is_measured(self.updates)
+        if self.measures and self.measurements is not None:
+            self.measurements.begin()
+        self.notices.begin()
+
+    def gradients(self, optimizer: Any) -> None:
+        """Show the unscaled gradients of an optimizer to sources, before clipping if the driver can."""
+        if self.freezer is None or optimizer not in self.steps.masked:
+            return
+        if self.reads_gradients:
+            _unscale(optimizer)
+        if self.measures and self.measurements is not None:
+            self.measurements.take_gradients(optimizer, "gradient_norm_before")
+        self.freezer.observe(optimizer)
+        if self.reads_gradients:
+            for parameter in optimizer.masked_parameters():
+                optimizer.mask_gradient(parameter)
+        if self.measures and self.measurements is not None:
+            self.measurements.take_gradients(optimizer, "gradient_norm_after")
+
+    @property
+    def reads_gradients(self) -> bool:
+        """True if :meth:`gradients` shows full gradients in this update to sources or measurements."""
+        return self.measures or bool(self.steps.wanted)
+
+    def end(self) -> None:
+        """End the update. Masks change only as the next one begins."""
+        # An engine steps by itself if no policy needs its optimizer.
+        self.updates = self.steps.end() or self.updates + 1
+        self.notices.end()
+        if self.measures:
+            self._measured = self.measure_phase("fit")
+        self.has_begun = self.measures = False
+        if self.installed is not None:
+            # No hook runs if the next forward pass is compiled.
+            epoch = self.epoch if self.steps_per_epoch is None else self.updates // self.steps_per_epoch
+            self.installed.update(phase="fit", step=self.updates, epoch=epoch)
+
+    def count_from(self, steps: int) -> None:
+        """Count steps that were taken without these policies."""
+        self.updates = max(self.updates, self.steps.count(steps))
+
+    def report(self, metrics: Mapping[str, Any]) -> None:
+        """Pass the metrics of an evaluation to mask sources."""
+        if self.freezer is not None:
+            self.freezer.report(metrics)
+
+    def is_finished(self, epoch: int) -> bool:
+        """Return True if a mask source ends the training after this number of epochs."""
+        return self.freezer is not None and self.freezer.is_finished(self.updates, epoch)
+
+    # ---- evaluation and measurements
+
+    def evaluate(self, phase: str, epoch: int, *, measured: bool = False) -> None:
+        """Switch flow policies to an evaluation, or back to ``"fit"``."""
+        if self.installed is not None:
+            self.installed.update(phase=phase, step=self.updates, epoch=epoch)
+            self.installed.measure_norms(measured)
+        if measured:
+            self.measure(self._is_measured).begin(phase)
+
+    def measure(self, when: Callable[[int], bool] | None) -> Measurements:
+        """Measure each update before which this function returns True for the number of updates so far."""
+        self._is_measured = when
+        if self.measurements is None:
+            # Without gradients only the active shares are known.
+            freezer = self.freezer if self._has_gradients else None
+            self.measurements = Measurements(freezer, self.installed)
+        return self.measurements
+
+    def measure_phase(self, phase: str) -> Measured:
+        """Return the measurements of the last update or evaluation, and pass them to the sinks."""
+        assert self.measurements is not None
+        measured = self.measurements.measure(phase)
+        measured = {name: each for name, each in measured.items() if _acts_in(self.policies[name], phase)}
+        for sink in self.sinks:
+            sink(phase, self.updates, measured)
+        return measured
+
+    def take_measured(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the numbers of the last update that was measured, once, and those that have changed."""
+        measured, self._measured = self._measured, None
+        if measured is None or self.measurements is None:
+            return {}, {}
+        numbers = summary(measured)
+        if not self._has_gradients and self.freezer is not None:
+            for name in self.freezer.policies:
+                numbers[f"policy/{name}/active_share"] = self.freezer.active_share(name)
+        return numbers, self.measurements.varying(numbers)
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the mask sources, and the policies of the run."""
+        return {
+            "policies": {name: repr(policy) for name, policy in self.policies.items()},
+            "freezer": pack_masks(self.freezer.state_dict()) if self.freezer is not None else {},
+            "measured": self.measurements.state() if self.measurements is not None else {},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state that was saved with an optimizer's; :meth:`begin` sets its masks."""
+        self.updates, self.has_begun = state["updates"], False
+        if self.freezer is not None:
+            # Loading has replaced the masks that were set.
+            self.freezer.set_anew()
+        if "policies" not in state:
+            return
+        saved, declared = state["policies"], {name: repr(policy) for name, policy in self.policies.items()}
+        if saved != declared:
+            changed = sorted(name for name in {*saved, *declared} if saved.get(name) != declared.get(name))
+            self.notices.warn(
+                f"the checkpoint was written under other policies; changed: {', '.join(changed)}"
+            )
+        if self.freezer is not None and state["freezer"]:
+            self.freezer.load_state_dict(unpack_masks(state["freezer"]))
+        if self.measurements is not None:
+            self.measurements.load_state(state["measured"])
+
+
+class Driven:
+    """A callback of a library, which drives a run.
+
+    Attributes:
+        run: The run.
+    """
+
+    run: Run
+
+    @property
+    def policies(self) -> dict[str, Policy]:
+        """The policies by name."""
+        return self.run.policies
+
+    @property
+    def installed(self) -> Installed | None:
+        """The flow policies on the model, while they are."""
+        return self.run.installed
+
+    @property
+    def freezer(self) -> Freezer | None:
+        """The freezer, which runs the freeze policies."""
+        return self.run.freezer
+
+    @property
+    def masked_optimizers(self) -> list[MaskedOptimizer]:
+        """The optimizers with parameters of freeze policies."""
+        return self.run.steps.masked
+
+
+def needs_masks(policies: Mapping[str, Policy]) -> bool:
+    """Return True if policies act in the optimizer."""
+    return any(isinstance(policy, Freeze | Rates) for policy in policies.values())
+
+
+def flat_parameters_refused() -> PolicyError:
+    """Return the error that says why there are no policies under version 1 of FSDP, and what to use."""
+    return PolicyError(
+        "FSDP: policies are refused under version 1 (FullyShardedDataParallel), which flattens the "
+        "parameters of a block into one, in which names, rows and entries are lost; use version 2: "
+        "fully_shard, fsdp_version: 2 in accelerate's config, or trainer=fsdp2"
+    )
+
+
+def _wrapped(
+    model: nn.Module, optimizers: Iterable[Any], policies: Mapping[str, Policy], *, masks_all: bool
+) -> list[Any]:
+    """Return optimizers of which those with parameters of freeze policies or ``Rates`` have masks.
+
+    Raises:
+        PolicyError: If a pattern matches nothing, or version 1 of FSDP has flattened the parameters.
+    """
+    params = {
+        name: policy.restricts if isinstance(policy, Freeze) else policy.params
+        for name, policy in policies.items()
+        if isinstance(policy, Freeze | Rates)
+    }
+    if params and any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise flat_parameters_refused()
+    matched = pick_each(named_parameters(model), params)
+    wanted = {p for parameters in matched.values() for p in parameters.values()}
+    return [
+        _masked(each, again=masks_all) if masks_all or not wanted.isdisjoint(_parameters(each)) else each
+        for each in optimizers
+    ]
+
+
+def _masked(optimizer: Any, *, again: bool) -> MaskedOptimizer:
+    """Return an optimizer with masks; ``again``: as an earlier run has left it, without its masks."""
+    former = wrapper_of(optimizer)
+    if former is not None and not again:
+        former.set_masks(dict.fromkeys(_parameters(former)))
+        former.effective_steps = 0
+    return former or as_masked(optimizer)
+
+
+def _parameters(optimizer: Any) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _unscale(optimizer: Any) -> None:
+    """Divide gradients by the loss scale, if a loss scaler has left that to a fused optimizer."""
+    if getattr(optimizer, "grad_scale", None) is not None:
+        for parameter in _parameters(optimizer):
+            if parameter.grad is not None:
+                parameter.grad.div_(optimizer.grad_scale)
+        optimizer.grad_scale = None
+
+
+def _acts_in(policy: Policy, phase: str) -> bool:
+    return isinstance(policy, Freeze) or phase in policy.when.phases
+
+
+def _cuts(policy: Policy, step: int, epoch: int) -> bool:
+    """Return True if a policy cuts the graph in an update, so that parameters may get no gradient."""
+    if not isinstance(policy, FlowPolicy) or "fit" not in policy.when.phases:
+        return False
+    cuts = policy.detaches or (policy.at == "through" and policy.inside == "none")
+    return cuts and policy.when.contains(step, epoch)
