@@ -34,7 +34,7 @@ from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.train.loop import Policies
 from gradpolicy.train.loop import training as plain_training
-from gradpolicy.train.steps import STATE
+from gradpolicy.train.optimizer_steps import STATE
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Checks that all ranks hold the same masks, ages and weights, by exchanging two numbers."""
+"""Checks that all ranks hold the same masks, ages and weights, by exchanging a number."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -42,7 +42,7 @@ def checksum(tensor: Tensor) -> Tensor:
 def check_agreement(tensors: Mapping[str, Any], *, group: Any = None, moment: str = "") -> None:
     """Check that all ranks have the same values, and raise an error on every rank if they differ.
 
-    If they agree, only one all-reduce of 16 bytes is needed. Every rank of the group must call this.
+    If they agree, each sends one number. Every rank of the group must call this.
 
     Args:
         tensors: The values that must be equal, by a descriptive name: tensors, or objects that are identified
@@ -58,18 +58,10 @@ def check_agreement(tensors: Mapping[str, Any], *, group: Any = None, moment: st
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
-    sums = {name: _as_number(value) for name, value in tensors.items()}
-    on_device = [value for value in sums.values() if isinstance(value, Tensor)]
-    device = on_device[0].device if on_device else torch.device("cpu")
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for name, value in sums.items():
-        total = total * _name_weight(name) + value
-    # All are equal if and only if the maximum equals the minimum: max(x) = −max(−x).
-    bounds = torch.stack([total, ~total]).to(_wire_device(group))
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
-    high, inverted_low = bounds.tolist()
-    if high != ~inverted_low:
-        _raise_difference({name: int(value) for name, value in sums.items()}, group, moment)
+    sums = _checksums(tensors)
+    total = derive(*(part for name, value in sums.items() for part in (name, value)))
+    if len(set(of_every_rank(total, group))) > 1:
+        _raise_difference(sums, group, moment)
 
 
 def of_every_rank(value: Any, group: Any = None) -> list[Any]:
@@ -86,9 +78,9 @@ def of_every_rank(value: Any, group: Any = None) -> list[Any]:
     return gathered
 
 
-def _raise_difference(sums: Mapping[str, int], group: Any, moment: str) -> None:
+def _raise_difference(sums: dict[str, int], group: Any, moment: str) -> None:
     """Exchange all checksums and name the first that differs."""
-    everyone = of_every_rank(dict(sums), group)
+    everyone = of_every_rank(sums, group)
     names = list(dict.fromkeys(name for other in everyone for name in other))
     differing = [name for name in names if len({other.get(name) for other in everyone}) > 1]
     when = f" {moment}" if moment else ""
@@ -104,11 +96,12 @@ def _raise_difference(sums: Mapping[str, int], group: Any, moment: str) -> None:
     )
 
 
-def _as_number(value: Any) -> Tensor | int:
-    """Return a checksum. That of a tensor stays on its device, which avoids a synchronisation."""
-    if isinstance(value, Tensor):
-        return checksum(value.detach())
-    return _signed(derive(repr(value)))
+def _checksums(values: Mapping[str, Any]) -> dict[str, int]:
+    """Return the checksums of tensors, with a single transfer from the accelerator, and of other values."""
+    sums = {name: checksum(value.detach()) for name, value in values.items() if isinstance(value, Tensor)}
+    first = next(iter(sums.values()), torch.zeros(()))
+    numbers = iter(torch.stack([each.to(first.device) for each in sums.values()]).tolist() if sums else ())
+    return {name: next(numbers) if name in sums else derive(repr(value)) for name, value in values.items()}
 
 
 def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,15 +126,5 @@ def _column_weights(device: torch.device) -> Tensor:
 _WEIGHTS: dict[torch.device, Tensor] = {}
 
 
-def _name_weight(name: str) -> int:
-    return _signed(derive(name) | 1)
-
-
 def _signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
-
-
-def _wire_device(group: Any) -> torch.device:
-    """Return the device of tensors for the group's collectives."""
-    on_gpu = dist.get_backend(group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

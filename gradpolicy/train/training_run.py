@@ -17,9 +17,9 @@ from gradpolicy.rates import Rates
 from gradpolicy.tensors.packed_mask import pack_masks, unpack_masks
 from gradpolicy.train.measurements import Measured, Measurements, summary
 from gradpolicy.train.notices import Notices
+from gradpolicy.train.optimizer_steps import STATE, Steps
 from gradpolicy.train.ranks import Ranks
 from gradpolicy.train.step_in_backward import StepInBackward
-from gradpolicy.train.steps import STATE, Steps
 from gradpolicy.where import named_parameters, once_each, pick_each
 
 

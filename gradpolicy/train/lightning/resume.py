@@ -1,28 +1,26 @@
 """Exact resume: saves and restores what Lightning does not."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
-from gradpolicy.errors import PolicyError, brief, shortened
+from gradpolicy.errors import PolicyError, shortened
 from gradpolicy.tensors.sharding import local_shard
 from gradpolicy.train.agreement import of_every_rank
-from gradpolicy.train.lightning.checkpoints import CANNOT_RESUME, KEY, check_checkpoint
+from gradpolicy.train.lightning.checkpoints import CANNOT_RESUME, KEY
 from gradpolicy.train.lightning.csv_rows import count_rows, cut_rows
 from gradpolicy.train.lightning.kept_checkpoints import kept_by, restore_kept
 from gradpolicy.train.lightning.loop_position import LoopPosition, log_row, saved_position
 from gradpolicy.train.lightning.runs import OwnCheckpoints, cut_checkpoints, run_of
 from gradpolicy.train.lightning.trainer_parts import callbacks_of
-from gradpolicy.train.random_states import random_states, set_random_states
 from gradpolicy.where import plain_name
 
 COUNTED = ("optimizer_states", "lr_schedulers")
@@ -49,16 +47,12 @@ class ExactResume(Callback):
             checkpoint is one of them, the run continues there: its log rows and checkpoints of later steps
             are deleted before training. Otherwise a new run starts from the checkpoint, with new best scores
             and early stopping. None leaves both to Lightning.
-
-    Attributes:
-        restoring: True from the start of a run until its first batch or test begins.
     """
 
     KEY = "gradpolicy_exact_resume"
 
     def __init__(self, directory: str | Path | None = None) -> None:
         self.directory = None if directory is None else Path(directory)
-        self.restoring = False
         self._restored: list[dict[str, Any]] = []
         self._position: LoopPosition | None = None
         self._counts: dict[str, int] = {}
@@ -74,7 +68,6 @@ class ExactResume(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """List the checkpoints that are written from now on."""
-        self.restoring = True
         writer = trainer.strategy.checkpoint_io
         if self.directory is not None and not isinstance(writer, OwnCheckpoints):
             trainer.strategy.checkpoint_io = OwnCheckpoints(writer, self.directory)
@@ -198,21 +191,8 @@ class ExactResume(Callback):
             trainer.should_stop |= self._stopped
             self._position = None
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that everything is restored."""
-        self.restoring = False
-
-    def on_train_batch_start(self, trainer: Trainer, *arguments: Any) -> None:
-        """Note that everything is restored."""
-        self.restoring = False
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that everything is restored."""
-        self.restoring = False
-
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Complete the log and the metrics of a run without remaining steps."""
-        self.restoring = False
         if self._restored:
             self._cut(trainer)
             saved, self._restored = self._restored, []
@@ -233,32 +213,6 @@ def starts_new_run(trainer: Trainer) -> bool:
     return trainer.ckpt_path is not None and any(not each.goes_on(trainer) for each in found)
 
 
-@contextmanager
-def checked_restore(trainer: Trainer, checkpoint: Path | None) -> Iterator[None]:
-    """Check a checkpoint before Lightning restores it, and name it if Lightning cannot restore it.
-
-    This is done here, since not every strategy reads checkpoints through the trainer's plugin.
-
-    Raises:
-        PolicyError: In place of errors that are raised before training or testing begins.
-    """
-    if checkpoint is not None:
-        check_checkpoint(checkpoint)
-    try:
-        yield
-    except (PolicyError, MisconfigurationException):
-        raise
-    except Exception as error:
-        if checkpoint is None or not any(each.restoring for each in callbacks_of(trainer, ExactResume)):
-            raise
-        # Python's own message about a wrong type would not be helpful.
-        is_clear = isinstance(error, RuntimeError | ValueError)
-        what = f" ({brief(str(error), most=120)})" if is_clear else ""
-        raise PolicyError(
-            f"{KEY}: {checkpoint} holds a state of another kind{what}: {CANNOT_RESUME}"
-        ) from error
-
-
 def _stoppers(trainer: Trainer) -> dict[str, EarlyStopping]:
     return {callback.state_key: callback for callback in callbacks_of(trainer, EarlyStopping)}
 
@@ -275,3 +229,33 @@ def _restore_rank(pl_module: LightningModule, state: dict[str, Any]) -> None:
         if gradient is not None:
             parameter.grad = torch.empty_like(parameter)
             local_shard(parameter.grad).copy_(gradient)
+
+
+# ---- the global random states
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """Return the global random states of this process, in tensors, numbers, strings and containers.
+
+    Args:
+        device: The device of the process; a CUDA device has its own random state.
+    """
+    mersenne: Any = np.random.get_state()
+    name, keys, *rest = mersenne
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (name, keys.tolist(), *rest),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_random_states(states: dict[str, Any], device: torch.device) -> None:
+    """Restore the states that `random_states` returned."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"].cpu())
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"].cpu(), device)
