@@ -59,7 +59,7 @@ class Freezer:
         policies: The names of the freeze policies.
         all_policies: The names of all policies.
         parameters: The parameters that freeze policies restrict, by name.
-        held: The parameters that match any policy, by name.
+        matched: The parameters that match any policy, by name.
         dropped: Parameters whose gradients are computed in this update, but dropped like those of updates in
             which ``requires_grad`` is disabled.
         may_change: True if masks may change after the first update.
@@ -86,7 +86,7 @@ class Freezer:
         self.policies = list(policies)
         self.all_policies = {*policies, *rates}
         self._bindings = Bindings(model, self.optimizers, policies, rates, seed)
-        self.parameters, self.held = self._bindings.parameters, self._bindings.matched
+        self.parameters, self.matched = self._bindings.parameters, self._bindings.matched
         self.may_change = not all(map(masks_never_change, policies.values()))
         self._masks = CombinedMasks(self._bindings)
         self._settings = ParameterSettings(self._bindings, self.optimizers, rates)
@@ -194,7 +194,7 @@ class Freezer:
             if each.in_effect:
                 each.source.finish()
 
-    def set_anew(self) -> None:
+    def set_again(self) -> None:
         """Set all masks again at the next update."""
         self._masks.current.clear()
         self._step = None
@@ -277,7 +277,7 @@ class Freezer:
         """
         self._join()
         self._masks.release(self._bindings.load_state_dict(state))
-        self.set_anew()
+        self.set_again()
 
 
 def _has_finite_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -224,8 +224,8 @@ class PartitionedOptimizer(MaskedOptimizer):
 
     def get_mask(self, parameter: Tensor) -> Tensor:
         """Return the parameter's mask as it was set (bool, broadcastable to it), all True if none was."""
-        whole = torch.empty((), device=parameter.device).expand(_shape(parameter))
-        return fitting_mask(self._masks.get(parameter, True), whole, self._wrapped.name_of(parameter))
+        full = torch.empty((), device=parameter.device).expand(_shape(parameter))
+        return fitting_mask(self._masks.get(parameter, True), full, self._wrapped.name_of(parameter))
 
     def _masked_gradient(self, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
         """Return a gradient of which frozen entries are 0."""
@@ -345,12 +345,12 @@ class _ModelParameters(Optimizer):
 
 
 class Piece(NamedTuple):
-    """The part of a parameter that lies in a partition.
+    """The part of a parameter that is in a partition.
 
     Attributes:
         parameter: The parameter.
-        first: The first entry of the parameter, flattened, that lies in the partition.
-        start: Its place in the partition.
+        first: The first entry of the parameter, flattened, that is in the partition.
+        start: Its position in the partition.
         size: The number of entries.
     """
 
@@ -365,7 +365,7 @@ def _is_stage_3(zero: Any) -> bool:
 
 
 def _shape(parameter: Tensor) -> torch.Size:
-    """Return the shape of a whole parameter, also where stage 3 has emptied it."""
+    """Return the full shape of a parameter, also where stage 3 has emptied it."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
@@ -380,7 +380,7 @@ def _groups_of(zero: Any) -> list[list[Tensor]]:
 
 
 def _pieces_of(zero: Any) -> dict[Tensor, list[Piece]]:
-    """Return what lies in each partition of this rank."""
+    """Return what is in each partition of this rank."""
     found: dict[Tensor, list[Piece]] = {}
     if _is_stage_3(zero):
         # Each parameter is cut into equal parts, one for each rank; a sub-group joins one rank's parts.

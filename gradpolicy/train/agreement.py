@@ -109,10 +109,10 @@ def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
     # Without a copy if the tensor is dense.
     flat = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).contiguous().view(-1)
     per_word = _WORD_BYTES // flat.element_size() or 1
-    whole = flat.numel() - flat.numel() % per_word
+    end = flat.numel() - flat.numel() % per_word
     aligned = flat.storage_offset() * flat.element_size() % _WORD_BYTES == 0
-    bulk = flat[:whole] if aligned else flat[:whole].clone()
-    return bulk.view(torch.int64), flat[whole:].clone().view(torch.uint8)
+    bulk = flat[:end] if aligned else flat[:end].clone()
+    return bulk.view(torch.int64), flat[end:].clone().view(torch.uint8)
 
 
 def _column_weights(device: torch.device) -> Tensor:

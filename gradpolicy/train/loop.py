@@ -90,8 +90,8 @@ def training(
         seed: The seed of mask sources without a seed of their own.
         steps_per_epoch: The number of optimizer steps per epoch, for policies that count epochs.
         scaler: The ``GradScaler``, if there is one and a policy such as ``Clip`` depends on the loss scale.
-        toggle_requires_grad: Turn ``requires_grad`` off for tensors that are frozen as a whole, so that the
-            backward pass skips them. Pass False if the whole training step is one compiled function.
+        toggle_requires_grad: Turn ``requires_grad`` off for tensors that are frozen completely, so that the
+            backward pass skips them. Pass False if one compiled function is the training step.
         step_in_backward: Update each parameter in the backward pass as soon as its gradient is complete, and
             free the gradient. Do not clip by norm, accumulate gradients or use a ``GradScaler`` then.
         layers: Print what trains, layer by layer, before the first update. None prints it if the output is a

@@ -121,7 +121,7 @@ class Measurements:
         parameters = {name: p for name, p in self._freezer.parameters.items() if id(p) in own}
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         self._gradients.setdefault(column, {}).update(_norms(gradients))
-        # Copied in one call. Parameters that are frozen as a whole do not change.
+        # Copied in one call. Parameters that are frozen completely do not change.
         moving = {
             name: local_shard(p)
             for name, p in parameters.items()
@@ -173,7 +173,7 @@ class Measurements:
         If several processes hold the same entries, only the first one returns values.
         """
         rows: dict[str, dict[str, Any]] = {}
-        held: dict[str, Tensor] = {}
+        stored: dict[str, Tensor] = {}
         for name, parameter in freezer.parameters.items():
             optimizer, masked = self._find(name)
             assert optimizer is not None
@@ -181,23 +181,23 @@ class Measurements:
             if not _is_first_replica(parameter):
                 rows[name] = {}
                 continue
-            held[name], parts = local_shard(parameter), 2 if parameter.is_complex() else 1
+            stored[name], parts = local_shard(parameter), 2 if parameter.is_complex() else 1
             rows[name] = {
                 "entries": masked.ages.entries // parts,
                 "active": masked.ages.active // parts,
                 "flipped": int(self._flips.get(name, 0)) // parts,
                 "state_bytes": optimizer.state_bytes(parameter),
-                # Parameters that are frozen as a whole neither change nor have a gradient.
+                # Parameters that are frozen completely neither change nor have a gradient.
                 "update_norm": 0.0,
                 "gradient_norm_after": 0.0,
             }
-        moved = {name: weight for name, weight in self._weights.items() if name in held}
-        norms = {"weight_norm": _norms({**held, **moved})}
+        moved = {name: weight for name, weight in self._weights.items() if name in stored}
+        norms = {"weight_norm": _norms({**stored, **moved})}
         if moved:
-            torch._foreach_sub_(list(moved.values()), [held[name] for name in moved])
+            torch._foreach_sub_(list(moved.values()), [stored[name] for name in moved])
         norms["update_norm"] = _norms(moved)
         for column, taken in self._gradients.items():
-            norms[column] = {name: local_shard(norm) for name, norm in taken.items() if name in held}
+            norms[column] = {name: local_shard(norm) for name, norm in taken.items() if name in stored}
         values = iter(_numbers([norm for each in norms.values() for norm in each.values()]))
         for column, each in norms.items():
             for name in each:

@@ -136,7 +136,7 @@ class Run:
                 seed=self.seed,
                 toggle_requires_grad=toggle_requires_grad,
             )
-        guarded = named_parameters(model) if masks_all else self.freezer.held if self.freezer else {}
+        guarded = named_parameters(model) if masks_all else self.freezer.matched if self.freezer else {}
         self.steps.hook(guarded, self.freezer)
         self.notices.attach(self.freezer, wrapping, partitioned=not self._has_gradients)
         named = once_each(named_parameters(model))
@@ -312,7 +312,7 @@ class Run:
         self.updates, self.has_begun = state["updates"], False
         if self.freezer is not None:
             # Loading has replaced the masks that were set.
-            self.freezer.set_anew()
+            self.freezer.set_again()
         if "policies" not in state:
             return
         saved, declared = state["policies"], {name: repr(policy) for name, policy in self.policies.items()}

@@ -45,10 +45,10 @@ class SaveDelta(Callback):
         if trainer.is_global_zero:
             check_replaceable(self.directory / DELTA)
         if self.base is None and trainer.ckpt_path is None:
-            begun = self._gathered(trainer, model)
+            initial = self._gathered(trainer, model)
             if trainer.is_global_zero:
                 self.directory.mkdir(parents=True, exist_ok=True)
-                write_weights(self.directory / BASE, begun, is_base=True)
+                write_weights(self.directory / BASE, initial, is_base=True)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check before training that the base exists and is of this model."""

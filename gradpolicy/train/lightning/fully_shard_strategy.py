@@ -110,7 +110,7 @@ def cut_as(state: Mapping[str, Any], parameters: list[Tensor]) -> dict[str, Any]
     """Shard an optimizer's state_dict as its parameters are sharded.
 
     Args:
-        state: The whole state by parameter number, the same on every rank.
+        state: The full state by parameter number, the same on every rank.
         parameters: The parameters in the order of the optimizer's groups; DTensors or plain.
 
     Returns:
