@@ -191,7 +191,7 @@ class PartitionedOptimizer(MaskedOptimizer):
         while self._handles:
             self._handles.pop().remove()
 
-    @property  # type: ignore[misc]
+    @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The settings of the engine's param groups, with the model's parameters in place of partitions."""
         pairs = zip(self.local.param_groups, self.inner.param_groups, strict=True)

@@ -13,7 +13,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.locations import is_cut
-from gradpolicy.optim.prepared import innermost, put_inside
+from gradpolicy.optim.optimizers import innermost, put_inside
 from gradpolicy.policies import Policy
 from gradpolicy.train.step_in_backward import refused
 from gradpolicy.train.training_run import Driven, Run, flat_parameters_refused, needs_masks

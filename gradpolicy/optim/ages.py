@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 import torch
@@ -13,22 +13,77 @@ NARROW, WIDE = torch.int16, torch.int32
 
 
 @dataclass(frozen=True)
+class Slices:
+    """Some slices of a tensor: an index of its leading dimensions, and all of the others.
+
+    Attributes:
+        shape: Shape of the tensor.
+        dims: Number of leading dimensions.
+        index: Positions of the slices, in the order of the tensor.
+    """
+
+    shape: tuple[int, ...]
+    dims: int
+    index: Tensor
+
+    @classmethod
+    def of(cls, mask: Tensor, shape: tuple[int, ...], dims: int) -> Slices:
+        """Return the slices that a mask leaves active."""
+        flags = mask.expand(*shape[:dims], *(1,) * (len(shape) - dims))
+        index = flags.reshape(-1).nonzero().view(-1)
+        return cls(shape, dims, index.int() if prod(shape) < 1 << 31 else index)
+
+    @property
+    def size(self) -> int:
+        """Number of entries in a slice."""
+        return prod(self.shape[self.dims :])
+
+    def spread_flags(self) -> Tensor:
+        """Return the mask of which these are the active slices."""
+        return self.spread_numbers(torch.ones((), dtype=torch.bool, device=self.index.device))
+
+    def spread_numbers(self, numbers: Tensor) -> Tensor:
+        """Return a number for each slice of the tensor, 0 for others, with dimensions that broadcast."""
+        flat = numbers.new_zeros(prod(self.shape[: self.dims]))
+        flat[self.index.long()] = numbers
+        return flat.view(*self.shape[: self.dims], *(1,) * (len(self.shape) - self.dims))
+
+    def take(self, values: Tensor) -> Tensor:
+        """Return the values of the slices, a row each."""
+        if values.is_contiguous():
+            return values.view(-1, self.size).index_select(0, self.index)
+        places = torch.unravel_index(self.index.long(), self.shape[: self.dims])
+        return values[places].reshape(-1, self.size)
+
+    def put(self, values: Tensor, rows: Tensor) -> None:
+        """Write the values of the slices."""
+        if values.is_contiguous():
+            values.view(-1, self.size).index_copy_(0, self.index.long(), rows)
+        else:
+            places = torch.unravel_index(self.index.long(), self.shape[: self.dims])
+            values[places] = rows.view(-1, *self.shape[self.dims :])
+
+    def spread(self, rows: Tensor, start: float) -> Tensor:
+        """Return the values of the slices as values of all entries, of which others get a start value."""
+        values = rows.new_full(self.shape, start)
+        self.put(values, rows.view(-1, self.size))
+        return values
+
+
+@dataclass(frozen=True)
 class Ages:
     """Which entries of this process are active, and how many updates each has had: an immutable value.
-
-    With an index, entries have state in the order of the index only, and a frozen one has age 0.
 
     Attributes:
         shape: Shape of the entries, with a last dimension of 2 for complex parameters.
         mask_shape: The same with 1 where one flag of the mask is that of a whole dimension.
         before: Ages as the mask was set: one number for all, or a tensor that broadcasts to the shape; with
-            an index, a column with an age for each of its slices.
+            stored slices, a column with an age for each of them.
         most: The greatest of these.
         active: Number of active entries.
         since: Updates of the active entries since then.
-        flags: The mask (bool); None: the index has it.
-        index: Positions of the active slices, which are all that have state.
-        dims: With an index, its `slice_dims`.
+        flags: The mask (bool); None: the stored slices are the active ones.
+        stored: The slices that alone have state, and of which other ages are 0; None: all have state.
     """
 
     shape: tuple[int, ...]
@@ -38,8 +93,7 @@ class Ages:
     active: int
     since: int = 0
     flags: Tensor | None = None
-    index: Tensor | None = None
-    dims: int | None = None
+    stored: Slices | None = None
 
     @classmethod
     def all_active(cls, age: int, shape: tuple[int, ...], device: torch.device) -> Ages:
@@ -63,11 +117,12 @@ class Ages:
         ages = torch.where(signed > 0, signed.to(WIDE) - since, -signed.to(WIDE)) - 1
         coarse = ages[tuple(slice(size) for size in mask.shape)]
         ages = coarse if torch.equal(coarse.expand_as(ages), ages) else ages
-        return cls(shape, tuple(signed.shape), *_simplest(ages), 0).turned(mask)._at(since)
+        turned = cls(shape, tuple(signed.shape), *_simplest(ages), 0).turned(mask)
+        return replace(turned, since=since)
 
     # --- properties
 
-    @functools.cached_property
+    @cached_property
     def entries(self) -> int:
         """Number of entries."""
         return prod(self.shape)
@@ -80,9 +135,7 @@ class Ages:
     @property
     def device(self) -> torch.device:
         """The device of the mask."""
-        held = self.flags if self.index is None else self.index
-        assert held is not None
-        return held.device
+        return (self.stored.index if self.flags is None else self.flags).device  # type: ignore[union-attr]
 
     @property
     def one(self) -> int | None:
@@ -94,61 +147,36 @@ class Ages:
         """No entry's age is above this."""
         return self.most + self.since
 
-    @functools.cached_property
-    def slice_dims(self) -> int:
-        """Leading dimensions that mask and ages tell apart: a slice is all of an entry's other dimensions."""
-        if self.dims is not None:
-            return self.dims
-        coarse = self.before.shape if isinstance(self.before, Tensor) else ()
-        return max([0, *(dim + 1 for own in (self.mask_shape, coarse) for dim, n in enumerate(own) if n > 1)])
-
-    @functools.cached_property
-    def slice_size(self) -> int:
-        """Number of entries in a slice."""
-        return prod(self.shape[self.slice_dims :])
-
     @property
     def mask(self) -> Tensor:
         """The mask (bool), which broadcasts to the shape."""
         if self.flags is not None:
             return self.flags
-        spread = self._in_shape(self.mask_of_slices())
-        return spread[tuple(slice(size) for size in self.mask_shape)]
-
-    def mask_of_slices(self) -> Tensor:
-        """Return a flag for each slice, with an index."""
-        assert self.index is not None
-        flags = torch.zeros(self._slices, dtype=torch.bool, device=self.index.device)
-        return flags.index_fill_(0, self.index.long(), True)
+        assert self.stored is not None
+        return self.stored.spread_flags()[tuple(slice(size) for size in self.mask_shape)]
 
     @property
-    def _slices(self) -> int:
-        return prod(self.shape[: self.slice_dims])
-
-    def _in_shape(self, slices: Tensor) -> Tensor:
-        """Return one value for each slice in the shape, 1 within a slice."""
-        dims = self.slice_dims
-        return slices.view(*self.shape[:dims], *(1,) * (len(self.shape) - dims))
+    def dims(self) -> int:
+        """Leading dimensions that mask and ages tell apart; an entry's slice is all of the others."""
+        if self.stored is not None:
+            return self.stored.dims
+        coarse = self.before.shape if isinstance(self.before, Tensor) else ()
+        cut = [dim + 1 for each in (self.mask_shape, coarse) for dim, size in enumerate(each) if size > 1]
+        return max(cut, default=0)
 
     @property
     def bytes(self) -> int:
         """Memory of mask, ages and index."""
-        held = (self.flags, self.index, self.before)
-        return sum(each.nbytes for each in held if isinstance(each, Tensor))
+        tensors = (self.flags, self.before, None if self.stored is None else self.stored.index)
+        return sum(each.nbytes for each in tensors if isinstance(each, Tensor))
 
     # --- ages
 
-    def flips(self, other: Ages) -> Tensor:
-        """Return the number of entries that are active in one and not in the other."""
-        differ = self.mask != other.mask
-        return differ.sum() * (self.entries // max(differ.numel(), 1))
-
     def dense(self) -> int | Tensor:
         """Return the ages of all entries, with every update counted in: a number where they have one."""
-        if self.index is not None:
-            ages = torch.zeros(self._slices, dtype=WIDE, device=self.index.device)
-            ages[self.index.long()] = _as_tensor(self.before, ages).view(-1).int() + self.since
-            return self._in_shape(ages)
+        if self.stored is not None:
+            ages = _as_tensor(self.before, self.stored.index).view(-1) + self.since
+            return self.stored.spread_numbers(ages)
         if not self.since or not self.active:
             return self.before
         counted = self.before + self.since
@@ -163,18 +191,9 @@ class Ages:
         ages = _as_tensor(self.dense(), mask) + 1
         return torch.where(mask, ages, -ages).to(_dtype_for(self.oldest))
 
-    def of_active_slices(self) -> Tensor:
-        """Return ``a + 1`` for each slice in the index, or once for all."""
-        assert self.index is not None
-        ages = _as_tensor(self.before, self.index).view(-1) + self.since + 1
-        return ages.to(_dtype_for(self.oldest))
-
     def counted(self) -> Ages:
         """Return the ages after one more update of the active entries."""
         return replace(self, since=self.since + 1)
-
-    def _at(self, since: int) -> Ages:
-        return replace(self, since=since)
 
     def restarted(self) -> Ages:
         """Return the same mask with every age 0."""
@@ -183,15 +202,22 @@ class Ages:
     def to(self, device: torch.device) -> Ages:
         """Return the ages on another device."""
         before = self.before.to(device) if isinstance(self.before, Tensor) else self.before
-        flags, index = (each if each is None else each.to(device) for each in (self.flags, self.index))
-        return replace(self, before=before, flags=flags, index=index)
+        flags, stored = self.flags, self.stored
+        flags = None if flags is None else flags.to(device)
+        stored = None if stored is None else replace(stored, index=stored.index.to(device))
+        return replace(self, before=before, flags=flags, stored=stored)
 
     # --- masks
 
     def is_mask(self, mask: Tensor) -> bool:
         """Return True if this mask is set."""
-        own = self.mask
-        return torch.equal(own, mask) if own.shape == mask.shape else bool((own == mask).all())
+        present = self.mask
+        return torch.equal(present, mask) if present.shape == mask.shape else bool((present == mask).all())
+
+    def flips(self, other: Ages) -> Tensor:
+        """Return the number of entries that are active in one and not in the other."""
+        differ = self.mask != other.mask
+        return differ.sum() * (self.entries // max(differ.numel(), 1))
 
     def turned(self, mask: Tensor, *, forget: bool = False) -> Ages:
         """Return the ages under another mask.
@@ -210,47 +236,16 @@ class Ages:
         flags = mask.clone(memory_format=torch.contiguous_format)
         return Ages(self.shape, tuple(mask.shape), *_simplest(ages), active, flags=flags)
 
+    def active_slices(self) -> Slices:
+        """Return the active entries as the largest slices that mask and ages do not cut."""
+        return Slices.of(self.mask, self.shape, self.dims) if self.stored is None else self.stored
+
     def packed(self) -> Ages:
         """Return the ages with those of active slices only."""
-        index = self._positions(self.mask)
-        index = index.int() if self.entries < 1 << 31 else index
-        before, most = self.before, self.most
+        stored, before, most = self.active_slices(), self.before, self.most
         if isinstance(before, Tensor):
-            before, most = _simplest(self.taken(before.expand(self.shape), index)[:, :1])
-        return replace(self, before=before, most=most, flags=None, index=index, dims=self.slice_dims)
-
-    def _positions(self, mask: Tensor) -> Tensor:
-        dims = self.slice_dims
-        slices = mask.expand(*self.shape[:dims], *(1,) * (len(self.shape) - dims))
-        return slices.reshape(-1).nonzero().view(-1)
-
-    def active_slices(self) -> Tensor:
-        """Return the positions of the active slices."""
-        return self._positions(self.mask) if self.index is None else self.index
-
-    # --- values of entries, all or of the active slices
-
-    def taken(self, values: Tensor, index: Tensor) -> Tensor:
-        """Return the values of some slices, a row each."""
-        if values.is_contiguous():
-            return values.view(-1, self.slice_size).index_select(0, index)
-        places = torch.unravel_index(index.long(), self.shape[: self.slice_dims])
-        return values[places].reshape(-1, self.slice_size)
-
-    def put(self, values: Tensor, index: Tensor, rows: Tensor) -> None:
-        """Write the values of some slices."""
-        if values.is_contiguous():
-            values.view(-1, self.slice_size).index_copy_(0, index.long(), rows)
-        else:
-            places = torch.unravel_index(index.long(), self.shape[: self.slice_dims])
-            values[places] = rows.view(-1, *self.shape[self.slice_dims :])
-
-    def spread(self, packed: Tensor, start: float) -> Tensor:
-        """Return the values of the index as values of all entries, of which others get a start value."""
-        assert self.index is not None
-        values = packed.new_full(self.shape, start)
-        self.put(values, self.index, packed.view(-1, self.slice_size))
-        return values
+            before, most = _simplest(stored.take(before.expand(self.shape))[:, :1])
+        return replace(self, before=before, most=most, flags=None, stored=stored)
 
 
 def _as_tensor(ages: int | Tensor, like: Tensor) -> Tensor:

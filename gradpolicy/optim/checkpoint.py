@@ -31,7 +31,7 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim.masked_parameter import MaskedParameter, Options
-from gradpolicy.optim.other_optimizers import is_torchs_own, tried_state
+from gradpolicy.optim.put_back import is_torchs_own, tried_state
 from gradpolicy.optim.update_rules.base import step_count
 from gradpolicy.tensors.packed_mask import pack, unpack
 from gradpolicy.tensors.sharding import is_sharded, plain_parts
@@ -76,7 +76,7 @@ def save(
         # A name with None is of state that was dropped.
         dropped = {name: None for name, value in each.state.values.items() if value is None}
         own = _filled(each, inner) if fills else {**dropped, **each.state.dense(each.ages)}
-        write = _packed if each.is_packed and not (dense or sharded) else _written
+        write = _packed if _is_packed(each) and not (dense or sharded) else _written
         record, own = write(each, _settings(each), signed, own)
         records.append(record)
         if own or index in result["state"]:
@@ -84,6 +84,11 @@ def save(
     # Processes gather shards in this order; the order of first updates may differ between them.
     result["state"] = state | {key: own for key, own in result["state"].items() if key not in state}
     return _with_records(result, records, effective_steps)
+
+
+def _is_packed(masked: MaskedParameter) -> bool:
+    """Return True if the optimizer keeps state of active entries alone, which the update rule moves."""
+    return masked.rule is not None and masked.ages.stored is not None
 
 
 def _with_records(

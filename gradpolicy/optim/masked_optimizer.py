@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial, partialmethod
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.optim import checkpoint, moving
-from gradpolicy.optim.masked_parameter import MaskedParameter, Mode, Options
+from gradpolicy.optim import checkpoint
+from gradpolicy.optim.masked_parameter import MaskedParameter, Options
 from gradpolicy.optim.optimizers import Optimizers
-from gradpolicy.optim.other_optimizers import is_torchs_own
-from gradpolicy.optim.own_settings import applied, as_settings, check_settings, places_of, with_settings
-from gradpolicy.optim.put_back import mask_gradient, restore_frozen, save_frozen
-from gradpolicy.optim.shapes import fitting_mask, local_entries
-from gradpolicy.optim.submatrix import in_parts
-from gradpolicy.optim.update_rules import Group, UpdateRule
-from gradpolicy.optim.update_rules.schedule_free import ScheduleFreeSGD
-from gradpolicy.optim.update_rules.sgd import begin_momenta
+from gradpolicy.optim.own_settings import as_settings, check_settings
+from gradpolicy.optim.put_back import mask_gradient
+from gradpolicy.optim.step import refuse_sparse, switch, update
 from gradpolicy.optim.wrapped import Wrapped
 from gradpolicy.tensors.sharding import plain_parts
 
-Member = tuple[MaskedParameter, Tensor]
-"""A parameter and its gradient."""
+_AMP = "_step_supports_amp_scaling"
 _WRAPPERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[MaskedOptimizer]] = (
     weakref.WeakKeyDictionary()
 )
+
+
+def _of_inner(name: str) -> Any:
+    """Return a property that is an attribute of the wrapped optimizer."""
+    return property(attrgetter(f"inner.{name}"), lambda self, value: setattr(self.inner, name, value))
 
 
 class MaskedOptimizer(torch.optim.Optimizer):
@@ -70,6 +68,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
     Attributes:
         effective_steps: Number of updates so far, without steps that mixed precision skipped. Set it if an
             optimizer is wrapped in the middle of a training.
+        masked: Each parameter that has, or once had, a mask, with its mask, ages and state.
         steps_inner: True during a step, which calls the wrapped optimizer's step.
 
     Raises:
@@ -87,12 +86,28 @@ class MaskedOptimizer(torch.optim.Optimizer):
         tensor([1., 1.])
     """
 
+    inner: torch.optim.Optimizer
+    masked: dict[Tensor, MaskedParameter]
+    effective_steps: int
+    _options: Options
+    _wrapped: Wrapped
+    _parts: list[Wrapped]
     # True if an engine reduces the gradients, and frozen parameters need not have any.
     allows_unused_parameters = False
     # True for an optimizer whose engine steps and clips partitions of the parameters.
     is_partitioned = False
     # True to get the scale of any GradScaler, which passes it to fused optimizers alone.
     sees_loss_scale = False
+
+    # Under "drop" the state of single entries is 1-D, of active entries only.
+    param_groups, state, defaults = _of_inner("param_groups"), _of_inner("state"), _of_inner("defaults")
+    # GradScaler passes its scale on to fused optimizers instead of unscaling.
+    _step_supports_amp_scaling = property(
+        lambda self: self.sees_loss_scale or bool(getattr(self.inner, _AMP, False))
+    )
+    # What holds unless `set_mask` changed it for a parameter.
+    frozen_state: Any = property(attrgetter("_options.frozen_state"))
+    bias_correction: Any = property(attrgetter("_options.bias_correction"))
 
     def __init__(
         self, inner: torch.optim.Optimizer, frozen_state: str = "keep", bias_correction: str = "entry"
@@ -101,143 +116,42 @@ class MaskedOptimizer(torch.optim.Optimizer):
         joined = inner.optimizers if isinstance(inner, Optimizers) else []
         for each in (inner, *joined):
             _check_inner(each)
-        self.inner = inner
-        self._options = Options().changed(frozen_state=frozen_state, bias_correction=bias_correction)
-        self._wrapped = Wrapped(inner)
-        self._parts = [Wrapped(each) for each in joined] or [self._wrapped]
-        self._masked: dict[Tensor, MaskedParameter] = {}
-        self.effective_steps = 0
+        options = Options().changed(frozen_state=frozen_state, bias_correction=bias_correction)
+        wrapped = Wrapped(inner)
+        parts = [Wrapped(each) for each in joined] or [wrapped]
         # A plain optimizer that has loaded a state_dict of this class keeps what it does not know.
         checkpoint.take_out(inner)
-        self._begin_state()
-        self._set_up()
+        own = {"inner": inner, "_options": options, "_wrapped": wrapped, "_parts": parts}
+        self.__setstate__({**own, "masked": {}, "effective_steps": 0})
+        wrapped.begin_state()
 
-    def _begin_state(self) -> None:
-        """Give each parameter a state, empty until its first update.
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("inner", "_options", "_wrapped", "_parts", "masked", "effective_steps")
+        return {name: getattr(self, name) for name in names}
 
-        Without any, torch.distributed.checkpoint would take a first step to create it.
-        """
-        for part in self._parts:
-            # Adagrad creates state itself, and cannot be copied with an empty one.
-            for parameter in part.parameters() if not isinstance(part.optimizer, torch.optim.Adagrad) else ():
-                self.inner.state.setdefault(parameter, {})
-
-    def _set_up(self) -> None:
-        """Set up what `Optimizer.__init__` would, except for what the wrapped optimizer has."""
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # what `Optimizer.__init__` would set up
+        self.steps_inner = False
         for each in {self.inner, *(part.optimizer for part in self._parts)}:
             _WRAPPERS[each] = weakref.ref(self)
             guard = each.register_step_pre_hook(partial(_refuse_to_pass_masks, weakref.ref(self)))
             weakref.finalize(self, guard.remove)
-        for hooks in ("step_pre", "step_post", "state_dict_pre", "state_dict_post"):
-            setattr(self, f"_optimizer_{hooks}_hooks", OrderedDict())
-        for hooks in ("pre", "post"):
-            setattr(self, f"_optimizer_load_state_dict_{hooks}_hooks", OrderedDict())
-        self._patch_step_function()
-        self.steps_inner = False
-        # Of several optimizers, the one that steps a parameter.
-        self._part_of = {
-            parameter: part
-            for part in self._parts
-            for parameter in (part.parameters() if part is not self._wrapped else ())
-        }
-        self._closure_needed = self._wrapped.needs_closure
-        # Some third-party optimizers, such as SAM, call the closure themselves, more than once.
-        known = (self._wrapped.rule, self._wrapped.submatrix)
-        self._calls_closure_itself = not (
-            any(known) or isinstance(self.inner, Optimizers) or is_torchs_own(self.inner)
-        )
-
-    def __getstate__(self) -> dict[str, Any]:
-        names = ("inner", "_options", "_wrapped", "_parts", "_masked", "effective_steps")
-        return {name: getattr(self, name) for name in names}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._set_up()
-
-    @property
-    def frozen_state(self) -> str:
-        """The treatment of frozen entries' state, unless `set_mask` changed it for a parameter."""
-        return self._options.frozen_state
-
-    @property
-    def bias_correction(self) -> str:
-        """The age that bias correction uses, unless `set_mask` changed it for a parameter."""
-        return self._options.bias_correction
-
-    # --- attributes of the wrapped optimizer
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's param groups."""
-        return self.inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.inner.param_groups = value
-
-    @property
-    def state(self) -> Any:
-        """The wrapped optimizer's state; under "drop" moments are 1-D, of active entries only."""
-        return self.inner.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.inner.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The wrapped optimizer's defaults."""
-        return self.inner.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self.inner.defaults = value
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """True if GradScaler passes its scale on instead of unscaling (fused optimizers)."""
-        return self.sees_loss_scale or bool(getattr(self.inner, "_step_supports_amp_scaling", False))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer; its parameters start with every entry active."""
         self.inner.add_param_group(param_group)
-        self._begin_state()
+        self._wrapped.begin_state()
 
     def whole_parameters(self, *, values: bool) -> AbstractContextManager[Any]:
-        """Return a context manager in which parameters have their whole shape, and if asked for their values.
+        """Return a context manager in which parameters have their full shape, and if asked for their values.
 
         They always do, except those that an engine distributes between forward passes.
         """
         return nullcontext()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, as the wrapped optimizer does."""
-        self.inner.zero_grad(set_to_none=set_to_none)
-
-    def train(self) -> None:
-        """Do what the wrapped optimizer's `train` does, if it has one; frozen entries do not change."""
-        self._switch("train")
-
-    def eval(self) -> None:
-        """Do what the wrapped optimizer's `eval` does, if it has one; frozen entries do not change."""
-        self._switch("eval")
-
-    @torch.no_grad()
-    def _switch(self, name: str) -> None:
-        """Let a schedule-free optimizer switch between the weights of training and those of evaluation."""
-        state, masked = self.inner.state, self._masked
-        switched = [each.optimizer for each in self._parts if hasattr(each.optimizer, name)]
-        if not switched:
-            return
-        before = {p: p.detach().clone() for p, own in masked.items() if not own.is_full}
-        dense = {p: masked[p].state.dense(masked[p].ages) if p in masked else own for p, own in state.items()}
-        for each in switched:
-            each.state = defaultdict(dict, dense)
-            getattr(each, name)()
-            each.state = state
-        for parameter, value in before.items():
-            parameter.copy_(torch.where(self.get_mask(parameter), parameter, value))
+    # Schedule-free optimizers switch between the weights of training and those of evaluation; frozen entries
+    # do not change.
+    train, eval = partialmethod(switch, "train"), partialmethod(switch, "eval")
 
     # --- masks and settings
 
@@ -309,30 +223,9 @@ class MaskedOptimizer(torch.optim.Optimizer):
         # Later steps write to tensors that are created here, even if the caller is in inference mode.
         with torch.inference_mode(mode=False), torch.no_grad():
             for parameter, mask in masks.items():
-                masked, tensor = self._checked(parameter, mask)
-                masked.set_mask(tensor, frozen_state, bias_correction)
-                # Only one seeded mask is in memory at a time.
-                del tensor
-
-    def _checked(self, parameter: Tensor, mask: Any) -> tuple[MaskedParameter, Tensor | None]:
-        """Return the masked parameter, and a mask that fits it."""
-        name = self._wrapped.name_of(parameter)
-        if hasattr(mask, "materialize"):
-            mask = mask.materialize(parameter.shape, parameter.device)
-        if mask is not None:
-            mask = fitting_mask(mask, parameter, name)
-        masked = self._masked.setdefault(parameter, self._known(parameter))
-        if mask is not None and masked.group.get("differentiable", False):
-            raise PolicyError(f"{name}: an optimizer with differentiable=True cannot freeze entries")
-        if (
-            isinstance(masked.rule, ScheduleFreeSGD)
-            and not masked.group["train_mode"]
-            and masked.state.values
-        ):
-            before = masked.mask().expand(parameter.shape)
-            if not torch.equal(before, torch.ones_like(before) if mask is None else mask.expand_as(before)):
-                raise PolicyError(f"{name}: call train() of the optimizer before its mask changes")
-        return masked, mask
+                masked = self._known(parameter)
+                masked.set_mask(mask, frozen_state, bias_correction)
+                self.masked[parameter] = masked
 
     def get_mask(self, parameter: Tensor) -> Tensor:
         """Return the parameter's mask as it was set (bool, broadcastable to it), all True if none was."""
@@ -352,39 +245,31 @@ class MaskedOptimizer(torch.optim.Optimizer):
     def state_bytes(self, parameter: Tensor | None = None) -> int:
         """Return the bytes held on this process for the state of one parameter, or of all.
 
-        That is moments, steps, masks and ages.
+        That is moments, steps, masks, ages and, where entries of a parameter have many ages, what follows
+        from these for bias correction.
         """
         if parameter is None:
-            return bytes_of(self.state) + sum(masked.ages.bytes for masked in self._masked.values())
-        masked = self._masked.get(parameter)
-        return bytes_of(self._wrapped.state_of(parameter)) + (0 if masked is None else masked.ages.bytes)
-
-    def masked_parameters(self) -> Mapping[Tensor, MaskedParameter]:
-        """Return each parameter that has, or once had, a mask, with its mask, ages and state."""
-        return self._masked
-
-    def gradient(self, parameter: Tensor) -> Tensor | None:
-        """Return the gradient that the next step uses."""
-        return parameter.grad
+            return _bytes_of(self.state) + sum(masked.bytes for masked in self.masked.values())
+        masked = self.masked.get(parameter)
+        return _bytes_of(self._wrapped.state_of(parameter)) + (0 if masked is None else masked.bytes)
 
     def _known(self, parameter: Tensor) -> MaskedParameter:
         """Return the masked parameter; a new one, with every entry active, if it never had a mask."""
-        masked = self._masked.get(parameter)
-        if masked is None:
-            self._wrapped.name_of(parameter)
-            part = self._part_of.get(parameter, self._wrapped)
-            masked = MaskedParameter(parameter, part, self._options)
-        return masked
+        if parameter in self.masked:
+            return self.masked[parameter]
+        self._wrapped.name_of(parameter)  # raises if it is not the optimizer's
+        part = next((each for each in self._parts if each.has(parameter)), self._wrapped)
+        return MaskedParameter(parameter, part, self._options)
 
     # --- steps
 
     @torch.no_grad()
     def mask_gradients(self) -> None:
-        """Zero gradients of frozen entries in place, NaN too; those of wholly frozen tensors become None.
+        """Zero gradients of frozen entries in place, NaN too; those of completely frozen tensors become None.
 
         Call it before clipping, so that masked gradients do not count in the norm. `step` does not need it.
         """
-        for parameter, masked in self._masked.items():
+        for parameter, masked in self.masked.items():
             if masked.frozen_everywhere:
                 parameter.grad = None
             else:
@@ -393,14 +278,13 @@ class MaskedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def mask_gradient(self, parameter: Tensor) -> None:
         """Zero the gradient of one parameter at frozen entries in place, including NaN and infinity."""
-        masked, gradient = self._masked.get(parameter), parameter.grad
+        masked, gradient = self.masked.get(parameter), parameter.grad
         if masked is None or gradient is None or masked.is_full:
             return
         if masked.frozen_everywhere:
             gradient.zero_()
             return
-        if gradient.layout is not torch.strided:
-            self._refuse_sparse(parameter)
+        refuse_sparse(gradient, masked.name)
         mask_gradient(masked, gradient)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -413,11 +297,29 @@ class MaskedOptimizer(torch.optim.Optimizer):
             The closure's result.
 
         Raises:
-            PolicyError: If a gradient is sparse.
+            PolicyError: If a gradient is sparse, or the wrapped optimizer needs a closure.
         """
+
+        def evaluate() -> Any:
+            assert closure is not None
+            with torch.enable_grad():
+                loss = closure()
+            self.mask_gradients()
+            return loss
+
+        if closure is None and self._wrapped.needs_closure:
+            raise PolicyError(f"{type(self.inner).__name__}.step needs a closure")
         self.steps_inner = True
         try:
-            return self._step(closure)
+            if closure is not None and self._wrapped.calls_closure:
+                return self._update(evaluate)
+            with torch.enable_grad():
+                loss = None if closure is None else closure()
+            found = getattr(self, "found_inf", None)
+            if found is not None and float(found):
+                return loss
+            result = self._update(None)
+            return result if closure is None else loss
         finally:
             self.steps_inner = False
 
@@ -428,174 +330,21 @@ class MaskedOptimizer(torch.optim.Optimizer):
         Once all are, call `step`, which counts the update; parameters without a gradient do not change in it.
         """
         before, updates = self.steps_inner, self.effective_steps
-        owner = self._part_of.get(parameter, self._wrapped)
         self.steps_inner = True
         try:
             with ExitStack() as stack:
-                for part in dict.fromkeys((self._wrapped, *self._parts)):
-                    is_owner = part is owner or part is self._wrapped
-                    stack.enter_context(part.restricted_to(parameter if is_owner else None))
+                for each in dict.fromkeys((self._wrapped, *self._parts)):
+                    stack.enter_context(each.restricted_to(parameter))
                 self._update(None)
         finally:
             self.steps_inner, self.effective_steps = before, updates
 
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
-        if self._closure_needed or (closure is not None and self._calls_closure_itself):
-            return self._update(self._masking(closure))
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        found = getattr(self, "found_inf", None)
-        if found is not None and float(found):
-            return loss
-        result = self._update(None)
-        return result if closure is None else loss
-
-    def _masking(self, closure: Callable[[], Any] | None) -> Callable[[], Any]:
-        if closure is None:
-            raise PolicyError(f"{type(self.inner).__name__}.step needs a closure")
-
-        def evaluate() -> Any:
-            with torch.enable_grad():
-                loss = closure()
-            self.mask_gradients()
-            return loss
-
-        return evaluate
-
     @torch.no_grad()
     def _update(self, closure: Callable[[], Any] | None) -> Any:
-        """Update once: by the wrapped optimizer where that is exact, then by the rule for the rest."""
-        work = self._sorted(closure is not None)
-        stepped = self._masked.values() if self._closure_needed else work.by_optimizer
-        with ExitStack() as stack:
-            stack.enter_context(_hidden_gradients(work.hidden))
-            stack.enter_context(self._scaling())
-            for part in self._parts:
-                stack.enter_context(in_parts(part, [m for m in work.by_part if m[0].state.wrapped is part]))
-            result = self._step_inner([masked for masked in stepped if not masked.is_full], closure)
-        for masked in (*work.by_optimizer, *(masked for masked, _ in work.by_part)):
-            masked.count_update()
-        for masked in work.on_others:
-            masked.set_count(masked.updates + 1)
-        for part in self._parts:
-            # A param group is of one optimizer.
-            groups = [(g, m) for g, m in work.by_rule if m[0][0].state.wrapped is part]
-            if part.rule is not None and groups:
-                self._update_by_rule(part.rule, groups)
+        scaling = {name: getattr(self, name) for name in ("grad_scale", "found_inf") if hasattr(self, name)}
+        result = update(self._wrapped, self._parts, self.masked, scaling, closure)
         self.effective_steps += 1
         return result
-
-    def _sorted(self, closure: bool) -> _Work:
-        """Sort masked parameters by how this step treats them.
-
-        Args:
-            closure: True if the wrapped optimizer makes the gradients itself.
-        """
-        work = _Work()
-        for group in self.param_groups:
-            members: list[Member] = []
-            for parameter in group["params"]:
-                gradient, masked = parameter.grad, self._masked.get(parameter)
-                if gradient is not None and gradient.layout is not torch.strided:
-                    self._refuse_sparse(parameter)
-                mode = Mode.PLAIN if masked is None else masked.mode
-                if mode is Mode.PLAIN or mode is Mode.PUT_BACK:
-                    if masked is not None and (gradient is not None or closure):
-                        work.by_optimizer.append(masked)
-                elif masked is not None and gradient is not None:
-                    work.hidden.append(parameter)
-                    if mode is Mode.BY_RULE:
-                        members.append((masked, gradient))
-                    elif mode is Mode.BY_PART:
-                        work.by_part.append((masked, gradient))
-                    elif mode is Mode.ON_OTHERS:
-                        work.on_others.append(masked)
-            for own, places in places_of([m.parameter for m, _ in members], self._wrapped.settings).items():
-                work.by_rule.append((with_settings(group, own), [members[place] for place in places]))
-        return work
-
-    def _update_by_rule(self, rule: UpdateRule, groups: list[tuple[Group, list[Member]]]) -> None:
-        """Update the active entries of parameters by the rule, and count the update."""
-        steps: list[Tensor] = []
-        for group, members in groups:
-            together: dict[tuple[torch.dtype, torch.device], list[Member]] = {}
-            for member in members:
-                parameter = member[0].parameter
-                together.setdefault((parameter.dtype, parameter.device), []).append(member)
-            for own in together.values():
-                self._update_alike(rule, group, own)
-            for masked, _ in members:
-                masked.count_update()
-            counts = rule.tensor_state(group, 0).keys()
-            if counts - {"step"}:
-                for masked, _ in members:
-                    masked.state.set_count(masked.updates)
-            elif counts:
-                steps += [masked.state.values["step"] for masked, _ in members]
-        if steps and all(step.is_cpu for step in steps):
-            # A Python number would be converted to a tensor for each of them.
-            torch._foreach_add_(steps, torch.tensor(1.0, device="cpu"), alpha=1.0)
-        elif steps:
-            torch._foreach_add_(steps, 1)
-        # Autograd must detect that values it may have saved have changed.
-        torch.autograd.graph.increment_version([m.parameter for _, members in groups for m, _ in members])
-
-    def _update_alike(self, rule: UpdateRule, group: Group, members: list[Member]) -> None:
-        """Update tensors of one dtype and device."""
-        entries = []
-        for masked, gradient in members:
-            masked.follow()
-            by_tensor = masked.options.bias_correction == "tensor"
-            entries.append(
-                moving.Entries(
-                    local_entries(masked.parameter),
-                    local_entries(gradient),
-                    masked.state.completed(group, masked.ages, masked.updates),
-                    masked.ages,
-                    masked.updates if by_tensor else None,
-                    masked.weights,
-                )
-            )
-        moving.update(rule, group, self._scale, entries)
-
-    @property
-    def _scale(self) -> float:
-        """The factor that gradients are multiplied by."""
-        scale = getattr(self, "grad_scale", None)
-        return 1.0 if scale is None else float(scale)
-
-    def _step_inner(self, frozen: Iterable[MaskedParameter], closure: Callable[[], Any] | None) -> Any:
-        """Step the wrapped optimizer; frozen entries of these parameters do not change."""
-        saved = [(masked, save_frozen(masked)) for masked in frozen]
-        with ExitStack() as stack:
-            for part in self._parts:
-                if isinstance(part.optimizer, torch.optim.SGD):
-                    begin_momenta(part.optimizer, part.group_of, self._scale)
-                stack.enter_context(applied(part.optimizer, part.settings))
-            result = self.inner.step(closure) if closure is not None else self.inner.step()
-        for masked, values in saved:
-            restore_frozen(masked, values)
-        return result
-
-    @contextmanager
-    def _scaling(self) -> Iterator[None]:
-        """Pass what GradScaler has set on this optimizer to the wrapped one."""
-        given = {name: getattr(self, name) for name in ("grad_scale", "found_inf") if hasattr(self, name)}
-        try:
-            for name, value in given.items():
-                setattr(self.inner, name, value)
-            yield
-        finally:
-            for name in given:
-                delattr(self.inner, name)
-
-    def _refuse_sparse(self, parameter: Tensor) -> NoReturn:
-        raise PolicyError(
-            f"{self._wrapped.name_of(parameter)} has a sparse gradient; MaskedOptimizer needs dense ones "
-            "(for an embedding: sparse=False, and a mask of rows)"
-        )
 
     # --- saving and loading
 
@@ -609,9 +358,10 @@ class MaskedOptimizer(torch.optim.Optimizer):
             dense: True for moments that torch alone can load: dense, and 0 where there are none. Those of
                 sharded parameters always are.
         """
+        every = [self._known(parameter) for parameter in self._wrapped.parameters()]
         for prepare in self._optimizer_state_dict_pre_hooks.values():
             prepare(self)
-        result = checkpoint.save(self.inner, self._all_masked(), self.effective_steps, dense=dense)
+        result = checkpoint.save(self.inner, every, self.effective_steps, dense=dense)
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, result)
             result = result if changed is None else changed
@@ -633,68 +383,32 @@ class MaskedOptimizer(torch.optim.Optimizer):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         own, steps, saved = checkpoint.split(state_dict)
-        masked = self._all_masked()
+        masked = [self._known(parameter) for parameter in self._wrapped.parameters()]
         records = checkpoint.fitting_records(own, saved, masked)
         self.inner.load_state_dict(own)
-        self._begin_state()
         for index, each in enumerate(masked):
             if index in records:
                 checkpoint.restore(each, records[index])
-                self._masked.pop(each.parameter, None)
+                self.masked.pop(each.parameter, None)
                 if each.had_mask:
-                    self._masked[each.parameter] = each
-            elif each.parameter in self._masked:
+                    self.masked[each.parameter] = each
+            elif each.parameter in self.masked:
                 # Current masks must not change state that was saved with other masks.
                 each.adopt_state()
+        self._wrapped.begin_state()
         self.effective_steps = self.effective_steps if steps is None else steps
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _all_masked(self) -> list[MaskedParameter]:
-        """Return each parameter with its mask."""
-        return [self._known(parameter) for parameter in self._wrapped.parameters()]
 
-
-@dataclass(slots=True)
-class _Work:
-    """The work of one step.
-
-    Attributes:
-        by_rule: Parameters that the update rule moves, with their gradients, by param group.
-        by_part: Parameters whose active rows or columns the wrapped optimizer updates, with their gradients.
-        by_optimizer: Masked parameters that the wrapped optimizer updates.
-        on_others: Masked parameters that only other processes update.
-        hidden: Parameters whose gradients the wrapped optimizer must not apply.
-    """
-
-    by_rule: list[tuple[Group, list[Member]]] = field(default_factory=list)
-    by_part: list[Member] = field(default_factory=list)
-    by_optimizer: list[MaskedParameter] = field(default_factory=list)
-    on_others: list[MaskedParameter] = field(default_factory=list)
-    hidden: list[Tensor] = field(default_factory=list)
-
-
-@contextmanager
-def _hidden_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Hide the gradients of parameters in the block."""
-    gradients = [(parameter, parameter.grad) for parameter in parameters]
-    try:
-        for parameter, _ in gradients:
-            parameter.grad = None
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-
-
-def bytes_of(state: Mapping[Any, Any]) -> int:
+def _bytes_of(state: Mapping[Any, Any]) -> int:
     """Return the bytes of an optimizer's state on this process; some of it may belong to no parameter."""
     total = 0
     for value in state.values():
         if isinstance(value, Tensor):
             total += sum(part.nbytes for part in plain_parts(value))
         elif isinstance(value, Mapping):
-            total += bytes_of(value)
+            total += _bytes_of(value)
     return total
 
 
@@ -748,7 +462,7 @@ def _refuse_to_pass_masks(
     masking = wrapper()
     if masking is None or masking.steps_inner:
         return
-    if not all(masked.is_full for masked in masking.masked_parameters().values()):
+    if not all(masked.is_full for masked in masking.masked.values()):
         kind = type(inner).__name__
         raise PolicyError(
             f"{kind}.step was called past the MaskedOptimizer that wraps it, and would move frozen entries; "

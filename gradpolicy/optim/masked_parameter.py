@@ -11,13 +11,11 @@ from torch import Tensor
 from gradpolicy.checks import BIAS_CORRECTIONS, FROZEN_STATES, check_choice
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim.ages import Ages
-from gradpolicy.optim.other_optimizers import check_entries_can_freeze, warn_of_putting_back
-from gradpolicy.optim.put_back import reset_frozen
-from gradpolicy.optim.shapes import as_sharded, coarse_mask, local_entries, local_mask
+from gradpolicy.optim.put_back import check_entries_can_freeze, reset_frozen, warn_of_putting_back
+from gradpolicy.optim.shapes import as_logical, coarse_mask, fitting_mask, local_entries, local_mask
 from gradpolicy.optim.submatrix import SubmatrixState, rows_differ
-from gradpolicy.optim.update_rules import Group, UpdateRule
+from gradpolicy.optim.update_rules import ActiveRows, Group
 from gradpolicy.optim.wrapped import ParameterState, Wrapped
-from gradpolicy.tensors.active_rows import ActiveRows
 from gradpolicy.tensors.sharding import full_tensor, is_sharded
 
 
@@ -61,10 +59,10 @@ class MaskedParameter:
         parameter: The parameter; every entry starts active.
         wrapped: The wrapped optimizer.
         options: The treatment of the state of frozen entries, and the age that bias correction uses.
-        updates: Number of updates so far; None: the count in its state.
 
     Attributes:
         parameter, options: As given.
+        rule: How the optimizer moves one entry; None where no update rule describes it.
         shape: Shape of the parameter.
         submatrix: Which rows or columns the optimizer can step alone; None if it steps whole tensors.
         state: Access to the optimizer's state of the parameter.
@@ -76,20 +74,19 @@ class MaskedParameter:
         had_mask: True if a mask was ever set.
     """
 
-    def __init__(
-        self, parameter: Tensor, wrapped: Wrapped, options: Options, updates: int | None = None
-    ) -> None:
+    def __init__(self, parameter: Tensor, wrapped: Wrapped, options: Options) -> None:
         self.parameter, self.options, self.shape = parameter, options, parameter.shape
+        self.rule = wrapped.rule
         self.submatrix = None if is_sharded(parameter) else wrapped.submatrix
         kind = ParameterState if self.submatrix is None else SubmatrixState
         self.state = kind(parameter, wrapped)
         self.mask_shape: tuple[int, ...] | None = None
         self.had_mask = False
-        self._begin(updates)
+        self._begin(self.state.count())
 
-    def _begin(self, updates: int | None) -> None:
+    def _begin(self, updates: int) -> None:
         """Set every entry active, with its tensor's number of updates as its age."""
-        self.updates = self.state.count() if updates is None else updates
+        self.updates = updates
         own = local_entries(self.parameter)
         self.ages = Ages.all_active(self.updates, tuple(own.shape), own.device)
         self.weights: dict[Any, Any] = {}
@@ -102,11 +99,6 @@ class MaskedParameter:
     def group(self) -> Group:
         """The parameter's param group."""
         return self.state.group
-
-    @property
-    def rule(self) -> UpdateRule | None:
-        """How the optimizer moves one entry; None where no update rule describes it."""
-        return self.state.wrapped.rule
 
     @property
     def is_full(self) -> bool:
@@ -130,50 +122,31 @@ class MaskedParameter:
         return Mode.BY_RULE if ages.active else Mode.ON_OTHERS
 
     @property
+    def bytes(self) -> int:
+        """Memory of mask, ages, and what follows from ages."""
+        return self.ages.bytes + sum(w.nbytes for weights in self.weights.values() for w in weights)
+
+    @property
     def name(self) -> str:
         """The parameter's name for messages."""
         return self.state.wrapped.name_of(self.parameter)
-
-    @property
-    def is_packed(self) -> bool:
-        """True if the optimizer keeps state of active entries alone, which the update rule moves."""
-        return self.rule is not None and self.ages.index is not None
 
     def mask(self) -> Tensor:
         """Return the mask as it was set."""
         self.follow()
         if self.mask_shape is None:
             return torch.ones((), dtype=torch.bool, device=self.parameter.device).expand(self.parameter.shape)
-        return self._logical(self.ages.mask, self.mask_shape)
+        return as_logical(self.ages.mask, self.parameter, self.ages.shape, self.mask_shape)
 
     def age(self) -> Tensor:
         """Return each entry's age (int64), as coarse as the masks were."""
         self.follow()
-        return self._logical(self.ages.signed().abs().long() - 1)
+        return as_logical(self.ages.signed().abs().long() - 1, self.parameter, self.ages.shape)
 
     def signed_ages(self) -> Tensor:
         """Return signed ages, as coarse as the masks were; for each entry if the parameter is sharded."""
         self.follow()
-        return self._logical(self.ages.signed())
-
-    def _logical(self, values: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Return this process's values as a tensor that broadcasts to the parameter.
-
-        Args:
-            values: Of the dimensions of the ages.
-            shape: The result has size 1 where this has, and is full in other dimensions; None: it is as
-                coarse as the values, and full if the parameter is sharded.
-        """
-        sharded, own = is_sharded(self.parameter), self.ages.shape
-        values = values[..., 0] if self.parameter.is_complex() else values
-        if shape is None:
-            if not sharded:
-                return values
-            shape = tuple(self.parameter.shape)
-        ones = [size == 1 != full for size, full in zip(shape, self.parameter.shape, strict=True)]
-        values = values[tuple(slice(1) if one else slice(None) for one in ones)]
-        sizes = [1 if one else size for one, size in zip(ones, own, strict=False)]
-        return as_sharded(values.expand(sizes), self.parameter, shape)
+        return as_logical(self.ages.signed(), self.parameter, self.ages.shape)
 
     def follow(self) -> dict[str, Any]:
         """Move ages to the parameter's device, and reset them if its state was removed.
@@ -204,18 +177,21 @@ class MaskedParameter:
     # --- a new mask
 
     def set_mask(
-        self, mask: Tensor | None, frozen_state: str | None = None, bias_correction: str | None = None
+        self, mask: Any, frozen_state: str | None = None, bias_correction: str | None = None
     ) -> None:
         """Set the mask, and move the state as the options require.
 
         Args:
-            mask: Bool, of the parameter's dimensions, to which it broadcasts; None: all are active.
+            mask: Bool, broadcasts to the parameter; a seeded mask; None: all are active.
             frozen_state: Replaces that of the options; None: it stays.
             bias_correction: Replaces that of the options; None: it stays.
 
         Raises:
-            PolicyError: If an option does not exist, or some entries of the parameter cannot be frozen.
+            PolicyError: If the mask does not fit, an option does not exist, or some entries of the parameter
+                cannot be frozen.
         """
+        mask = None if mask is None else fitting_mask(mask, self.parameter, self.name)
+        _check_change(self, mask)
         options = self.options.changed(frozen_state=frozen_state, bias_correction=bias_correction)
         self.had_mask = True
         self.follow()
@@ -223,7 +199,7 @@ class MaskedParameter:
         shape = None if mask is None else tuple(mask.shape)
         if mask is None:
             mask = torch.ones((1,) * self.parameter.dim(), dtype=torch.bool, device=self.parameter.device)
-        own, before, forget = self._local(mask), self.ages, options.forget
+        own, before, forget = _local(self, mask), self.ages, options.forget
         sharded = is_sharded(self.parameter)
         frozen_everywhere = sharded and _freezes_all(mask)
         # A process without entries cannot tell by its own part of the mask.
@@ -231,23 +207,18 @@ class MaskedParameter:
         if same and (options, shape) == (self.options, self.mask_shape) and before.is_mask(own):
             return
         self.options, ages = options, before.turned(own, forget=forget)
-        part = self._part(ages)
+        part = _part(self, ages)
         if ages.is_partial and self.rule is None and part is None:
             optimizer = self.state.wrapped.optimizer
             check_entries_can_freeze(optimizer, self.group, self.parameter)
             warn_of_putting_back(optimizer, forget)
         self.state.of_entries(before)  # raises before anything changes
-        self.frozen_everywhere = frozen_everywhere or self._has_none(ages)
+        self.frozen_everywhere = frozen_everywhere or _has_none(self, ages)
         self._take(before, ages, part)
         if ages.is_partial and forget and self.rule is None and part is None:
             reset_frozen(self)
         self.mask_shape = shape
         self._finish_change()
-
-    def _part(self, ages: Ages) -> ActiveRows | None:
-        """Return the rows or columns to step alone under a mask on some entries."""
-        rule = self.submatrix
-        return rule.part(ages.mask, self.parameter) if rule is not None and ages.is_partial else None
 
     def _take(self, before: Ages, ages: Ages, part: ActiveRows | None) -> None:
         """Take new ages, and pack, unpack or empty the state to match them and the options."""
@@ -303,14 +274,10 @@ class MaskedParameter:
 
     # --- loaded state
 
-    def adopt_state(self, updates: int | None = None) -> None:
-        """Take over the optimizer's present state, which is dense and of one age; the mask stays.
-
-        Args:
-            updates: Number of updates of the tensor; None: the count in its state.
-        """
+    def adopt_state(self) -> None:
+        """Take over the optimizer's present state, which is dense and of one age; the mask stays."""
         mask = None if self.mask_shape is None else self.mask()
-        self._begin(updates)
+        self._begin(self.state.count())
         self.set_mask(mask)
 
     def restore(
@@ -336,29 +303,52 @@ class MaskedParameter:
         self.options, self.mask_shape = options, mask_shape
         self._begin(updates)
         if not begun:
-            self.state.wrapped.optimizer.state[self.parameter] = {}
+            self.state.wrapped.optimizer.state.pop(self.parameter, None)
         mask = ages > 0 if mask_shape is None else coarse_mask(ages > 0, mask_shape)
-        signed, own = self._local(ages), self._local(mask)
+        signed, own = _local(self, ages), _local(self, mask)
         restored = Ages.of(signed, own, since, self.ages.shape)
         sharded = is_sharded(self.parameter)
-        self.frozen_everywhere = _freezes_all(mask) if sharded else self._has_none(restored)
+        self.frozen_everywhere = _freezes_all(mask) if sharded else _has_none(self, restored)
         if restored.active or self.options.frozen_state == "drop" or self.rule is None or not own.numel():
-            self._take(self.ages, restored, self._part(restored))
+            self._take(self.ages, restored, _part(self, restored))
         else:
             self.ages = restored
         if restored.entries:
             self._finish_change()
 
-    def _local(self, mask: Tensor) -> Tensor:
-        """Return this process's part of a mask or of ages, in the dimensions of the ages."""
-        own = local_mask(mask, self.parameter).to(self.ages.device)
-        return own.unsqueeze(-1) if self.parameter.is_complex() else own
-
-    def _has_none(self, ages: Ages) -> bool:
-        """Return True if a parameter that is not sharded has entries, and none of them is active."""
-        return not is_sharded(self.parameter) and ages.entries > 0 and not ages.active
-
 
 def _freezes_all(mask: Tensor) -> bool:
     """Return True if no entry is active on any process; for a sharded mask all must call this."""
     return not int(full_tensor(mask.int().sum() if is_sharded(mask) else mask.count_nonzero()))
+
+
+def _local(masked: MaskedParameter, mask: Tensor) -> Tensor:
+    """Return this process's part of a mask or of ages, in the dimensions of the ages."""
+    local = local_mask(mask, masked.parameter).to(masked.ages.device)
+    return local.unsqueeze(-1) if masked.parameter.is_complex() else local
+
+
+def _has_none(masked: MaskedParameter, ages: Ages) -> bool:
+    """Return True if a parameter that is not sharded has entries, and none of them is active."""
+    return not is_sharded(masked.parameter) and ages.entries > 0 and not ages.active
+
+
+def _part(masked: MaskedParameter, ages: Ages) -> ActiveRows | None:
+    """Return the rows or columns to step alone under a mask on some entries."""
+    rule = masked.submatrix
+    return rule.part(ages.mask, masked.parameter) if rule is not None and ages.is_partial else None
+
+
+def _check_change(masked: MaskedParameter, mask: Tensor | None) -> None:
+    """Check that the optimizer can take another mask now.
+
+    Raises:
+        PolicyError: If it cannot.
+    """
+    if mask is not None and masked.group.get("differentiable", False):
+        raise PolicyError(f"{masked.name}: an optimizer with differentiable=True cannot freeze entries")
+    if masked.rule is None or masked.rule.takes_masks(masked.group) or not masked.state.values:
+        return
+    before = masked.mask().expand(masked.shape)
+    if not torch.equal(before, torch.ones_like(before) if mask is None else mask.expand_as(before)):
+        raise PolicyError(f"{masked.name}: call train() of the optimizer before its mask changes")

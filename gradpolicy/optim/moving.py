@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import warn_user
-from gradpolicy.optim.ages import Ages
+from gradpolicy.optim.ages import Ages, Slices
 from gradpolicy.optim.update_rules import Group, State, UpdateRule
 
 COMPILE_FROM = 1 << 20
@@ -26,6 +26,8 @@ FEW = 0.25
 JOINED, SMALL = 1 << 22, 1 << 14
 """Entries that are joined for one call: of all tensors on an accelerator, of small ones on a CPU."""
 BACKEND: Any = "inductor"
+OPTIONS = {"realize_reads_threshold": 100, "realize_opcount_threshold": 400}
+"""Else inductor stores moments in between, and a mask of rows is read by another loop, six times as slow."""
 _FIRST_AGES, _MOST_TABLES = 1024, 64
 _log = logging.getLogger(__name__)
 _said: set[str] = set()
@@ -40,7 +42,7 @@ class Entries:
 
     Attributes:
         parameter, gradient: Real numbers in the shape of the ages.
-        state: The rule's state, in the same shape or, with an index in the ages, of active slices (1-D).
+        state: The rule's state, in the same shape or, where ages are of stored slices, of these (1-D).
         ages: Which are active, and their ages.
         age: The age that all have by the tensor's own count; None: each has its own.
         weights: A cache for :func:`_weights` as long as the mask stays.
@@ -59,24 +61,31 @@ class _Piece:
     """What one call moves: views of the entries, or copies that are written back.
 
     Attributes:
-        parameter, gradient, state: As of Entries.
-        active: Which move; None: all.
+        names: Names of the state.
+        tensors: Parameter, gradient, mask or None for all, the state, and for each of the constants a tensor
+            of each entry's weight or None.
         constants: The number of the age of all, or what the updates since the mask was set add.
-        weights: For each of these a tensor of each entry's weight; None: there is one age.
         write_back: Writes the copies back.
     """
 
-    parameter: Tensor
-    gradient: Tensor
-    state: State
-    active: Tensor | None
+    names: tuple[str, ...]
+    tensors: list[Tensor | None]
     constants: list[float]
-    weights: list[Tensor | None]
     write_back: list[Callable[[], None]] = field(default_factory=list)
 
-    def tensors(self) -> list[Tensor | None]:
-        """Return all tensors."""
-        return [self.parameter, self.gradient, self.active, *self.state.values(), *self.weights]
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter's entries."""
+        assert self.tensors[0] is not None
+        return self.tensors[0]
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> _Piece:
+        """Return the piece with other views of its tensors."""
+        return replace(self, tensors=[each if each is None else change(each) for each in self.tensors])
+
+    def written(self) -> list[Tensor]:
+        """Return the tensors that a call writes: the parameter and the state."""
+        return [self.parameter, *self.tensors[3 : 3 + len(self.names)]]  # type: ignore[list-item]
 
 
 def update(rule: UpdateRule, group: Group, scale: float, tensors: Sequence[Entries]) -> None:
@@ -145,7 +154,7 @@ def _weights(rule: UpdateRule, group: Group, each: Entries) -> tuple[list[float]
         found = columns.t().to(before.device, dtype).contiguous()
         return [column.index_select(0, places).view(before.shape) for column in found]
 
-    if ages.index is not None:  # where memory counts
+    if ages.stored is not None:  # where memory counts
         return [0.0] * table.shape[1], [*gathered(table, ages.since)]
     if (bases, dtype) not in each.weights:
         before_any = table.new_zeros(1, len(bases))
@@ -163,98 +172,68 @@ def _pieces(rule: UpdateRule, group: Group, each: Entries, compiles: bool) -> It
     """Yield a tensor in pieces: of some slices, or of all."""
     ages, chunked = each.ages, on_cpu(each.parameter)
     constants, weights = _weights(rule, group, each)
-    few = chunked and ages.slice_size > 1 and ages.active <= FEW * ages.entries
-    if ages.index is None and not few:
+    few = chunked and ages.dims < len(ages.shape) and ages.active <= FEW * ages.entries
+    if ages.stored is None and not few:
         active = ages.mask if ages.is_partial else None
-        whole = _Piece(each.parameter, each.gradient, each.state, active, constants, weights)
-        whole = _collapsed(whole)
-        yield from _chunks(whole) if chunked and not compiles else [whole]
+        tensors = [each.parameter, each.gradient, active, *each.state.values(), *weights]
+        piece = _collapsed(_Piece(tuple(each.state), tensors, constants))
+        yield from _chunks(piece) if chunked and not compiles else [piece]
         return
-    index = ages.active_slices()
-    count = max(CHUNK // ages.slice_size, 1) if chunked else max(len(index), 1)
-    for start in range(0, len(index), count):
-        yield _gathered(each, index, slice(start, start + count), constants, weights)
+    slices = ages.active_slices()
+    count = max(CHUNK // slices.size, 1) if chunked else max(len(slices.index), 1)
+    for start in range(0, len(slices.index), count):
+        yield _gathered(each, slices, slice(start, start + count), constants, weights)
 
 
 def _gathered(
-    each: Entries, index: Tensor, part: slice, constants: list[float], weights: list[Tensor | None]
+    each: Entries, slices: Slices, part: slice, constants: list[float], weights: list[Tensor | None]
 ) -> _Piece:
-    """Return a piece of copies of some slices, of which state in the order of the index is none."""
-    ages, places = each.ages, index[part]
-    piece = _Piece(
-        ages.taken(each.parameter, places), ages.taken(each.gradient, places), {}, None, constants, []
-    )
-    copies = [(each.parameter, piece.parameter)]
-    for name, value in each.state.items():
-        if ages.index is not None:
-            piece.state[name] = value.view(-1, ages.slice_size)[part]
-        else:
-            piece.state[name] = ages.taken(value, places)
-            copies.append((value, piece.state[name]))
-    for weight in weights:
-        if weight is not None and ages.index is not None:
-            weight = weight[part]
-        elif weight is not None:
-            weight = ages.taken(weight.expand(ages.shape), places)
-        piece.weights.append(weight)
-    piece.write_back = [functools.partial(ages.put, value, places, copy) for value, copy in copies]
+    """Return a piece of copies of some slices, and of views of state that only these have."""
+    some, is_stored = replace(slices, index=slices.index[part]), each.ages.stored is not None
+
+    def rows(value: Tensor) -> Tensor:
+        return value.view(len(slices.index), -1)[part] if is_stored else some.take(value)
+
+    state = [rows(value) for value in each.state.values()]
+    if not is_stored:
+        weights = [None if weight is None else weight.expand(each.ages.shape) for weight in weights]
+    tensors = [some.take(each.parameter), some.take(each.gradient), None, *state]
+    piece = _Piece(tuple(each.state), [*tensors, *(w if w is None else rows(w) for w in weights)], constants)
+    targets = [each.parameter, *(() if is_stored else each.state.values())]
+    copies = [tensors[0], *(() if is_stored else state)]
+    piece.write_back = [functools.partial(some.put, *pair) for pair in zip(targets, copies, strict=True)]
     return piece
 
 
 def _collapsed(piece: _Piece) -> _Piece:
     """Return views with as few dimensions as all tensors allow, so that few shapes are compiled."""
-    shape = piece.parameter.shape
-    full = [piece.parameter, piece.gradient, *piece.state.values()]
-    if not all(each.is_contiguous() for each in full):
+    shape, tensors = piece.parameter.shape, [each for each in piece.tensors if each is not None]
+    if not all(each.is_contiguous() for each in tensors if each.shape == shape):
         return piece
-    coarse = [each for each in (piece.active, *piece.weights) if each is not None]
-    sizes: list[list[int]] = []  # of all, and of each coarse tensor
-    patterns: list[tuple[bool, ...]] = []
+    dims: list[tuple[int, list[bool]]] = []
     for dim, size in enumerate(shape):
-        pattern = tuple(each.shape[dim] == size for each in coarse)
-        if size == 1:
-            continue
-        own = [size, *(each.shape[dim] for each in coarse)]
-        if patterns and patterns[-1] == pattern:
-            sizes[-1] = [a * b for a, b in zip(sizes[-1], own, strict=True)]
-        else:
-            sizes.append(own)
-            patterns.append(pattern)
-    merged = list(zip(*sizes, strict=True)) or [(1,)] * (1 + len(coarse))
-    shapes = {id(each): own for each, own in zip(coarse, merged[1:], strict=True)}
-
-    def view(each: Tensor | None) -> Tensor | None:
-        return None if each is None else each.reshape(shapes.get(id(each), merged[0]))
-
-    return _mapped(piece, view)
-
-
-def _mapped(piece: _Piece, change: Callable[[Any], Any]) -> _Piece:
-    state = {name: change(value) for name, value in piece.state.items()}
-    return _Piece(
-        change(piece.parameter),
-        change(piece.gradient),
-        state,
-        change(piece.active),
-        piece.constants,
-        [change(weight) for weight in piece.weights],
-        piece.write_back,
+        full = [each.shape[dim] == size for each in tensors]
+        if size != 1 and dims and dims[-1][1] == full:
+            dims[-1] = dims[-1][0] * size, full
+        elif size != 1:
+            dims.append((size, full))
+    views = iter(
+        each.reshape([size if full[place] else 1 for size, full in dims] or [1])
+        for place, each in enumerate(tensors)
     )
+    return piece.changed(lambda _: next(views))
 
 
 def _chunks(piece: _Piece) -> Iterator[_Piece]:
     """Yield the piece in parts whose temporary values stay in a processor's cache."""
-    if not piece.parameter.dim() or piece.parameter.numel() <= CHUNK:
+    if piece.parameter.numel() <= CHUNK:
         yield piece
         return
     rows = len(piece.parameter)
     count = max(CHUNK * rows // piece.parameter.numel(), 1)
     for start in range(0, rows, count):
-
-        def cut(each: Tensor | None, part: slice = slice(start, start + count)) -> Tensor | None:
-            return each if each is None or len(each) != rows else each[part]
-
-        yield _mapped(piece, cut)
+        part = slice(start, start + count)
+        yield piece.changed(lambda each, part=part: each[part] if len(each) == rows else each)  # type: ignore[misc]
 
 
 def _joined(pieces: Iterator[_Piece], most: int) -> Iterator[_Piece]:
@@ -266,8 +245,8 @@ def _joined(pieces: Iterator[_Piece], most: int) -> Iterator[_Piece]:
         if size > most:
             yield piece
             continue
-        forms = [each if each is None else each.dtype for each in piece.tensors()]
-        key = (*piece.constants, *piece.state, *forms)
+        forms = [each if each is None else each.dtype for each in piece.tensors]
+        key = (*piece.constants, *piece.names, *forms)
         alike.setdefault(key, []).append(piece)
         entries[key] = entries.get(key, 0) + size
         if entries[key] >= JOINED:
@@ -280,25 +259,20 @@ def _join(pieces: list[_Piece]) -> _Piece:
     first = pieces[0]
     if len(pieces) == 1:
         return first
-    columns = zip(*(each.tensors() for each in pieces), strict=True)
     shapes = [each.parameter.shape for each in pieces]
-    parameter, gradient, active, *others = [
+    columns = zip(*(each.tensors for each in pieces), strict=True)
+    tensors = [
         None
         if column[0] is None
         else torch.cat([each.expand(shape).reshape(-1) for each, shape in zip(column, shapes, strict=True)])
         for column in columns
     ]
-    assert parameter is not None
-    assert gradient is not None
-    state = dict(zip(first.state, others, strict=False))
-    joined = _Piece(parameter, gradient, state, active, first.constants, others[len(state) :])  # type: ignore[arg-type]
-    sizes = [shape.numel() for shape in shapes]
+    joined, sizes = replace(first, tensors=tensors), [shape.numel() for shape in shapes]
 
     def split() -> None:
-        targets = [[each.parameter for each in pieces], *([e.state[name] for e in pieces] for name in state)]
-        for own, values in zip(targets, (parameter, *state.values()), strict=True):
-            parts = zip(values.split(sizes), shapes, strict=True)  # type: ignore[union-attr]
-            torch._foreach_copy_(own, [part.view(shape) for part, shape in parts])
+        for values, *targets in zip(joined.written(), *(each.written() for each in pieces), strict=True):
+            parts = zip(values.split(sizes), shapes, strict=True)
+            torch._foreach_copy_(targets, [part.view(shape) for part, shape in parts])
 
     joined.write_back = [split, *(write for each in pieces for write in each.write_back)]
     return joined
@@ -309,15 +283,14 @@ def _join(pieces: list[_Piece]) -> _Piece:
 
 def _call(rule: UpdateRule, settings: tuple[float, ...], piece: _Piece, compiles: bool) -> None:
     """Move a piece, by compiled code if it is to and can be compiled."""
-    names = tuple(piece.state)
-    tensors = (piece.parameter, piece.gradient, *piece.state.values())
     if compiles and "eager" not in _said:
-        key, active = _kind(rule, piece), None if piece.active is None else piece.active.view(torch.uint8)
+        key, tensors = _kind(rule, piece), list(piece.tensors)
+        tensors[2] = None if tensors[2] is None else tensors[2].view(torch.uint8)
         # Numbers would be compiled in, so that a scheduler's next rate would recompile.
         constants: Any = torch.tensor([*settings, *piece.constants], dtype=torch.float64, device="cpu")
         constants = constants if piece.parameter.is_cpu else constants.unbind()
         try:
-            _compiled(key)(rule, names, tensors, active, constants, piece.weights)
+            _compiled(key)(rule, piece.names, tensors, constants)
             return
         except RuntimeError as error:
             if key in _known and "recompile" not in str(error):
@@ -326,17 +299,16 @@ def _call(rule: UpdateRule, settings: tuple[float, ...], piece: _Piece, compiles
         finally:
             _known.add(key)
     numbers = [torch.tensor(each, dtype=torch.float64, device="cpu") for each in piece.constants]
-    _move(rule, names, tensors, piece.active, (*settings, *numbers), piece.weights)
+    _move(rule, piece.names, piece.tensors, (*settings, *numbers))
 
 
 def _kind(rule: UpdateRule, piece: _Piece) -> Any:
     """Return what decides on a graph: a rule, and the forms of tensors."""
     order = sorted(range(piece.parameter.dim()), key=piece.parameter.stride)
     forms = [
-        None if each is None else (each.dtype, *(size == 1 for size in each.shape))
-        for each in piece.tensors()
+        None if each is None else (each.dtype, *(size == 1 for size in each.shape)) for each in piece.tensors
     ]
-    return type(rule), piece.parameter.device.type, *order, *piece.state, *forms
+    return type(rule), piece.parameter.device.type, *order, *piece.names, *forms
 
 
 @functools.lru_cache(maxsize=256)
@@ -346,8 +318,9 @@ def _compiled(kind: Any) -> Callable[..., None]:
         _said.add("compiled")
         _log.warning("torch.compile compiles the updates of masked entries, once, which takes a while")
     # Dynamo gives up after eight compilations of a code object, so each kind of call has its own.
-    own = FunctionType(_move.__code__.replace(), globals())
-    return torch.compile(own, dynamic=True, fullgraph=True, backend=BACKEND)
+    move = FunctionType(_move.__code__.replace(), globals())
+    options: Any = OPTIONS if BACKEND == "inductor" else None
+    return torch.compile(move, dynamic=True, fullgraph=True, backend=BACKEND, options=options)
 
 
 def _say_eager(error: Exception) -> None:
@@ -359,28 +332,25 @@ def _say_eager(error: Exception) -> None:
     )
 
 
-def _move(
-    rule: UpdateRule,
-    names: tuple[str, ...],
-    tensors: tuple[Tensor, ...],
-    active: Tensor | None,
-    constants: Any,
-    weights: Sequence[Tensor | None],
-) -> None:
-    """Move active entries, in place: a parameter by its gradient, and its state."""
-    parameter, gradient, *state = tensors
+def _move(rule: UpdateRule, names: tuple[str, ...], tensors: Sequence[Tensor | None], constants: Any) -> None:
+    """Move active entries in place, see :class:`_Piece`; constants of ages come after the settings."""
+    parameter, gradient, active, *rest = tensors
+    state, weights = rest[: len(names)], rest[len(names) :]
     constants = constants.unbind() if isinstance(constants, Tensor) else constants
     count = len(constants) - len(weights)
+    assert parameter is not None
+    assert gradient is not None
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     numbers = tuple(
         constant if weight is None else weight + constant * (1 - weight)
         for constant, weight in zip(constants[count:], weights, strict=True)
     )
-    values = {name: value.to(dtype) for name, value in zip(names, state, strict=True)}
+    values = {name: value.to(dtype) for name, value in zip(names, state, strict=True)}  # type: ignore[union-attr]
     new, updated = rule.update(parameter.to(dtype), gradient.to(dtype), values, constants[:count], numbers)
     # Of the forms of a mask, inductor vectorises this one.
     moves = active.float() > 0 if active is not None and active.dtype == torch.uint8 else active
     for old, value in ((parameter, new), *((state[names.index(n)], v) for n, v in updated.items())):
+        assert old is not None
         value = value.to(old.dtype)
         # The result for frozen entries, whose gradients are arbitrary, is discarded.
         old.copy_(value if moves is None else torch.where(moves, value, old))

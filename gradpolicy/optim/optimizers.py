@@ -1,7 +1,8 @@
-"""Several optimizers as one, each for some parameters of a model."""
+"""Several optimizers as one, and optimizers inside those of other libraries."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -150,3 +151,28 @@ def plain_optimizers(optimizers: Iterable[Any]) -> list[torch.optim.Optimizer]:
     inner = [getattr(each, "inner", each) for each in optimizers]
     parts = [each.optimizers if isinstance(each, Optimizers) else [each] for each in inner]
     return [each for some in parts for each in some]
+
+
+# --- what accelerate has prepared
+
+
+def is_prepared(optimizer: Any) -> bool:
+    """Return True for accelerate's wrapper of an optimizer, without importing accelerate."""
+    module = sys.modules.get("accelerate.optimizer")
+    return module is not None and isinstance(optimizer, module.AcceleratedOptimizer)
+
+
+def innermost(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer without accelerate's wrappers."""
+    while is_prepared(optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def put_inside(prepared: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Replace the optimizer inside accelerate's wrapper; another optimizer is left alone."""
+    while is_prepared(prepared) and is_prepared(prepared.optimizer):
+        prepared = prepared.optimizer
+    if is_prepared(prepared):
+        # As after unpickling, which also updates the step method that the loss scaler calls.
+        prepared.__setstate__({"optimizer": optimizer})

@@ -1,15 +1,127 @@
-"""Frozen entries of a full tensor's step: put back afterwards, bit for bit."""
+"""Optimizers without an update rule: they step, then frozen entries are put back exactly.
+
+The state of torch's own optimizers begins at 0, with few exceptions. The initial state of a third party's is
+found by a first step of another optimizer of its class: some state begins as the parameter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import re
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradpolicy.optim.other_optimizers import check_state_of_entries, entry_state, initial_values
+from gradpolicy.errors import PolicyError, under, warn_user
 from gradpolicy.optim.shapes import local_entries
+from gradpolicy.optim.update_rules import Group, rule_for, submatrix_rule_for
+from gradpolicy.tensors.sharding import is_composed, is_sharded, local_shard
+
+OF_THE_TENSOR = ("step", "mu_product", "eta", "mu")
+"""State that torch's optimizers keep once per tensor, even if the tensor is a scalar."""
+_QUANTISED = "keeps one scale for a block of entries in its state"
+_REFUSED = {
+    "soap": "keeps its moments in a rotated basis",
+    "shampoo": "keeps statistics that mix all rows and all columns",
+    "4bit|8bit|fp8|quantized": _QUANTISED,
+}
+"""Parts of the names of optimizers whose state has no value for each entry, with the reason."""
+
+
+_WARNED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+# --- the state of such an optimizer
+
+
+def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True for one of torch's optimizers whose state belongs to single parameters (all but LBFGS)."""
+    # The module of Adafactor and Muon is the package, that of others a module in it.
+    of_torch = f"{type(optimizer).__module__}.".startswith("torch.optim.")
+    return of_torch and type(optimizer) is not torch.optim.LBFGS
+
+
+def entry_state(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
+    """Return the part of a parameter's state that has a value (not a flag) for each of its entries."""
+    return {
+        key: value
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+        and value.shape == parameter.shape
+        and value.dtype != torch.bool
+        and not is_composed(value)
+        and (value.dim() or key not in OF_THE_TENSOR)
+    }
+
+
+def initial_values(
+    optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor, state: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the values of the state of entries before their first update, as far as they are known.
+
+    Args:
+        optimizer: The optimizer.
+        group: The parameter's param group.
+        parameter: The parameter.
+        state: Its state, as from `entry_state`.
+    """
+    if not state:
+        return {}
+    if is_torchs_own(optimizer):
+        starts = {"step_size": float(group["lr"])} if isinstance(optimizer, torch.optim.Rprop) else {}
+        return {key: torch.tensor(starts.get(key, 0.0), dtype=torch.float64, device="cpu") for key in state}
+    found = tried_state(optimizer, group, parameter)
+    if found is None:
+        return {}
+    first = entry_state(found, parameter)
+    return {key: first.get(key, torch.zeros((), device="cpu")) for key in state}
+
+
+def reset_state(
+    optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor, state: Mapping[str, Any]
+) -> None:
+    """Reset the state of all entries of a parameter to its initial values, in place."""
+    own = entry_state(state, parameter)
+    for key, start in initial_values(optimizer, group, parameter, own).items():
+        value = local_shard(own[key])
+        if start.dim():
+            value.copy_(local_shard(start))
+        else:
+            (torch.view_as_real(value) if value.is_complex() else value).fill_(float(start))
+
+
+def first_state(optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor) -> dict[str, Any]:
+    """Return the state that another optimizer of the class creates in a step with gradient 0."""
+    stand_in = parameter.detach().clone().requires_grad_()
+    stand_in.grad = torch.zeros_like(stand_in)
+    kind, still = type(optimizer), {"weight_decay": 0.0} if "weight_decay" in group else {}
+    accepted = inspect.signature(kind).parameters
+    settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    other: Any = kind([{**own, **still, "params": [stand_in]}], **settings)
+    if callable(getattr(other, "train", None)):
+        other.train()
+    other.step()
+    return dict(other.state[stand_in])
+
+
+def tried_state(optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor) -> dict[str, Any] | None:
+    """Return the result of `first_state`; None where another optimizer of the class cannot be made."""
+    devices = [parameter.device] if parameter.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return first_state(optimizer, group, parameter)
+    except Exception:
+        # A third party's constructor or step may need anything.
+        return None
+
+
+# --- around a step
 
 
 def mask_gradient(masked: Any, gradient: Tensor) -> None:
@@ -60,3 +172,110 @@ def _reset(masked: Any, state: Mapping[str, Tensor]) -> None:
 def _fill_frozen(masked: Any, tensor: Tensor, values: Tensor) -> None:
     entries = local_entries(tensor)
     entries.copy_(torch.where(masked.ages.mask, entries, values.to(entries.dtype)))
+
+
+# --- masks on some entries
+
+
+def check_entries_can_freeze(optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor) -> None:
+    """Check that some entries of a parameter can be put back while others train.
+
+    Raises:
+        PolicyError: If the optimizer's state has no value for each entry.
+    """
+    names = " ".join(kind.__name__ for kind in type(optimizer).__mro__)
+    for pattern, why in _REFUSED.items():
+        if re.search(pattern, names, re.IGNORECASE):
+            raise _refused(optimizer, why)
+    state = optimizer.state.get(parameter)
+    if not state and not is_torchs_own(optimizer):
+        state = tried_state(optimizer, group, parameter)
+    check_state_of_entries(optimizer, state or {})
+
+
+def check_state_of_entries(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Check that no state of a parameter is quantised.
+
+    Raises:
+        PolicyError: If some is.
+    """
+    tensors = [value for value in state.values() if isinstance(value, Tensor) and value.numel() > 1]
+    if any(is_composed(each) or (each.element_size() == 1 and each.dtype != torch.bool) for each in tensors):
+        raise _refused(optimizer, _QUANTISED)
+
+
+def _refused(optimizer: torch.optim.Optimizer, why: str) -> PolicyError:
+    return PolicyError(
+        f"{type(optimizer).__name__} {why}, so that the state of frozen entries cannot be "
+        "put back alone; freeze whole tensors (level: tensor), or train with one that is exact, such as AdamW"
+    )
+
+
+def put_back_remark(optimizer: torch.optim.Optimizer, forget: bool) -> str:
+    """Return a remark on masks on some entries for an optimizer without an update rule.
+
+    Args:
+        optimizer: The optimizer.
+        forget: True if an entry that freezes loses its state.
+    """
+    if forget:
+        more = "; a step count is the whole tensor's, also for an entry that thaws with empty state"
+    else:
+        more = " and their state from earlier steps"
+    rule = submatrix_rule_for(optimizer)
+    exact = ["whole tensors", *("rows", "columns")[: 0 if rule is None else len(rule.dims)]]
+    return (
+        f"{type(optimizer).__name__} steps whole tensors, and frozen entries are put back afterwards: what "
+        f"it computes from several entries takes zeros for frozen gradients{more}; to move active entries as "
+        f"if alone, freeze {' or '.join(exact)}, describe the optimizer by gradpolicy.update_rule, or train "
+        "with AdamW"
+    )
+
+
+def warn_of_putting_back(optimizer: torch.optim.Optimizer, forget: bool) -> None:
+    """Warn, once per optimizer, of the effects of a mask on some entries."""
+    if optimizer not in _WARNED:
+        _WARNED.add(optimizer)
+        warn_user(put_back_remark(optimizer, forget))
+
+
+def put_back_remarks(
+    masks: Mapping[str, Mapping[str, tuple[Any, bool]]], parameters: Mapping[str, Tensor], optimizers: Any
+) -> Iterator[str]:
+    """Yield a remark for each policy on some entries of parameters whose optimizer has no update rule.
+
+    Args:
+        masks: For each policy, the masks that freeze a parameter in part, with True if entries lose state.
+        parameters: The parameters by name.
+        optimizers: The optimizers, which are not wrapped.
+
+    Raises:
+        PolicyError: If some entries of a parameter cannot be frozen alone.
+    """
+    places = {
+        id(parameter): (optimizer, group)
+        for optimizer in optimizers
+        if rule_for(optimizer) is None
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    for policy, names in masks.items():
+        remarks: dict[str, None] = {}
+        for name, (mask, forget) in names.items():
+            if (place := places.get(id(parameters[name]))) is not None:
+                with under(f"policy.{policy}"):
+                    if _steps_part(place[0], mask, parameters[name]):
+                        continue
+                    check_entries_can_freeze(*place, parameters[name])
+                remarks[put_back_remark(place[0], forget)] = None
+        yield from (f"{policy}: {remark}" for remark in remarks)
+
+
+def _steps_part(optimizer: torch.optim.Optimizer, mask: Any, parameter: Tensor) -> bool:
+    """Return True if a mask leaves rows or columns active that the optimizer can step alone."""
+    rule = submatrix_rule_for(optimizer)
+    if rule is None or is_sharded(parameter):
+        return False
+    if hasattr(mask, "materialize"):
+        mask = mask.materialize(parameter.shape, parameter.device)
+    return rule.part(mask.expand(parameter.shape), parameter) is not None

@@ -33,7 +33,10 @@ def _placements(parameter: Tensor, shape: Sequence[int]) -> tuple[Any, list[Any]
 
     sharded: Any = parameter
     return sharded.device_mesh, [
-        Replicate() if placement.is_shard() and _is_one(shape, parameter, placement.dim) else placement
+        Replicate()
+        # One value is that of all of the dimension.
+        if placement.is_shard() and shape[placement.dim] == 1 < parameter.shape[placement.dim]
+        else placement
         for placement in sharded.placements
     ]
 
@@ -52,13 +55,15 @@ def coarse_mask(mask: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def fitting_mask(mask: object, parameter: Tensor, name: str) -> Tensor:
-    """Return a mask as a bool tensor with as many dimensions as the parameter.
+    """Return a mask, also a seeded one, as a bool tensor with as many dimensions as the parameter.
 
     Raises:
         PolicyError: As `check_mask`, or if the parameter has no values.
     """
     if parameter.is_meta:
         raise PolicyError(f"{name}: the parameter lies on the meta device, where tensors have no values")
+    if hasattr(mask, "materialize"):
+        mask = mask.materialize(parameter.shape, parameter.device)
     tensor = as_tensor(check_mask(mask, parameter, name), parameter.shape, parameter.device)
     missing = parameter.dim() - tensor.dim()
     return tensor.reshape((1,) * missing + tuple(tensor.shape)) if missing else tensor
@@ -71,26 +76,32 @@ def local_entries(tensor: Tensor) -> Tensor:
     return torch.view_as_real(local) if local.is_complex() else local
 
 
-def _is_one(shape: Sequence[int], parameter: Tensor, dim: int) -> bool:
-    """Return True if a mask of this shape has one value for all of a dimension."""
-    return shape[dim] == 1 and parameter.shape[dim] > 1
-
-
-def as_sharded(value: Tensor, parameter: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return local values as a tensor like the parameter: a DTensor if that is one.
+def as_logical(
+    values: Tensor, parameter: Tensor, entries: Sequence[int], shape: Sequence[int] | None = None
+) -> Tensor:
+    """Return this process's values as a tensor that broadcasts to the parameter: a DTensor if that is one.
 
     Args:
-        value: This process's part.
+        values: In dimensions of this process's entries.
         parameter: The parameter.
-        shape: Shape of the whole tensor; 1 where one value is that of a whole dimension.
+        entries: The shape of these.
+        shape: The result has size 1 where this has, and is full in other dimensions; None: it is as coarse as
+            the values, and full if the parameter is sharded.
     """
-    if not is_sharded(parameter):
-        return value
+    values, sharded = values[..., 0] if parameter.is_complex() else values, is_sharded(parameter)
+    if shape is None and not sharded:
+        return values
+    shape = tuple(parameter.shape if shape is None else shape)
+    ones = [size == 1 != full for size, full in zip(shape, parameter.shape, strict=True)]
+    values = values[tuple(slice(1) if one else slice(None) for one in ones)]
+    values = values.expand([1 if one else size for one, size in zip(ones, entries, strict=False)])
+    if not sharded:
+        return values
     from torch.distributed.tensor import DTensor
 
     mesh, placements = _placements(parameter, shape)
     stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     size = torch.Size(shape)
     return DTensor.from_local(
-        value.contiguous(), mesh, placements, run_check=False, shape=size, stride=stride
+        values.contiguous(), mesh, placements, run_check=False, shape=size, stride=stride
     )

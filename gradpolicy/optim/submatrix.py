@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from gradpolicy.optim.ages import Ages
-from gradpolicy.optim.update_rules import SubmatrixRule
+from gradpolicy.optim.update_rules import ActiveRows, SubmatrixRule
 from gradpolicy.optim.wrapped import ParameterState, Wrapped
-from gradpolicy.tensors.active_rows import ActiveRows
 
 _LISTS = {"params", "param_names"}
 """What a param group has for each of its parameters."""
@@ -32,7 +31,7 @@ class SubmatrixState(ParameterState):
         """Arrange the state for the active part, which `part` has by now; see ParameterState."""
         if self.held is not None:
             self.values.update(self._each(_spread, self.held))
-        self.held = self.part if ages.index is not None else None
+        self.held = self.part if ages.stored is not None else None
         if self.part is not None and (forget or self.held is not None):
             self.values.update(self._each(_cleared if self.held is None else _taken, self.part))
 

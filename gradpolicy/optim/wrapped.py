@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,12 +13,12 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim.ages import Ages
-from gradpolicy.optim.other_optimizers import reset_state
+from gradpolicy.optim.optimizers import Optimizers
 from gradpolicy.optim.own_settings import Settings, with_settings
+from gradpolicy.optim.put_back import is_torchs_own, reset_state
 from gradpolicy.optim.shapes import local_entries
-from gradpolicy.optim.update_rules import Group, rule_for, submatrix_rule_for
+from gradpolicy.optim.update_rules import ActiveRows, Group, rule_for, submatrix_rule_for
 from gradpolicy.optim.update_rules.base import step_count
-from gradpolicy.tensors.active_rows import ActiveRows
 from gradpolicy.tensors.sharding import local_shard
 
 
@@ -40,12 +41,31 @@ class Wrapped:
         self.settings: dict[Tensor, Settings] = {}
         self._places: dict[int, tuple[int, int]] = {}
 
-    @property
+    @functools.cached_property
     def needs_closure(self) -> bool:
         """True if a step needs a closure. Such optimizers also move tensors that have no gradient."""
         step = inspect.unwrap(type(self.optimizer).step)
         closure = inspect.signature(step).parameters.get("closure")
         return closure is not None and closure.default is inspect.Parameter.empty
+
+    @functools.cached_property
+    def calls_closure(self) -> bool:
+        """True if a step must call the closure itself, perhaps more than once, as SAM does."""
+        known = self.rule is not None or self.submatrix is not None
+        simple = known or isinstance(self.optimizer, Optimizers) or is_torchs_own(self.optimizer)
+        return self.needs_closure or not simple
+
+    def begin_state(self) -> None:
+        """Give each parameter a state, empty until its first update.
+
+        Without any, torch.distributed.checkpoint would take a first step to create it.
+        """
+        parts = self.optimizer.optimizers if isinstance(self.optimizer, Optimizers) else [self.optimizer]
+        for part in parts:
+            # Adagrad creates state itself, and cannot be copied with an empty one.
+            groups = [] if isinstance(part, torch.optim.Adagrad) else part.param_groups
+            for parameter in (parameter for group in groups for parameter in group["params"]):
+                self.optimizer.state.setdefault(parameter, {})
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters of all groups."""
@@ -68,19 +88,20 @@ class Wrapped:
         """Return the param group that a parameter is in."""
         return self.optimizer.param_groups[self._place_of(parameter)[0]]
 
+    def has(self, parameter: Tensor) -> bool:
+        """Return True for a parameter of the optimizer."""
+        return self._find(parameter) is not None
+
     @contextmanager
-    def restricted_to(self, parameter: Tensor | None) -> Iterator[None]:
-        """Leave the optimizer only one parameter in the block, or none."""
-        groups = self.optimizer.param_groups
-        before, group = list(groups), dict[str, Any]()
-        lists: dict[str, list[Any]] = {}
-        if parameter is not None:
-            index, position = self._place_of(parameter)
-            group = groups[index]
-            lists = {key: group[key] for key in ["params", "param_names"] if key in group}
-            group.update({key: [value[position]] for key, value in lists.items()})
+    def restricted_to(self, parameter: Tensor) -> Iterator[None]:
+        """Leave the optimizer only one parameter in the block, or none if it has not this one."""
+        groups, place = self.optimizer.param_groups, self._find(parameter)
+        before, group = list(groups), {} if place is None else groups[place[0]]
+        lists = {key: group[key] for key in ["params", "param_names"] if key in group}
+        if place is not None:
+            group.update({key: [values[place[1]]] for key, values in lists.items()})
         places, self._places = self._places, {}
-        groups[:] = [group] if group else []
+        groups[:] = [] if place is None else [group]
         try:
             yield
         finally:
@@ -98,7 +119,18 @@ class Wrapped:
         return repr(names[position]) if names else f"parameter {position} of group {index}"
 
     def _place_of(self, parameter: Any) -> tuple[int, int]:
-        """Return the index of a parameter's group and its position there; groups may have changed since."""
+        """Return the index of a parameter's group, and its position there."""
+        if (found := self._find(parameter)) is not None:
+            return found
+        shape = f" of shape {tuple(parameter.shape)}" if isinstance(parameter, Tensor) else f" {parameter!r}"
+        shapes = sorted({str(tuple(known.shape)) for known in self.parameters()})
+        raise PolicyError(
+            f"the parameter{shape} is not one of the wrapped optimizer's; "
+            f"its parameters have the shapes {', '.join(shapes[:8])}{', ...' if len(shapes) > 8 else ''}"
+        )
+
+    def _find(self, parameter: Any) -> tuple[int, int] | None:
+        """Return the same, None for a parameter of others; groups may have changed since the last call."""
         groups = self.optimizer.param_groups
         index, position = self._places.get(id(parameter), (0, 0))
         members = groups[index]["params"] if index < len(groups) else []
@@ -109,17 +141,7 @@ class Wrapped:
             for index, group in enumerate(groups)
             for position, known in enumerate(group["params"])
         }
-        if id(parameter) not in self._places:
-            raise self._unknown(parameter)
-        return self._places[id(parameter)]
-
-    def _unknown(self, parameter: Any) -> PolicyError:
-        shape = f" of shape {tuple(parameter.shape)}" if isinstance(parameter, Tensor) else f" {parameter!r}"
-        shapes = sorted({str(tuple(known.shape)) for known in self.parameters()})
-        return PolicyError(
-            f"the parameter{shape} is not one of the wrapped optimizer's; "
-            f"its parameters have the shapes {', '.join(shapes[:8])}{', ...' if len(shapes) > 8 else ''}"
-        )
+        return self._places.get(id(parameter))
 
 
 class ParameterState:
@@ -177,7 +199,7 @@ class ParameterState:
         """
         names = () if self.wrapped.rule is None else self.wrapped.rule.names
         values, device = self.values, self.parameter.device
-        shape = ages.shape if ages.index is None else (ages.active,)
+        shape = ages.shape if ages.stored is None else (ages.active,)
         found: dict[str, Tensor] = {}
         for name in names:
             if (value := values.get(name)) is None:
@@ -198,7 +220,7 @@ class ParameterState:
         state = self.wrapped.optimizer.state[self.parameter]
         counts = self.wrapped.rule.tensor_state(group, 0)
         if any(state.get(name) is None for name in (*names, *counts)):
-            state.update(self.initial(group, updates, ages.active if ages.index is not None else None))
+            state.update(self.initial(group, updates, ages.active if ages.stored is not None else None))
         found = self.of_entries(ages)
         return {name: found[name] for name in names}
 
@@ -245,11 +267,11 @@ class ParameterState:
         """Return the state as the wrapped optimizer itself would hold it."""
         rule = self.wrapped.rule
         state = {name: value for name, value in self.values.items() if value is not None}
-        if ages.index is not None:
+        if ages.stored is not None:
             assert rule is not None
             starts = rule.state(self.group)
             for name, value in self.of_entries(ages).items():
-                state[name] = self._shaped(ages.spread(value, starts.get(name, 0.0)))
+                state[name] = self._shaped(ages.stored.spread(value, starts.get(name, 0.0)))
         return state if rule is None else rule.dense_state(state, self.parameter.detach())
 
     def _shaped(self, values: Tensor) -> Tensor:
@@ -269,19 +291,19 @@ class ParameterState:
             forget: True if the state of frozen entries is emptied.
         """
         rule = self.wrapped.rule
-        repacks = before.index is not None or ages.index is not None
-        empties = forget and ages.index is None and ages.active < ages.entries
+        repacks = before.stored is not None or ages.stored is not None
+        empties = forget and ages.stored is None and ages.active < ages.entries
         if rule is None or not (repacks or empties):
             return
         starts, values = rule.state(self.group), self.values
         for name, value in self.of_entries(before).items():
             start = starts.get(name, 0.0)
-            dense = value if before.index is None else before.spread(value, start)
+            dense = value if before.stored is None else before.stored.spread(value, start)
             if empties:
                 dense.masked_fill_(~ages.mask, start)
-            if ages.index is not None:
-                values[name] = ages.taken(dense, ages.index).view(-1)
-            elif before.index is not None:
+            if ages.stored is not None:
+                values[name] = ages.stored.take(dense).view(-1)
+            elif before.stored is not None:
                 values[name] = self._shaped(dense)
 
     def set_count(self, updates: int) -> None:

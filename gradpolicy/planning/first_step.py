@@ -20,7 +20,7 @@ from gradpolicy.freezing.moving_parts import copy_buffers, moving_parts, moving_
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.masks.base import MaskSource
 from gradpolicy.optim.optimizers import plain_optimizers
-from gradpolicy.optim.other_optimizers import put_back_remarks
+from gradpolicy.optim.put_back import put_back_remarks
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop, Train
 from gradpolicy.tensors.mask import active_share
 from gradpolicy.when import When

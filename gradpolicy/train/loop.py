@@ -15,7 +15,7 @@ from gradpolicy.flow.install import name_policies
 from gradpolicy.flow.locations import is_cut
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import deepspeed_refused, wrapper_of
-from gradpolicy.optim.prepared import innermost, is_prepared, put_inside
+from gradpolicy.optim.optimizers import innermost, is_prepared, put_inside
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.rules.registry import keyword_names
 from gradpolicy.tensors.sharding import is_sharded

@@ -226,7 +226,7 @@ class Measurements:
         parameter = self._freezer.parameters[name]
         optimizers: list[Any] = self._freezer.optimizers
         for optimizer in optimizers:
-            if (masked := optimizer.masked_parameters().get(parameter)) is not None:
+            if (masked := optimizer.masked.get(parameter)) is not None:
                 return optimizer, masked
         return None, None
 

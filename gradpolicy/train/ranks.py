@@ -111,7 +111,7 @@ class Ranks:
     def _masked(self) -> Iterator[tuple[str, MaskedParameter]]:
         names = {id(parameter): name for name, parameter in self.named.items()}
         for optimizer in self.optimizers:
-            for parameter, masked in optimizer.masked_parameters().items():
+            for parameter, masked in optimizer.masked.items():
                 yield names.get(id(parameter), "a parameter without a name"), masked
 
     def _schedules(self) -> dict[str, Any]:

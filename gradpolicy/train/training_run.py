@@ -222,7 +222,7 @@ class Run:
             self.measurements.take_gradients(optimizer, "gradient_norm_before")
         self.freezer.observe(optimizer)
         if self.reads_gradients:
-            for parameter in optimizer.masked_parameters():
+            for parameter in optimizer.masked:
                 optimizer.mask_gradient(parameter)
         if self.measures and self.measurements is not None:
             self.measurements.take_gradients(optimizer, "gradient_norm_after")

@@ -41,7 +41,7 @@ class Fault(Callback):
         if self.kind == "rate":
             optimizer.param_groups[0]["lr"] *= 1.01
         elif self.kind == "age":
-            _count_once_more(optimizer.masked_parameters()[weight])
+            _count_once_more(optimizer.masked[weight])
         elif self.kind == "mask":
             mask = optimizer.get_mask(weight).clone()
             mask[0, 0] = ~mask[0, 0]
@@ -89,10 +89,10 @@ def hybrid_with_fault(kind: str) -> str:
         if kind == "weight":
             model.weight.to_local().data[0, 0] += 1e-6
         elif kind == "mask":
-            masked = optimizer.masked_parameters()[model.weight]
+            masked = optimizer.masked[model.weight]
             masked.ages = masked.ages.turned(~masked.ages.mask)
         elif kind == "age":
-            _count_once_more(optimizer.masked_parameters()[model.weight])
+            _count_once_more(optimizer.masked[model.weight])
     return refusal(ranks.begin_step, 1)
 
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from gradpolicy.tensors.finite import all_finite
+from gradpolicy.tensors.sharding import all_finite
 
 
 @pytest.mark.parametrize(

@@ -9,20 +9,28 @@ from typing import TypeVar
 import torch
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.optim.update_rules.adafactor import Adafactor
 from gradpolicy.optim.update_rules.adagrad import Adagrad
 from gradpolicy.optim.update_rules.adam import Adam
 from gradpolicy.optim.update_rules.adamax import Adamax
-from gradpolicy.optim.update_rules.base import Group, State, SubmatrixRule, UpdateRule
+from gradpolicy.optim.update_rules.base import Group, State, UpdateRule
+from gradpolicy.optim.update_rules.by_rows import ActiveRows, Adafactor, Muon, SubmatrixRule
 from gradpolicy.optim.update_rules.lion import Lion
-from gradpolicy.optim.update_rules.muon import Muon
 from gradpolicy.optim.update_rules.nadam import NAdam
 from gradpolicy.optim.update_rules.radam import RAdam
 from gradpolicy.optim.update_rules.rmsprop import RMSprop
 from gradpolicy.optim.update_rules.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
 from gradpolicy.optim.update_rules.sgd import SGD
 
-__all__ = ["Group", "State", "SubmatrixRule", "UpdateRule", "rule_for", "submatrix_rule_for", "update_rule"]
+__all__ = [
+    "ActiveRows",
+    "Group",
+    "State",
+    "SubmatrixRule",
+    "UpdateRule",
+    "rule_for",
+    "submatrix_rule_for",
+    "update_rule",
+]
 
 T = TypeVar("T")
 RULES: dict[str, type[UpdateRule]] = {

@@ -1,4 +1,4 @@
-"""Update rules: how an optimizer moves an entry, or a submatrix, of a parameter."""
+"""Update rules: how an optimizer moves one entry of a parameter."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from gradpolicy.tensors.active_rows import ActiveRows
 
 Group = dict[str, Any]
 """One of the param groups of an optimizer."""
@@ -43,6 +41,10 @@ class UpdateRule(ABC):
 
     def supports(self, group: Group) -> bool:
         """Return True if the rule describes the optimizer with these settings."""
+        return True
+
+    def takes_masks(self, group: Group) -> bool:
+        """Return True if masks may change now."""
         return True
 
     @abstractmethod
@@ -119,47 +121,3 @@ def step_count(state: dict[str, Any]) -> int:
 def sign_of(group: Group) -> float:
     """Return the factor of the gradient: -1 where the objective is maximized."""
     return -1.0 if group.get("maximize") else 1.0
-
-
-class SubmatrixRule(ABC):
-    """Which rows or columns an optimizer can update as a parameter of their own, and what state is theirs.
-
-    For optimizers that compute the update of an entry from others of its tensor. They are exact for a mask
-    that leaves whole rows or columns active: these move as under the same optimizer run on them alone.
-
-    Args:
-        optimizer: The optimizer that the rule describes.
-
-    Attributes:
-        dims: The dimensions whose slices can train alone: 0 are rows, 1 columns.
-        begins: True if `begin` has anything to do.
-    """
-
-    dims: tuple[int, ...] = (0,)
-    begins = False
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    @abstractmethod
-    def names(self, parameter: Tensor) -> tuple[str, ...]:
-        """Return the state that belongs to the rows or columns; any other is the tensor's, and carries on."""
-
-    def part(self, mask: Tensor, parameter: Tensor) -> ActiveRows | None:
-        """Return the rows or columns that alone are active; None if the optimizer must step the whole tensor.
-
-        Args:
-            mask: Bool, of the parameter's dimensions, to which it broadcasts; some entries are active.
-            parameter: The parameter.
-
-        """
-        return ActiveRows.of_slices(mask, self.dims)
-
-    def begin(self, state: dict[str, Any], gradient: Tensor, young: Tensor) -> None:  # noqa: B027  (optional)
-        """Set the state of rows before their first update, where it does not begin at 0.
-
-        Args:
-            state: The state of active rows, not empty.
-            gradient: Their gradient.
-            young: True for each row that has had no update (bool, 1-D).
-        """

@@ -22,7 +22,7 @@ from gradpolicy.tensors.checkpoint_file import (
     errors_named,
     load_file,
 )
-from gradpolicy.tensors.finite import bounds
+from gradpolicy.tensors.sharding import bounds
 
 KEY = "ckpt_path"
 WEIGHTS = "state_dict"
