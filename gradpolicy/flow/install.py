@@ -36,7 +36,8 @@ from gradpolicy.flow.policy_report import (
 )
 from gradpolicy.flow.recomputation import InstallSession
 from gradpolicy.flow.wrapped_forward import CallScope, WrappedForward
-from gradpolicy.where import LOCATIONS, STEP_OPERATIONS, plain_name
+from gradpolicy.what_trains import what_trains
+from gradpolicy.where import LOCATIONS, STEP_OPERATIONS, named_parameters, plain_name
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -209,8 +210,12 @@ class Installed(Displayed):
         return {state.name: state.row.operations_matched for state in self._states.values()}
 
     def __rich__(self) -> "RenderableType":
-        """Render the report."""
-        return self.report().__rich__()
+        """Render the report, and what trains in each layer."""
+        from rich.console import Group
+
+        named = named_parameters(self.model)
+        shares = {name: 1.0 for name, parameter in named.items() if parameter.requires_grad}
+        return Group(self.report().__rich__(), what_trains(named, shares))
 
     def report(self) -> Report:
         """Return a table of the matches of each policy and the use of its rule."""

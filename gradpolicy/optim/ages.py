@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 
 import torch
@@ -77,21 +77,25 @@ class Ages:
     Attributes:
         shape: Shape of the entries, with a last dimension of 2 for complex parameters.
         mask_shape: The same with 1 where one flag of the mask is that of a whole dimension.
-        before: Ages as the mask was set: one number for all, or a tensor that broadcasts to the shape; with
-            stored slices, a column with an age for each of them.
-        most: The greatest of these.
         active: Number of active entries.
-        since: Updates of the active entries since then.
+        youngest: The least age of an active entry.
+        is_even: True if that is the age of all of them.
+        others: Ages of frozen entries and, unless all active ones are of one age, what an active one has
+            above the youngest: one number for all, or a tensor that broadcasts to the shape; with stored
+            slices, a column with a number for each of them. Depends on ages and mask alone, so that a saved
+            run goes on with the same bits.
+        most: The greatest of these.
         flags: The mask (bool); None: the stored slices are the active ones.
         stored: The slices that alone have state, and of which other ages are 0; None: all have state.
     """
 
     shape: tuple[int, ...]
     mask_shape: tuple[int, ...]
-    before: int | Tensor
-    most: int
     active: int
-    since: int = 0
+    youngest: int
+    is_even: bool
+    others: int | Tensor
+    most: int
     flags: Tensor | None = None
     stored: Slices | None = None
 
@@ -99,26 +103,44 @@ class Ages:
     def all_active(cls, age: int, shape: tuple[int, ...], device: torch.device) -> Ages:
         """Return the ages of entries that are all active and of one age."""
         flags = torch.ones((1,) * len(shape), dtype=torch.bool, device=device)
-        return cls(shape, tuple(flags.shape), age, age, prod(shape), flags=flags)
+        return cls._split(age, flags, shape)
 
     @classmethod
-    def of(cls, signed: Tensor, mask: Tensor, since: int, shape: tuple[int, ...]) -> Ages:
+    def of(cls, signed: Tensor, mask: Tensor, shape: tuple[int, ...]) -> Ages:
         """Return the ages from signed numbers, see :meth:`signed`.
 
         Args:
             signed: The numbers.
             mask: The mask, which may be coarser.
-            since: The updates of active entries since it was set, which are in the numbers.
             shape: Shape of the entries.
         """
-        active = signed[signed > 0].to(WIDE)
-        # Another process, whose entries kept their mask for longer, may have saved the number.
-        since = min(since, int(active.min()) - 1) if active.numel() else since
-        ages = torch.where(signed > 0, signed.to(WIDE) - since, -signed.to(WIDE)) - 1
+        ages = signed.to(WIDE).abs() - 1
         coarse = ages[tuple(slice(size) for size in mask.shape)]
-        ages = coarse if torch.equal(coarse.expand_as(ages), ages) else ages
-        turned = cls(shape, tuple(signed.shape), *_simplest(ages), 0).turned(mask)
-        return replace(turned, since=since)
+        return cls._split(coarse if torch.equal(coarse.expand_as(ages), ages) else ages, mask, shape)
+
+    @classmethod
+    def _split(cls, ages: int | Tensor, mask: Tensor, shape: tuple[int, ...]) -> Ages:
+        """Return the given ages under a mask."""
+        entries = prod(shape)
+        active = int(mask.count_nonzero()) * (entries // mask.numel()) if entries else 0
+        if entries and not 0 < active < entries:
+            mask = mask[(slice(1),) * mask.dim()]
+        # Not the caller's, who may write to it.
+        flags = mask.clone(memory_format=torch.contiguous_format)
+        made = partial(cls, shape, tuple(mask.shape), active, flags=flags)
+        if not isinstance(ages, Tensor) or not active:
+            others, most = _simplest(ages)
+            return made(ages if isinstance(ages, int) else 0, True, others, most)
+        ages, beyond = ages.to(WIDE), torch.iinfo(WIDE).max
+        both = [torch.where(which, ages, end) for end in (beyond, -1) for which in (mask, ~mask)]
+        found = [each.amin() if n < 2 else each.amax() for n, each in enumerate(both)]
+        least, least_frozen, greatest, greatest_frozen = torch.stack(found).tolist()
+        is_even = least == greatest
+        if is_even and (active == entries or least_frozen == greatest_frozen):
+            return made(least, True, max(greatest_frozen, 0), max(greatest_frozen, 0))
+        above = torch.where(mask, 0 if is_even else ages - least, ages)
+        most = max(greatest - least, greatest_frozen)
+        return made(least, is_even, above.to(_dtype_for(most)), most)
 
     # --- properties
 
@@ -140,12 +162,12 @@ class Ages:
     @property
     def one(self) -> int | None:
         """The age of all active entries; None if they differ."""
-        return None if isinstance(self.before, Tensor) else self.before + self.since
+        return self.youngest if self.is_even else None
 
     @property
     def oldest(self) -> int:
         """No entry's age is above this."""
-        return self.most + self.since
+        return self.most + self.youngest
 
     @property
     def mask(self) -> Tensor:
@@ -160,30 +182,33 @@ class Ages:
         """Leading dimensions that mask and ages tell apart; an entry's slice is all of the others."""
         if self.stored is not None:
             return self.stored.dims
-        coarse = self.before.shape if isinstance(self.before, Tensor) else ()
+        coarse = self.others.shape if isinstance(self.others, Tensor) else ()
         cut = [dim + 1 for each in (self.mask_shape, coarse) for dim, size in enumerate(each) if size > 1]
         return max(cut, default=0)
 
     @property
     def bytes(self) -> int:
         """Memory of mask, ages and index."""
-        tensors = (self.flags, self.before, None if self.stored is None else self.stored.index)
+        tensors = (self.flags, self.others, None if self.stored is None else self.stored.index)
         return sum(each.nbytes for each in tensors if isinstance(each, Tensor))
 
     # --- ages
 
     def dense(self) -> int | Tensor:
         """Return the ages of all entries, with every update counted in: a number where they have one."""
+        above = 0 if self.is_even else self.others
         if self.stored is not None:
-            ages = _as_tensor(self.before, self.stored.index).view(-1) + self.since
+            ages = _as_tensor(above, self.stored.index).view(-1) + self.youngest
             return self.stored.spread_numbers(ages)
-        if not self.since or not self.active:
-            return self.before
-        counted = self.before + self.since
+        if not self.active:
+            return self.others
+        if self.is_even and isinstance(self.others, int) and self.others == self.youngest:
+            return self.youngest
+        counted = above + self.youngest
         if self.active == self.entries:
             return counted
         mask = self.mask
-        return torch.where(mask, _as_tensor(counted, mask), _as_tensor(self.before, mask))
+        return torch.where(mask, _as_tensor(counted, mask), _as_tensor(self.others, mask))
 
     def signed(self) -> Tensor:
         """Return ages with the mask in them: ``a + 1`` of an active entry, ``-(a + 1)`` of a frozen one."""
@@ -193,19 +218,19 @@ class Ages:
 
     def counted(self) -> Ages:
         """Return the ages after one more update of the active entries."""
-        return replace(self, since=self.since + 1)
+        return replace(self, youngest=self.youngest + 1)
 
     def restarted(self) -> Ages:
         """Return the same mask with every age 0."""
-        return replace(self, before=0, most=0, since=0)
+        return replace(self, youngest=0, is_even=True, others=0, most=0)
 
     def to(self, device: torch.device) -> Ages:
         """Return the ages on another device."""
-        before = self.before.to(device) if isinstance(self.before, Tensor) else self.before
+        others = self.others.to(device) if isinstance(self.others, Tensor) else self.others
         flags, stored = self.flags, self.stored
         flags = None if flags is None else flags.to(device)
         stored = None if stored is None else replace(stored, index=stored.index.to(device))
-        return replace(self, before=before, flags=flags, stored=stored)
+        return replace(self, others=others, flags=flags, stored=stored)
 
     # --- masks
 
@@ -226,15 +251,10 @@ class Ages:
             mask: Bool, of as many dimensions as the shape, to which it broadcasts.
             forget: True if frozen entries get age 0.
         """
-        active = int(mask.count_nonzero()) * (self.entries // mask.numel()) if self.entries else 0
-        if self.entries and not 0 < active < self.entries:
-            mask = mask[(slice(1),) * mask.dim()]
         ages = self.dense()
-        if forget and active < self.entries:
-            ages = torch.where(mask, _as_tensor(ages, mask), 0) if active else 0
-        # Not the caller's, who may write to it.
-        flags = mask.clone(memory_format=torch.contiguous_format)
-        return Ages(self.shape, tuple(mask.shape), *_simplest(ages), active, flags=flags)
+        if forget:
+            ages = torch.where(mask, _as_tensor(ages, mask), 0)
+        return self._split(ages, mask, self.shape)
 
     def active_slices(self) -> Slices:
         """Return the active entries as the largest slices that mask and ages do not cut."""
@@ -242,10 +262,12 @@ class Ages:
 
     def packed(self) -> Ages:
         """Return the ages with those of active slices only."""
-        stored, before, most = self.active_slices(), self.before, self.most
-        if isinstance(before, Tensor):
-            before, most = _simplest(stored.take(before.expand(self.shape))[:, :1])
-        return replace(self, before=before, most=most, flags=None, stored=stored)
+        stored = self.active_slices()
+        if self.is_even:
+            return replace(self, others=0, most=0, flags=None, stored=stored)
+        assert isinstance(self.others, Tensor)
+        others, most = _simplest(stored.take(self.others.expand(self.shape))[:, :1])
+        return replace(self, others=others, most=most, flags=None, stored=stored)
 
 
 def _as_tensor(ages: int | Tensor, like: Tensor) -> Tensor:

@@ -120,7 +120,6 @@ def _settings(masked: MaskedParameter) -> Record:
     return {
         "mask_shape": None if shape is None else list(shape),
         "updates": masked.updates,
-        "since": masked.ages.since,
         "had_mask": masked.had_mask,
         "begun": bool(masked.state.values) or is_sharded(masked.parameter),
         **masked.options._asdict(),
@@ -418,7 +417,6 @@ def restore(masked: MaskedParameter, record: Record) -> None:
         None if shape is None else tuple(shape),
         Options(record["frozen_state"], record["bias_correction"]),
         updates=int(record["updates"]),
-        since=int(record["since"]),
         begun=bool(record["begun"]),
     )
     masked.had_mask = record["had_mask"]

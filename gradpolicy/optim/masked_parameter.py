@@ -287,7 +287,6 @@ class MaskedParameter:
         options: Options,
         *,
         updates: int,
-        since: int,
         begun: bool,
     ) -> None:
         """Load a saved mask and its ages; the optimizer's state is loaded already, and dense.
@@ -297,7 +296,6 @@ class MaskedParameter:
             mask_shape: Shape of the mask as it was set; None: there was none.
             options: The options that it had.
             updates: Number of updates of the tensor.
-            since: Those of its active entries since the mask was set.
             begun: False if it has not been updated yet; its state is discarded then.
         """
         self.options, self.mask_shape = options, mask_shape
@@ -306,7 +304,7 @@ class MaskedParameter:
             self.state.wrapped.optimizer.state.pop(self.parameter, None)
         mask = ages > 0 if mask_shape is None else coarse_mask(ages > 0, mask_shape)
         signed, own = _local(self, ages), _local(self, mask)
-        restored = Ages.of(signed, own, since, self.ages.shape)
+        restored = Ages.of(signed, own, self.ages.shape)
         sharded = is_sharded(self.parameter)
         self.frozen_everywhere = _freezes_all(mask) if sharded else _has_none(self, restored)
         if restored.active or self.options.frozen_state == "drop" or self.rule is None or not own.numel():

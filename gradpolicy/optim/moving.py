@@ -145,23 +145,23 @@ def _weights(rule: UpdateRule, group: Group, each: Entries) -> tuple[list[float]
     if age is not None or is_constant:
         constants = table[age or 0].tolist()
         return constants, [None] * len(constants)
-    before = ages.before
-    assert isinstance(before, Tensor)
+    above = ages.others
+    assert isinstance(above, Tensor)
     dtype = torch.promote_types(each.parameter.dtype, torch.float32)
 
     def gathered(columns: Tensor, shift: int) -> list[Tensor]:
-        places = before.int().reshape(-1) + shift
-        found = columns.t().to(before.device, dtype).contiguous()
-        return [column.index_select(0, places).view(before.shape) for column in found]
+        places = above.int().reshape(-1) + shift
+        found = columns.t().to(above.device, dtype).contiguous()
+        return [column.index_select(0, places).view(above.shape) for column in found]
 
     if ages.stored is not None:  # where memory counts
-        return [0.0] * table.shape[1], [*gathered(table, ages.since)]
+        return [0.0] * table.shape[1], [*gathered(table, ages.youngest)]
     if (bases, dtype) not in each.weights:
         before_any = table.new_zeros(1, len(bases))
         each.weights.clear()
         each.weights[bases, dtype] = gathered(torch.cat([before_any, table[:, : len(bases)]]), 0)
-    others = gathered(table[:, len(bases) :], ages.since) if table.shape[1] > len(bases) else []
-    elapsed = [1 - base ** (ages.since + 1) for base in bases]
+    others = gathered(table[:, len(bases) :], ages.youngest) if table.shape[1] > len(bases) else []
+    elapsed = [1 - base ** (ages.youngest + 1) for base in bases]
     return elapsed + [0.0] * len(others), [*each.weights[bases, dtype], *others]
 
 
