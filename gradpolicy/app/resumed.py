@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.utilities import rank_zero_warn
 
 from gradpolicy.app.config import Settings
 from gradpolicy.app.processes import in_sweep, is_first_rank
@@ -57,7 +58,10 @@ def chosen_checkpoint(settings: Settings, own: Path | None) -> Path | None:
     asked = settings.ckpt_path
     requeued = asked is None and int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0
     if own is not None and (requeued or (asked == LAST and in_sweep())):
-        return last_checkpoint(own)[0]
+        found, bad = last_checkpoint(own)
+        if found is None:
+            rank_zero_warn("; ".join([f"{own} has no good checkpoint, so that this job starts", *bad]))
+        return found
     return find_checkpoint(asked, Path(settings.paths.log_dir), task=settings.task_name, own=own)
 
 

@@ -103,7 +103,7 @@ class Ages:
     def all_active(cls, age: int, shape: tuple[int, ...], device: torch.device) -> Ages:
         """Return the ages of entries that are all active and of one age."""
         flags = torch.ones((1,) * len(shape), dtype=torch.bool, device=device)
-        return cls._split(age, flags, shape)
+        return _under(age, flags, shape)
 
     @classmethod
     def of(cls, signed: Tensor, mask: Tensor, shape: tuple[int, ...]) -> Ages:
@@ -116,31 +116,7 @@ class Ages:
         """
         ages = signed.to(WIDE).abs() - 1
         coarse = ages[tuple(slice(size) for size in mask.shape)]
-        return cls._split(coarse if torch.equal(coarse.expand_as(ages), ages) else ages, mask, shape)
-
-    @classmethod
-    def _split(cls, ages: int | Tensor, mask: Tensor, shape: tuple[int, ...]) -> Ages:
-        """Return the given ages under a mask."""
-        entries = prod(shape)
-        active = int(mask.count_nonzero()) * (entries // mask.numel()) if entries else 0
-        if entries and not 0 < active < entries:
-            mask = mask[(slice(1),) * mask.dim()]
-        # Not the caller's, who may write to it.
-        flags = mask.clone(memory_format=torch.contiguous_format)
-        made = partial(cls, shape, tuple(mask.shape), active, flags=flags)
-        if not isinstance(ages, Tensor) or not active:
-            others, most = _simplest(ages)
-            return made(ages if isinstance(ages, int) else 0, True, others, most)
-        ages, beyond = ages.to(WIDE), torch.iinfo(WIDE).max
-        both = [torch.where(which, ages, end) for end in (beyond, -1) for which in (mask, ~mask)]
-        found = [each.amin() if n < 2 else each.amax() for n, each in enumerate(both)]
-        least, least_frozen, greatest, greatest_frozen = torch.stack(found).tolist()
-        is_even = least == greatest
-        if is_even and (active == entries or least_frozen == greatest_frozen):
-            return made(least, True, max(greatest_frozen, 0), max(greatest_frozen, 0))
-        above = torch.where(mask, 0 if is_even else ages - least, ages)
-        most = max(greatest - least, greatest_frozen)
-        return made(least, is_even, above.to(_dtype_for(most)), most)
+        return _under(coarse if torch.equal(coarse.expand_as(ages), ages) else ages, mask, shape)
 
     # --- properties
 
@@ -254,7 +230,7 @@ class Ages:
         ages = self.dense()
         if forget:
             ages = torch.where(mask, _as_tensor(ages, mask), 0)
-        return self._split(ages, mask, self.shape)
+        return _under(ages, mask, self.shape)
 
     def active_slices(self) -> Slices:
         """Return the active entries as the largest slices that mask and ages do not cut."""
@@ -268,6 +244,30 @@ class Ages:
         assert isinstance(self.others, Tensor)
         others, most = _simplest(stored.take(self.others.expand(self.shape))[:, :1])
         return replace(self, others=others, most=most, flags=None, stored=stored)
+
+
+def _under(ages: int | Tensor, mask: Tensor, shape: tuple[int, ...]) -> Ages:
+    """Return the given ages under a mask."""
+    entries = prod(shape)
+    active = int(mask.count_nonzero()) * (entries // mask.numel()) if entries else 0
+    if entries and not 0 < active < entries:
+        mask = mask[(slice(1),) * mask.dim()]
+    # Not the caller's, who may write to it.
+    flags = mask.clone(memory_format=torch.contiguous_format)
+    made = partial(Ages, shape, tuple(mask.shape), active, flags=flags)
+    if not isinstance(ages, Tensor) or not active:
+        others, most = _simplest(ages)
+        return made(ages if isinstance(ages, int) else 0, True, others, most)
+    ages, beyond = ages.to(WIDE), torch.iinfo(WIDE).max
+    both = [torch.where(which, ages, end) for end in (beyond, -1) for which in (mask, ~mask)]
+    found = [each.amin() if n < 2 else each.amax() for n, each in enumerate(both)]
+    least, least_frozen, greatest, greatest_frozen = torch.stack(found).tolist()
+    is_even = least == greatest
+    if is_even and (active == entries or least_frozen == greatest_frozen):
+        return made(least, True, max(greatest_frozen, 0), max(greatest_frozen, 0))
+    above = torch.where(mask, 0 if is_even else ages - least, ages)
+    most = max(greatest - least, greatest_frozen)
+    return made(least, is_even, above.to(_dtype_for(most)), most)
 
 
 def _as_tensor(ages: int | Tensor, like: Tensor) -> Tensor:
