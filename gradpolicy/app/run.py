@@ -40,6 +40,7 @@ from gradpolicy.policies import Policy
 from gradpolicy.tasks.task import Task
 from gradpolicy.train.lightning.callback import GradientPolicies
 from gradpolicy.train.lightning.checkpoints import check_fits, check_resumable
+from gradpolicy.train.lightning.resume import checked_restore
 from gradpolicy.train.lightning.runs import Kind, RunRecord, best_checkpoint, best_scores
 
 
@@ -178,12 +179,14 @@ def train_and_test(
     metrics: dict[str, float] = {}
     best: dict[str, float] = {}
     if settings.train:
-        trainer.fit(subject.model, subject.data, ckpt_path=checkpoint, weights_only=True)
+        with checked_restore(trainer, checkpoint):
+            trainer.fit(subject.model, subject.data, ckpt_path=checkpoint, weights_only=True)
         best = best_scores(trainer)
         metrics = _numbers(trainer.callback_metrics) | best
         checkpoint = best_checkpoint(trainer)
     if settings.test:
-        trainer.test(subject.model, subject.data, ckpt_path=checkpoint, weights_only=True, verbose=False)
+        with checked_restore(trainer, checkpoint):
+            trainer.test(subject.model, subject.data, ckpt_path=checkpoint, weights_only=True, verbose=False)
         metrics |= _numbers(trainer.callback_metrics)
     for logger in trainer.loggers:
         logger.log_metrics(best, step=trainer.global_step)

@@ -1,21 +1,24 @@
 """Exact resume: saves and restores what Lightning does not."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
-from gradpolicy.errors import PolicyError, shortened
+from gradpolicy.errors import PolicyError, brief, shortened
 from gradpolicy.tensors.sharding import local_shard
 from gradpolicy.train.agreement import of_every_rank
-from gradpolicy.train.lightning.checkpoints import CANNOT_RESUME, KEY
+from gradpolicy.train.lightning.checkpoints import CANNOT_RESUME, KEY, check_checkpoint
 from gradpolicy.train.lightning.csv_rows import count_rows, cut_rows
 from gradpolicy.train.lightning.kept_checkpoints import kept_by, restore_kept
 from gradpolicy.train.lightning.loop_position import LoopPosition, log_row, saved_position
@@ -47,12 +50,16 @@ class ExactResume(Callback):
             checkpoint is one of them, the run continues there: its log rows and checkpoints of later steps
             are deleted before training. Otherwise a new run starts from the checkpoint, with new best scores
             and early stopping. None leaves both to Lightning.
+
+    Attributes:
+        restoring: True from the start of a run until its first epoch or test begins.
     """
 
     KEY = "gradpolicy_exact_resume"
 
     def __init__(self, directory: str | Path | None = None) -> None:
         self.directory = None if directory is None else Path(directory)
+        self.restoring = False
         self._restored: list[dict[str, Any]] = []
         self._position: LoopPosition | None = None
         self._counts: dict[str, int] = {}
@@ -68,6 +75,7 @@ class ExactResume(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """List the checkpoints that are written from now on."""
+        self.restoring = True
         writer = trainer.strategy.checkpoint_io
         if self.directory is not None and not isinstance(writer, OwnCheckpoints):
             trainer.strategy.checkpoint_io = OwnCheckpoints(writer, self.directory)
@@ -191,8 +199,21 @@ class ExactResume(Callback):
             trainer.should_stop |= self._stopped
             self._position = None
 
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note that everything is restored."""
+        self.restoring = False
+
+    def on_train_batch_start(self, trainer: Trainer, *arguments: Any) -> None:
+        """Note that everything is restored."""
+        self.restoring = False
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note that everything is restored."""
+        self.restoring = False
+
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Complete the log and the metrics of a run without remaining steps."""
+        self.restoring = False
         if self._restored:
             self._cut(trainer)
             saved, self._restored = self._restored, []
@@ -211,6 +232,32 @@ def starts_new_run(trainer: Trainer) -> bool:
     """Return True if the run starts from the checkpoint of another run."""
     found = [each for each in callbacks_of(trainer, ExactResume) if each.directory is not None]
     return trainer.ckpt_path is not None and any(not each.goes_on(trainer) for each in found)
+
+
+@contextmanager
+def checked_restore(trainer: Trainer, checkpoint: Path | None) -> Iterator[None]:
+    """Check a checkpoint before Lightning restores it, and name it if Lightning cannot restore it.
+
+    This is done here, since not every strategy reads checkpoints through the trainer's plugin.
+
+    Raises:
+        PolicyError: In place of errors that are raised before training or testing begins.
+    """
+    if checkpoint is not None:
+        check_checkpoint(checkpoint)
+    try:
+        yield
+    except (PolicyError, MisconfigurationException):
+        raise
+    except Exception as error:
+        if checkpoint is None or not any(each.restoring for each in callbacks_of(trainer, ExactResume)):
+            raise
+        # Python's own message about a wrong type would not be helpful.
+        is_clear = isinstance(error, RuntimeError | ValueError)
+        what = f" ({brief(str(error), most=120)})" if is_clear else ""
+        raise PolicyError(
+            f"{KEY}: {checkpoint} holds a state of another kind{what}: {CANNOT_RESUME}"
+        ) from error
 
 
 def _stoppers(trainer: Trainer) -> dict[str, EarlyStopping]:

@@ -25,7 +25,7 @@ from torchmetrics import MeanMetric
 from gradpolicy.errors import PolicyError
 from gradpolicy.tasks.loading import DataModule, TensorRows
 from gradpolicy.train.lightning.csv_rows import append_rows
-from gradpolicy.train.lightning.resume import ExactResume
+from gradpolicy.train.lightning.resume import ExactResume, checked_restore
 from tests.fixtures import TwoLayers
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
@@ -390,6 +390,22 @@ def test_the_state_of_another_optimizer_is_refused_by_what_it_lacks(train, check
     model.make = torch.optim.Adagrad
     with pytest.raises(PolicyError, match=r"is of another optimizer than this run's, which needs .*lr_decay"):
         train(ExactResume(), module=model, resume=checkpoint, **STEPS)
+
+
+def test_a_file_that_is_no_checkpoint_is_refused_before_it_is_restored(make_trainer, tmp_path: Path) -> None:
+    (tmp_path / "a.ckpt").write_text("no checkpoint")
+    with pytest.raises(PolicyError, match=r"a\.ckpt"), checked_restore(make_trainer(), tmp_path / "a.ckpt"):
+        raise AssertionError("restored")
+
+
+def test_a_state_that_cannot_be_restored_is_named(make_trainer, loader, checkpoint: Path) -> None:
+    saved = torch.load(checkpoint, weights_only=True)
+    saved["optimizer_states"][0]["param_groups"] = []
+    torch.save(saved, checkpoint)
+    message = r"one\.ckpt holds a state of another kind \(.*parameter groups"
+    trainer = make_trainer(callbacks=[ExactResume()], **STEPS)
+    with pytest.raises(PolicyError, match=message), checked_restore(trainer, checkpoint):
+        trainer.fit(WithSchedulers(), loader, ckpt_path=checkpoint, weights_only=True)
 
 
 # ---- the best checkpoint
