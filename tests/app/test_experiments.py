@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradpolicy.insight import record
-from gradpolicy.tasks import fashion_mnist, tiny_shakespeare
+from gradpolicy.tasks import tiny_shakespeare
 from gradpolicy.train.lightning.checkpoints import read_checkpoint
 from tests.tasks.test_fashion_mnist import write_idx
 
@@ -26,7 +26,7 @@ def fashion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         images = generator.integers(0, 256, (count, 28, 28))
         write_idx(tmp_path / f"{prefix}-images-idx3-ubyte.gz", images)
         write_idx(tmp_path / f"{prefix}-labels-idx1-ubyte.gz", np.arange(count) % 10)
-    trust(fashion_mnist, tmp_path, monkeypatch)
+    trust(images, tmp_path, monkeypatch)
     return f"data.data_dir={tmp_path}"
 
 

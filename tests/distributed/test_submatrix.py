@@ -33,7 +33,7 @@ def masked_shards() -> tuple[list[str], bool]:
     "submatrix optimizers",
     loop="plain",
     processes="fsdp2",
-    no="no error but a warning: rows are restored after a step of the whole tensor",
+    no="no error but a warning: rows are restored after a step of the full tensor",
 )
 def test_rows_of_sharded_parameters_are_put_back(pair: ProcessPool) -> None:
     for said, same in pair(masked_shards):
