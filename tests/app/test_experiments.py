@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradpolicy.insight import record
-from gradpolicy.tasks import tiny_shakespeare
+from gradpolicy.tasks import images, tiny_shakespeare
 from gradpolicy.train.lightning.checkpoints import read_checkpoint
 from tests.tasks.test_fashion_mnist import write_idx
 
@@ -23,8 +23,8 @@ def fashion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A directory with a hundred images, known by checksums of their own."""
     generator = np.random.default_rng(0)
     for prefix, count in (("train", 640), ("t10k", 100)):
-        images = generator.integers(0, 256, (count, 28, 28))
-        write_idx(tmp_path / f"{prefix}-images-idx3-ubyte.gz", images)
+        pixels = generator.integers(0, 256, (count, 28, 28))
+        write_idx(tmp_path / f"{prefix}-images-idx3-ubyte.gz", pixels)
         write_idx(tmp_path / f"{prefix}-labels-idx1-ubyte.gz", np.arange(count) % 10)
     trust(images, tmp_path, monkeypatch)
     return f"data.data_dir={tmp_path}"
