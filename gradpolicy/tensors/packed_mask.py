@@ -47,14 +47,6 @@ def pack(flags: Tensor) -> Tensor:
     return pack_bits(flags)
 
 
-def as_bits(packed: Tensor, count: int) -> Tensor:
-    """Return packed flags as bits, whichever form they have."""
-    if packed.dtype == torch.uint8:
-        return packed
-    bits = packed.new_zeros(-(-count // 64) * 8, dtype=torch.uint8)
-    return bits.scatter_add_(0, (packed >> 3).long(), (1 << (packed & 7)).to(torch.uint8))
-
-
 def unpack(packed: Tensor, count: int) -> Tensor:
     """Return flags that :func:`pack` has packed (bool, 1-D, on the device of `packed`).
 
