@@ -14,12 +14,10 @@ class FakeOptimizer:
 
     def __init__(self, parameters) -> None:
         self.param_groups = [{"params": list(parameters)}]
-        self.masks, self.settings, self.calls = {}, {}, []
+        self.masks = {}
 
     def set_masks(self, masks, **settings) -> None:
         self.masks |= masks
-        self.settings |= dict.fromkeys(masks, settings)
-        self.calls.append(len(masks))
 
     def whole_parameters(self, *, values) -> AbstractContextManager:
         """They always are."""

@@ -12,12 +12,6 @@ KINDS = {
 }
 
 
-def made():
-    parameters = [torch.nn.Parameter(torch.randn(4, 3)) for _ in range(4)]
-    masks = {parameter: torch.rand(4, 3) < 0.5 for parameter in parameters}
-    return MaskedOptimizer(torch.optim.AdamW(parameters, lr=0.1)), masks
-
-
 @pytest.mark.parametrize("frozen_state", ["keep", "drop"])
 def test_a_mask_may_lie_in_memory_in_any_way(device, frozen_state):
     pattern = torch.rand(64) < 0.5
@@ -28,15 +22,6 @@ def test_a_mask_may_lie_in_memory_in_any_way(device, frozen_state):
         weight.grad = torch.ones(64)
         optimizer.step()
         assert torch.equal(weight.detach() != 0, mask)
-
-
-def test_masks_before_a_wrong_one_are_set():
-    optimizer, masks = made()
-    first, second, *_ = masks
-    with pytest.raises(PolicyError, match="does not broadcast"):
-        optimizer.set_masks({first: masks[first], second: torch.ones(7, dtype=torch.bool)})
-    assert torch.equal(optimizer.get_mask(first), masks[first])
-    assert optimizer.get_mask(second).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)

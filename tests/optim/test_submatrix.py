@@ -164,16 +164,6 @@ def test_under_drop_only_active_rows_have_state():
 # --- what cannot be
 
 
-def test_rows_and_columns_need_no_word_and_entries_do(recwarn):
-    weight = torch.nn.Parameter(torch.ones(4, 3))
-    optimizer = gp.MaskedOptimizer(torch.optim.Muon([weight], lr=0.1))
-    optimizer.set_mask(weight, torch.tensor([[True], [False], [True], [False]]))
-    optimizer.set_mask(weight, torch.tensor([True, False, True]))
-    assert not recwarn.list
-    with pytest.warns(UserWarning, match="Muon steps .* freeze whole tensors or rows or columns,"):
-        optimizer.set_mask(weight, torch.rand(4, 3) < 0.5)
-
-
 @pytest.mark.parametrize("name", ["SOAP", "Shampoo"])
 @pytest.mark.parametrize("frozen_state", FROZEN_STATES)
 def test_whole_tensors_are_exact_where_rows_are_refused(name, frozen_state):
