@@ -28,16 +28,11 @@ def site(tmp_path: Path) -> Iterator[str]:
         server.shutdown()
 
 
-def test_an_absent_file_is_downloaded_where_that_is_wanted(tmp_path: Path, site: str) -> None:
+def test_an_absent_file_is_downloaded_once_where_that_is_wanted(tmp_path: Path, site: str) -> None:
     fetch(tmp_path / "new", site, FILES, download=True)
+    fetch(tmp_path / "new", "http://127.0.0.1:1/", FILES, download=True)
     assert (tmp_path / "new" / "data.bin").read_bytes() == CONTENT
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["data.bin"]
-
-
-def test_a_present_file_is_not_downloaded_again(tmp_path: Path) -> None:
-    (tmp_path / "data.bin").write_bytes(CONTENT)
-    fetch(tmp_path, "http://127.0.0.1:1/", FILES, download=True)
-    assert (tmp_path / "data.bin").read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize(
@@ -49,23 +44,19 @@ def test_an_absent_file_or_directory_is_named(tmp_path: Path, folder: str, reaso
         check_present(tmp_path / folder, FILES, download=False)
 
 
-def test_a_damaged_file_is_refused_and_kept(tmp_path: Path, site: str) -> None:
-    (tmp_path / "data.bin").write_bytes(CONTENT[:-1])
-    with pytest.raises(PolicyError, match=r"data\.data_dir: .*data\.bin has another SHA-256"):
+@pytest.mark.parametrize(
+    ("here", "there", "reason"),
+    [
+        (CONTENT[:-1], CONTENT, "has another SHA-256"),
+        (None, b"something else", "is missing.* does not match the known hash"),
+        (None, None, "is missing.* cannot be downloaded: 404"),
+    ],
+)
+def test_a_wrong_file_is_refused_and_kept_and_none_is_made(
+    tmp_path: Path, site: str, here: bytes | None, there: bytes | None, reason: str
+) -> None:
+    for path, content in ((tmp_path / "data.bin", here), (tmp_path / "site/data.bin", there)):
+        path.write_bytes(content) if content else path.unlink(missing_ok=True)
+    with pytest.raises(PolicyError, match=rf"data\.data_dir: .*data\.bin {reason}"):
         fetch(tmp_path, site, FILES, download=True)
-    assert (tmp_path / "data.bin").read_bytes() == CONTENT[:-1]
-
-
-def test_a_download_of_other_contents_leaves_nothing(tmp_path: Path, site: str) -> None:
-    (tmp_path / "site" / "data.bin").write_bytes(b"something else")
-    with pytest.raises(PolicyError, match=r"data\.data_dir: .*does not match the known hash"):
-        fetch(tmp_path / "new", site, FILES, download=True)
-    assert list((tmp_path / "new").iterdir()) == []
-
-
-def test_a_download_that_fails_says_what_and_why(tmp_path: Path, site: str) -> None:
-    (tmp_path / "site" / "data.bin").unlink()
-    with pytest.raises(
-        PolicyError, match=r"data\.data_dir: .*data\.bin is missing.* cannot be downloaded: 404"
-    ):
-        fetch(tmp_path / "new", site, FILES, download=True)
+    assert [path.read_bytes() for path in tmp_path.glob("*.bin")] == ([here] if here else [])

@@ -55,12 +55,6 @@ def test_a_classifier_logs_losses_and_accuracies_of_head_and_probe(
         rel=1e-5,
     )
     torch.testing.assert_close(module.assess((images, labels))[0], losses[0] + losses[1])
-    trainer = make_trainer(limit_train_batches=2, limit_val_batches=1)
-    trainer.fit(classifier(), data)
-    names = {"loss", "accuracy", "probe_loss", "probe_accuracy"}
-    assert set(trainer.callback_metrics) == {
-        f"{stage}/{name}" for stage in ("train", "val") for name in names
-    }
 
 
 def test_a_model_without_a_probe_logs_none(make_trainer: Callable[..., Trainer]) -> None:

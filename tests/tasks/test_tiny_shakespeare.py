@@ -1,4 +1,4 @@
-"""The text is cut in three, numbered, and given in windows; the real one is used where it is at hand."""
+"""The text is cut in three, numbered, and given in windows."""
 
 import hashlib
 from pathlib import Path
@@ -8,9 +8,7 @@ import torch
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.tasks import TinyShakespeareDataModule, tiny_shakespeare
-from gradpolicy.tasks.tiny_shakespeare import Windows
 
-REAL = Path(__file__).parents[2].parent / "shared" / "data" / "tiny_shakespeare"
 TEXT = "".join(chr(97 + index % 26) for index in range(1000)) + "".join(
     chr(65 + index % 26) for index in range(1000)
 )
@@ -35,22 +33,11 @@ def numbers(text: str) -> list[int]:
     return [sorted(set(TEXT)).index(character) for character in text]
 
 
-def test_a_window_is_followed_by_itself_one_token_later() -> None:
-    windows = Windows(torch.arange(23), context=5)
-    assert len(windows) == 4
-    tokens, following = windows.__getitems__([3, 1])
-    assert tokens.tolist() == [[15, 16, 17, 18, 19], [5, 6, 7, 8, 9]]
-    assert torch.equal(following, tokens + 1)
-
-
-def test_the_three_texts_follow_each_other(directory: Path) -> None:
+def test_the_texts_follow_each_other_and_the_halves_share_their_numbering(directory: Path) -> None:
     data = made(directory)
     parts = [part.tokens for part in (data.train_set, data.validation_set, data.test_set)]
     assert [len(part) for part in parts] == [1600, 200, 200]
     assert torch.cat(parts).tolist() == numbers(TEXT)
-
-
-def test_the_halves_share_their_numbering(directory: Path) -> None:
     first, second = made(directory, part="first"), made(directory, part="second")
     assert first.train_set.tokens.tolist() == numbers(TEXT[:800])
     assert second.train_set.tokens.tolist() == numbers(TEXT[1000:1800])
@@ -70,9 +57,3 @@ def test_the_halves_share_their_numbering(directory: Path) -> None:
 def test_wrong_settings_name_their_key(directory: Path, settings: dict[str, object], message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         made(directory, **settings)
-
-
-@pytest.mark.skipif(not REAL.is_dir(), reason="needs the tiny Shakespeare file beside the project")
-def test_the_real_text_has_65_characters() -> None:
-    data = made(REAL, context=128)
-    assert data.train_set.tokens.unique().tolist() == list(range(65))
