@@ -112,23 +112,15 @@ def test_one_percent_of_the_entries_takes_at_most_three_percent_of_the_file(dtyp
     assert path.stat().st_size <= 0.03 * (tmp_path / "model.safetensors").stat().st_size
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(50, 20), nn.Linear(20, 50, bias=False)
-        self.head.weight = self.embedding.weight
-
-
 def test_tied_weights_are_stored_once(path: Path) -> None:
-    model = Tied()
-    base = state(model)
-    with torch.no_grad():
-        model.embedding.weight[3] += 1.0
-    after = state(model)
+    model = dict.fromkeys(["embedding.weight", "head.weight"], torch.randn(50, 20))
+    base = {name: tensor.clone() for name, tensor in model.items()}
+    model["head.weight"][3] += 1.0
+    after = copy.deepcopy(model)
     gp.delta.save(path, model, base)
     assert path.stat().st_size < 2 * 20 * 4 + 700
     gp.delta.revert(model, path)
-    assert same_bits(state(model), base)
+    assert same_bits(model, base)
     gp.delta.apply(base, path)
     assert same_bits(base, after)
 
@@ -165,31 +157,28 @@ def test_a_file_is_applied_once_and_taken_back_once(network: nn.Module, path: Pa
     assert same_bits(state(network), after)
 
 
-def cut(base: State) -> None:
-    base["0.weight"] = base["0.weight"][:-1]
-
-
-def halve(base: State) -> None:
-    base["0.weight"] = base["0.weight"].half()
-
-
-def rename(base: State) -> None:
-    base["0.weights"] = base.pop("0.weight")
-
-
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("name", "tensor", "message"),
     [
-        (cut, r"'0.weight' is float32 \[30, 40\] in the model and float32 \[29, 40\] in the base"),
-        (halve, "float16"),
-        (rename, "the model has no tensor 0.weights, which the base has; did you mean '0.weight'"),
+        (
+            "0.weight",
+            torch.zeros(29, 40),
+            r"'0.weight' is float32 \[30, 40\] in the model and float32 \[29, 40\] in the base",
+        ),
+        ("0.weight", torch.zeros(30, 40).half(), "float16"),
+        (
+            "0.weights",
+            torch.zeros(30, 40),
+            "the model has no tensor 0.weights, which the base has; did you mean '0.weight'",
+        ),
     ],
 )
-def test_a_base_of_another_kind_is_refused_by_name(network, path, spoil, message):
+def test_a_base_of_another_kind_is_refused_by_name(network, path, name, tensor, message):
     with pytest.raises(PolicyError, match="shares the model's memory"):
         gp.delta.save(path, network, network.state_dict())
     base = state(network)
-    spoil(base)
+    del base["0.weight"]
+    base[name] = tensor
     with pytest.raises(PolicyError, match=message):
         gp.delta.save(path, network, base)
     gp.delta.save(path, network, state(network))
@@ -302,19 +291,3 @@ def test_merging_refuses_other_bases_and_weights(two, tmp_path, path):
     with pytest.raises(PolicyError, match="'b' would hold values that are not finite"):
         gp.delta.merge(paths, [1.0, 1e300], path)
     assert not path.exists()
-
-
-# ---- what a file says of itself
-
-
-def test_no_file_that_is_no_delta_is_overwritten(network, saved_base, path, tmp_path):
-    checkpoint = tmp_path / "best.ckpt"
-    torch.save(network.state_dict(), checkpoint)
-    before = checkpoint.read_bytes()
-    with pytest.raises(PolicyError, match=r"^delta: .*best\.ckpt is there already and is no delta"):
-        gp.delta.save(checkpoint, network, saved_base)
-    with pytest.raises(PolicyError, match=r"^delta: .*best\.ckpt is there already and is no delta"):
-        gp.delta.merge([path], [1.0], checkpoint)
-    assert checkpoint.read_bytes() == before
-    gp.delta.merge([path], [0.5], path)
-    assert sorted(tmp_path.iterdir()) == [checkpoint, path]

@@ -7,13 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import gradpolicy as gp
-from gradpolicy.delta.change import decode, encode
 from gradpolicy.delta.file import _checksum
 from gradpolicy.errors import PolicyError
 
@@ -140,17 +137,3 @@ def test_equal_content_gives_equal_bytes_again_and_again(whole_file: Path, tmp_p
     for _ in range(20):  # safetensors alone orders four entries of metadata in 24 ways
         gp.delta.merge([whole_file], [1.0], tmp_path / "again")
         assert (tmp_path / "again").read_bytes() == whole_file.read_bytes()
-
-
-# ---- gaps
-
-
-@given(st.sets(st.integers(0, 300_000)))
-def test_indices_come_back_from_their_gaps(chosen: set[int]) -> None:
-    indices = torch.tensor(sorted(chosen), dtype=torch.int64)
-    gaps = encode(indices)
-    assert gaps.dtype in (torch.uint8, torch.uint16)
-    assert torch.equal(decode(gaps, limit=300_001), indices)
-    if chosen:
-        with pytest.raises(PolicyError, match="out of range"):
-            decode(gaps, limit=max(chosen))

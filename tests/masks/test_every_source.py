@@ -12,6 +12,7 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.masks import SOURCES, MaskSource
 from gradpolicy.masks.base import StaticSource
 from gradpolicy.masks.phases import Phases
+from gradpolicy.masks.prune_and_grow import PruneAndGrow
 from gradpolicy.tensors.mask import Mask, as_tensor, check_mask
 from tests.fixtures import through_a_file
 
@@ -24,7 +25,7 @@ REQUIRED = {
 each_source = pytest.mark.parametrize("kind", SOURCES.values(), ids=SOURCES)
 
 
-def example(kind: type[MaskSource], **more: int) -> MaskSource:
+def example(kind: type[MaskSource], **more: object) -> MaskSource:
     """A source whose masks change every two steps, if they change."""
     own = inspect.signature(kind).parameters.values()
     needed = [each.name for each in own if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
@@ -33,8 +34,8 @@ def example(kind: type[MaskSource], **more: int) -> MaskSource:
     return kind(**{name: REQUIRED[name] for name in needed}, **timetable, **more)
 
 
-def begun(kind: type[MaskSource], model: nn.Module) -> MaskSource:
-    source = example(kind)
+def begun(kind: type[MaskSource], model: nn.Module, **more: object) -> MaskSource:
+    source = example(kind, **more)
     source.setup(dict(model.named_parameters()), seed=3)
     return source
 
@@ -53,15 +54,19 @@ def course(source: MaskSource, model: nn.Module, steps: range) -> list[Mapping[s
     return given
 
 
-@each_source
-def test_a_resumed_run_and_another_rank_have_the_same_masks(kind: type[MaskSource], stack: nn.Module) -> None:
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [*((kind, {}) for kind in SOURCES.values()), (PruneAndGrow, {"grow": "random"})],
+    ids=[*SOURCES, "PruneAndGrow at random"],
+)
+def test_a_resumed_run_and_another_rank_have_the_same_masks(kind, more: dict, stack: nn.Module) -> None:
     whole = copy.deepcopy(stack)
-    expected = course(begun(kind, whole), whole, range(9))
+    expected = course(begun(kind, whole, **more), whole, range(9))
     for cut in range(1, 8):
         model = copy.deepcopy(stack)
-        first = begun(kind, model)
+        first = begun(kind, model, **more)
         course(first, model, range(cut))
-        second = begun(kind, model)
+        second = begun(kind, model, **more)
         second.load_state_dict(through_a_file(first.state_dict()))
         for ours, theirs in zip(course(second, model, range(cut, 9)), expected[cut:], strict=True):
             assert ours.keys() == theirs.keys()
