@@ -35,13 +35,7 @@ def own(function):
         ),
         ("reverse", torch.clone, {"cosine": -1, "relative_deviation": 2}, "cosine -1.00"),
         ("identity", torch.round, {"length_ratio": math.inf, "cosine": math.nan}, "left out at a kink"),
-        ("stop", torch.exp, {"length_ratio": 0, "relative_deviation": 1}, "0.00 x as long"),
-        (
-            lambda grad, inputs, output: grad * math.nan,
-            torch.clone,
-            {"deviation": math.nan},
-            "largest deviation nan",
-        ),
+        (lambda g, i, o: g * math.nan, torch.clone, {"deviation": math.nan}, "largest deviation nan"),
     ],
 )
 def test_departures(rule, forward, figures, text):
@@ -71,12 +65,6 @@ def of_several_results(grads, inputs, outputs):
     return grads[0] * torch.cos(inputs[0]) + grads[1] * outputs[1]
 
 
-def by_call(grad, inputs, output, *, call):
-    assert call.operation == "cumsum"
-    dim = call.arguments["dim"]
-    return grad.flip(dim).cumsum(dim).flip(dim)
-
-
 def fast_sine(x):
     return torch.sin(50 * x)
 
@@ -85,20 +73,18 @@ def fast_sine(x):
     ("rule", "forward", "inputs"),
     [
         (own(F.gelu), F.gelu, X),
-        (own(torch.exp), torch.exp, torch.randn(2, 3).mT),
         (own(torch.matmul), torch.matmul, (torch.randn(2, 3), torch.randn(3, 4))),
         # Strong curvature is no kink.
         (own(fast_sine), fast_sine, X),
         # Integer inputs are given as they are, and None counts as zeros.
         (of_rows, lambda x, rows: x[rows], (X, torch.tensor([1, 1, 0]))),
         (lambda grad, inputs, output: None, torch.round, X),
-        # Arrays, other arguments, containers, several results, and the call.
+        # Arrays, other arguments, containers, several results.
         (lambda g, i, o: 6 * g * i[0] ** 2, lambda x, scale, mode: scale * x**3, (V.numpy(), 2.0, "cubed")),
         ("torch.exp", np.exp, V.double().numpy()),
         (product, np.multiply, (V, W)),
         (product, lambda pair: pair["a"] * pair["b"][0], ({"a": V, "b": [W]},)),
         (of_several_results, lambda x: (torch.sin(x), torch.exp(x), x.argmax()), V),
-        (by_call, torch.cumsum, (V, 0)),
     ],
 )
 def test_true_gradients_are_exact(rule, forward, inputs):
@@ -115,20 +101,11 @@ def test_wrong_gradient_of_one_of_two_inputs():
     assert not gradcheck_rule(lambda g, i, o: (g * i[1], g), torch.mul, (V, W)).exact
 
 
-def cube_of_arrays(x):
-    return (x.astype(np.float64) ** 3).astype(np.float32)
-
-
 @pytest.mark.parametrize("scale", [1.0, 100.0])
-@pytest.mark.parametrize(
-    "forward",
-    [cube_of_arrays, lambda x: (torch.eye(3) @ x) ** 3, lambda x: (x.double() ** 3).float()],
-    ids=["numpy", "weights in float32", "torch"],
-)
+@pytest.mark.parametrize("forward", [lambda x: (torch.eye(3) @ x) ** 3, lambda x: (x.double() ** 3).float()])
 def test_tolerance_follows_the_precision_of_the_forward(forward, scale):
     def checked(factor, **settings):
-        rule = lambda grad, inputs, output: factor * grad * inputs[0] ** 2  # noqa: E731
-        return gradcheck_rule(rule, forward, V * scale, numpy=forward is cube_of_arrays, **settings)
+        return gradcheck_rule(lambda g, i, o: factor * g * i[0] ** 2, forward, V * scale, **settings)
 
     check, off = checked(3), checked(3.3)
     assert check.exact
@@ -151,7 +128,6 @@ def test_tolerance_follows_the_precision_of_the_forward(forward, scale):
         ("identity", torch.abs, torch.zeros(2), "every entry is at a kink"),
         ("bernoulli", torch.bernoulli, torch.full((20,), 0.5), "the forward is random"),
         ("identity", 3, torch.ones(1), "gradcheck_rule: the forward must be a function, got 3"),
-        ("identity", torch.clone, torch.empty(0), "'identity': there is no floating-point input to check"),
         ("identity", torch.clone, torch.arange(3), "'identity': there is no floating-point input to check"),
     ],
 )

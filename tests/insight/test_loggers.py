@@ -1,7 +1,6 @@
-"""Every logger gets config and plan; the plan lies in the run directory."""
+"""Every logger gets config and plan."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,22 +11,20 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from torch import nn
 
 import gradpolicy as gp
-from gradpolicy.insight.loggers import LogRun, hyperparameters, name_loggers, write_plan
+from gradpolicy.insight.loggers import LogRun, hyperparameters, name_loggers
 
 CONFIG: dict[str, Any] = {
     "policy": {
         "half": {"_target_": "gradpolicy.Freeze", "mask": {"density": 0.5}, "params": ["0.*"]},
         "gone": None,
         "cut": {"_target_": "gradpolicy.Stop"},
-        "seen": {"_target_": "gradpolicy.Guided", "when": {"phases": ["test"]}},
-        "round": {"_target_": "gradpolicy.StraightThrough"},
     },
     "seed": 3,
     "ckpt_path": None,
     "paths": {"output_dir": "/somewhere"},
 }
 FLAT = {
-    "policies": "half+cut+seen+round",
+    "policies": "half+cut",
     "policy.half._target_": "gradpolicy.Freeze",
     "policy.half.mask.density": 0.5,
     "policy.half.params": "['0.*']",
@@ -55,18 +52,7 @@ def test_hyperparameters_are_one_value_a_key_without_where_the_run_writes() -> N
     assert not any(key.startswith(("paths", "ckpt_path", "policy.gone")) for key in found)
 
 
-def test_the_plan_is_a_file_to_read_and_a_file_to_look_at(tmp_path: Path) -> None:
-    write_plan(planned(), tmp_path)
-    assert json.loads((tmp_path / "plan.json").read_text())["rows"][0]["name"] == "half"
-    lines = (tmp_path / "plan.txt").read_text().splitlines()
-    assert lines[0] == "Plan"
-    assert max(map(len, lines)) <= 120
-
-
-@pytest.mark.parametrize(
-    ("sweep", "group"), [(None, "half+cut+seen+round"), ("lr", "half+cut+seen+round sweep lr")]
-)
-def test_names_say_policies_overrides_and_sweep(sweep: str | None, group: str) -> None:
+def test_names_say_policies_overrides_and_sweep() -> None:
     loggers: dict[str, Any] = {
         "wandb": {"_target_": "lightning.pytorch.loggers.WandbLogger", "name": None, "group": None},
         "mlflow": {"_target_": "lightning.pytorch.loggers.MLFlowLogger", "run_name": None},
@@ -77,10 +63,10 @@ def test_names_say_policies_overrides_and_sweep(sweep: str | None, group: str) -
     name_loggers(
         {**CONFIG, "logger": loggers},
         ["optimizer.lr=0.1", "policy=[a,b]", "policy.half.mask.density=0.2", "logger=wandb", "+paths.x=1"],
-        sweep,
+        "lr",
     )
-    name = "half+cut+seen+round seed=3 policy.half.mask.density=0.2 optimizer.lr=0.1"
-    assert (loggers["wandb"]["name"], loggers["wandb"]["group"]) == (name, group)
+    name = "half+cut seed=3 policy.half.mask.density=0.2 optimizer.lr=0.1"
+    assert (loggers["wandb"]["name"], loggers["wandb"]["group"]) == (name, "half+cut sweep lr")
     assert loggers["mlflow"]["run_name"] == name
     assert loggers["mine"]["name"] == "mine"
     assert loggers["csv"]["name"] is None
@@ -120,7 +106,7 @@ def test_wandb_has_config_and_plan(tmp_path: Path) -> None:
 
     logger = WandbLogger(save_dir=tmp_path, mode="offline", settings={"silent": True})
     tell(logger)
-    config: Mapping[str, Any] = dict(logger.experiment.config)
+    config = dict(logger.experiment.config)
     assert config["policy"]["half"]["mask"]["density"] == 0.5
     assert config["policies"] == FLAT["policies"]
     wandb.finish()
