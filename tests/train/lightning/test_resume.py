@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -141,7 +142,7 @@ def fit(
     quiet = ("enable_progress_bar", "enable_model_summary")
     defaults = {"max_epochs": 3, "accelerator": "cpu", "log_every_n_steps": 1, **dict.fromkeys(quiet, False)}
     logger = CSVLogger(folder, name="log", version=0)
-    if resume_from is not None:
+    if resume_from is not None and not (dist.is_initialized() and dist.get_rank()):
         append_rows(logger)
     trainer = Trainer(callbacks=callbacks, **{"logger": logger, **defaults, **settings})
     given = data or Numbers(batch_size=4, seed=5)
