@@ -21,12 +21,7 @@ from gradpolicy.where import named_parameters, pick
 class Bindings:
     """Binds policies to those parameters of a model that optimizers update.
 
-    Args:
-        model: The model.
-        optimizers: The optimizers of its parameters.
-        policies: The freeze policies by name.
-        rates: The policies that set learning rates and other settings of single parameters, by name.
-        seed: The seed of mask sources without their own seed.
+    The arguments are those of :class:`~gradpolicy.freezing.freezer.Freezer`, which raises what this raises.
 
     Attributes:
         model: The model.
@@ -37,10 +32,6 @@ class Bindings:
         policies_of: The policies of each of these; those that match it come first, since their options apply.
         settings_of: The settings of parameters by policy of ``rates``.
         matched: The parameters that match any policy, by name.
-
-    Raises:
-        PolicyError: If a pattern matches nothing, no optimizer has the matched parameters, two policies have
-            the same source, or two policies require different optimizer state for one parameter.
     """
 
     def __init__(

@@ -180,7 +180,9 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         if _is_deepspeed(trainer):
             optimizers = []
             if needs_masks(self.policies):
-                from gradpolicy.integrations.deepspeed import partitioned  # importing DeepSpeed takes seconds
+                from gradpolicy.train.partitioned_optimizer import (
+                    partitioned,
+                )  # importing DeepSpeed takes seconds
 
                 optimizers = [partitioned(wrapped, self.policies)]
                 toggles = toggles and optimizers[0].allows_unused_parameters

@@ -137,9 +137,10 @@ def in_bfloat16(stage: int) -> tuple[int, int]:
 
 def gathers(reads: bool) -> tuple[int, int]:
     """How often stage 3 gathers parameters in an uninterrupted run, and for the masks of an update."""
-    from gradpolicy.integrations import deepspeed as integration
+    from gradpolicy.integrations.deepspeed import training
+    from gradpolicy.train import partitioned_optimizer
 
-    counts, plain = [0], integration.GatheredParameters
+    counts, plain = [0], partitioned_optimizer.GatheredParameters
 
     def counting(*arguments: Any) -> Any:
         counts[-1] += 1
@@ -147,14 +148,14 @@ def gathers(reads: bool) -> tuple[int, int]:
 
     source = gp.masks.Function(lambda name, parameter, step: parameter > 0, every=4)
     mask = source if reads else gp.masks.Random(0.5, every=2)
-    integration.GatheredParameters = counting  # type: ignore[assignment,misc]
+    partitioned_optimizer.GatheredParameters = counting  # type: ignore[assignment,misc]
     try:
         engine = engine_for(3, zero={"stage3_param_persistence_threshold": 0})
-        with integration.training(engine, {"some": gp.Freeze(mask)}, seed=1) as optimizer:
+        with training(engine, {"some": gp.Freeze(mask)}, seed=1) as optimizer:
             counts.append(0)
             train(engine, optimizer, range(STEPS))
     finally:
-        integration.GatheredParameters = plain  # type: ignore[misc]
+        partitioned_optimizer.GatheredParameters = plain  # type: ignore[misc]
     return counts[0], counts[1]
 
 

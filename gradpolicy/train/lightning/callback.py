@@ -111,7 +111,7 @@ class GradientPolicies(Driven, Callback):
                 masks_all=self.step_in_backward,
             )
         elif needs_masks(self.policies):
-            from gradpolicy.integrations.deepspeed import partitioned  # takes seconds
+            from gradpolicy.train.partitioned_optimizer import partitioned  # takes seconds
 
             engine = partitioned(strategy.model, self.policies)
             toggles = engine.allows_unused_parameters
