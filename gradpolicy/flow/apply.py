@@ -1,28 +1,24 @@
 """``apply``: any function with a rule as its backward."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from numbers import Number
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from gradpolicy.errors import PolicyError, shown, warn_user
 from gradpolicy.flow.arguments import arguments_of
 from gradpolicy.flow.bound_rule import BoundRule, RuleState
+from gradpolicy.flow.carrying import floating_dtype, is_discrete
 from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
 from gradpolicy.flow.edges import replace
-from gradpolicy.flow.operation_rule import as_floating_point
 from gradpolicy.flow.operations import as_rule, is_operation, name_of
 from gradpolicy.flow.policy_report import ReportRow
 from gradpolicy.flow.tracing import in_transform, is_compiling, runs_while_tracing
 from gradpolicy.rules.registry import Call, Rule, RuleFunction
-
-# Attributes that are views of a tensor: its gradient would follow these.
-_VIEWS = tuple(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
 
 
 def apply(
@@ -34,7 +30,7 @@ def apply(
 ) -> Any:
     """Run any forward once, with a rule as its backward.
 
-    The forward gets its tensors detached and runs without a graph, so it may call ``.numpy()`` on them.
+    The forward gets its tensors detached, so it may call ``.numpy()`` on them.
     Arrays and numbers that it returns become tensors. A single integer or boolean result is converted to the
     dtype of the first floating-point input, since otherwise it could have no gradient. In a tuple such
     results stay as they are. Tensors that the forward uses and is not given, such as the parameters of a
@@ -70,54 +66,22 @@ def apply(
     if not is_compiling():
         ReportRow.uses += 1
     inputs = tensors_in((args, kwargs))
+    # With gradients on, the results show if the forward uses tensors that need one and are no arguments.
     watches = torch.is_grad_enabled() and not in_transform()
-    with torch.no_grad():
+    with torch.set_grad_enabled(watches):
         plain_args, plain_kwargs = map_tensors(torch.Tensor.detach, (args, kwargs))
-        with WatchForward(state.name) if watches else contextlib.nullcontext():
-            values = run_forward(forward, plain_args, plain_kwargs, numpy)
-        if bound_rule.takes_call:
-            bound_rule = bound_rule.for_call(call_of(forward, plain_args, plain_kwargs))
-    return replace(bound_rule, as_floating_point(values, inputs), inputs)
-
-
-class WatchForward(TorchFunctionMode):
-    """Warns if a forward uses tensors that require a gradient but are not among its arguments.
-
-    Args:
-        name: The name of the forward, for messages.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-        self._has_warned = False
-
-    def __torch_function__(
-        self, func: Callable, types: Iterable[type], args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        """Call the function and check its arguments, unless the forward itself enabled gradients."""
-        result = func(*args, **(kwargs or {}))
-        if self._has_warned or torch.is_grad_enabled() or not isinstance(result, Tensor):
-            return result
-        outside = [tensor for tensor in tensors_in((args, kwargs or {})) if tensor.requires_grad]
-        if outside and not _drops_gradient(func):
-            self._has_warned = True
-            warn_user(
-                f"apply: forward {self.name!r} uses a tensor of shape {tuple(outside[0].shape)} that "
-                "needs a gradient and is not among its arguments: it gets none; pass it as an "
-                "argument, or detach it if none is meant"
-            )
-        return result
-
-
-def _drops_gradient(function: Callable) -> bool:
-    """Return True for torch functions that do not propagate gradients, such as ``detach``."""
-    name = getattr(function, "__name__", "")
-    if name == "__get__":
-        return not any(function == attribute for attribute in _VIEWS)
-    return (
-        name in ("detach", "detach_", "requires_grad_") or name.endswith("_like") or name.startswith("new_")
-    )
+        values = run_forward(forward, plain_args, plain_kwargs, numpy)
+    if watches and any(tensor.requires_grad for tensor in tensors_in(values)):
+        warn_user(
+            f"apply: forward {state.name!r} uses a tensor that needs a gradient and is not among its "
+            "arguments: it gets none; pass it as an argument, or detach it if none is meant"
+        )
+    values = map_tensors(torch.Tensor.detach, values)
+    if is_discrete(values):
+        values = values.to(floating_dtype(inputs))
+    if state.rule.takes_call:
+        bound_rule = bound_rule.for_call(call_of(forward, plain_args, plain_kwargs))
+    return replace(bound_rule, values, inputs)
 
 
 def replacing_rule(caller: str, rule: str | Rule | RuleFunction) -> Rule:
