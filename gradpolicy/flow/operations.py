@@ -20,6 +20,16 @@ from gradpolicy.rules.registry import Rule, RuleFunction, get_rule, rule_names, 
 # The namespaces that are searched for an operation, besides torch.Tensor and torch.ops.aten.
 NAMESPACES = (torch, F, torch.special, torch.linalg, torch.fft)
 
+# Casts without a gradient, which `to`, `type` and `type_as` do too.
+CASTS = {
+    "bool": torch.bool,
+    "byte": torch.uint8,
+    "char": torch.int8,
+    "int": torch.int32,
+    "long": torch.int64,
+    "short": torch.int16,
+}
+
 # Operations with several names in torch. The keys are the names in reports.
 SYNONYMS: dict[str, tuple[str, ...]] = {
     "abs": ("abs", "absolute"),
@@ -27,18 +37,13 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "argmax_one_hot": ("argmax",),
     "asin": ("asin", "arcsin"),
     "atan": ("atan", "arctan"),
-    "bool": ("bool", "to", "type", "type_as"),
-    "byte": ("byte", "to", "type", "type_as"),
     "categorical": ("multinomial",),
-    "char": ("char", "to", "type", "type_as"),
     "clamp": ("clamp", "clip", "clamp_min", "clamp_max"),
     "div": ("div", "divide", "true_divide", "truediv"),
     "floor_divide": ("floor_divide", "floordiv", "div", "divide"),
     "ge": ("ge", "greater_equal"),
     "gt": ("gt", "greater"),
-    "int": ("int", "to", "type", "type_as"),
     "le": ("le", "less_equal"),
-    "long": ("long", "to", "type", "type_as"),
     "lt": ("lt", "less"),
     "max_pool": (
         *("max_pool1d", "max_pool2d", "max_pool3d"),
@@ -48,14 +53,14 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "ne": ("ne", "not_equal"),
     "neg": ("neg", "negative"),
     "relu6": ("relu6", "hardtanh"),
-    "short": ("short", "to", "type", "type_as"),
     "sigmoid": ("sigmoid", "expit"),
     "sub": ("sub", "subtract"),
     "trunc": ("trunc", "fix"),
+    **{name: (name, "to", "type", "type_as") for name in CASTS},
 }
 
 # Operations that share a torch function with another operation, after which the function is named.
-SHARING = ("bool", "byte", "char", "floor_divide", "int", "long", "relu6", "short")
+SHARING = (*CASTS, "floor_divide", "relu6")
 
 # Other operations that the documentation lists. All other torch functions work too.
 LISTED = (
@@ -75,12 +80,6 @@ ALSO_CALLED = {
     },
     "floordiv": "floor_divide",
 }
-
-# The names of torch.Tensor's in-place operators, without the prefix ``__i``.
-IN_PLACE_OPERATORS = (
-    *("add__", "and__", "div__", "floordiv__", "lshift__", "matmul__", "mod__", "mul__", "or__"),
-    *("pow__", "rshift__", "sub__", "truediv__", "xor__"),
-)
 
 # An operator of torch.ops, and one of its overloads.
 _OPERATORS = (type(torch.ops.aten.relu), type(torch.ops.aten.relu.default))
@@ -263,13 +262,12 @@ def derivative_of(operation: Operation) -> Rule:
 def spelling_of(function: Function) -> Spelling:
     """Return the calling convention of a function."""
     name = getattr(function, "__name__", "").partition(".")[0]
-    is_operator = name.startswith("__")
-    in_place_operator = name.startswith("__i") and name.removeprefix("__i") in IN_PLACE_OPERATORS
-    return Spelling(
-        writes=in_place_operator or (name.endswith("_") and not is_operator),
-        second_first=function is Tensor.where,
-        draws_bits=name.strip("_") == "bernoulli",
-    )
+    if name.startswith("__"):
+        # Of the operators that begin with i, __iadd__ has an __add__, and __invert__ has no __nvert__.
+        writes = name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}")
+    else:
+        writes = name.endswith("_")
+    return Spelling(writes, function is Tensor.where, name.strip("_") == "bernoulli")
 
 
 def _nearest_operation(specification: object) -> str:
@@ -377,19 +375,19 @@ def _draws_independently(function: Function, args: tuple, kwargs: Mapping[str, A
     return bool(given.get("replacement")) or given.get("num_samples") == 1
 
 
-def _casts_to(*dtypes: torch.dtype) -> Decision:
+def _casts_to(dtype: torch.dtype) -> Decision:
     """Return a decision: True for a method such as ``int``, and for ``to`` or ``type`` with a dtype."""
 
     def decide(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-        if function in _CASTS:
+        if function in _CONVERSIONS:
             given = [getattr(value, "dtype", value) for value in (*args[1:], *kwargs.values())]
-            return any(dtype in given for dtype in dtypes)
+            return dtype in given
         return function not in _TO_NUMBERS
 
     return decide
 
 
-_CASTS = frozenset().union(*(_spellings(name) for name in ("to", "type", "type_as")))
+_CONVERSIONS = frozenset().union(*(_spellings(name) for name in ("to", "type", "type_as")))
 # int(x) and bool(x) return Python numbers.
 _TO_NUMBERS = frozenset(
     function
@@ -400,15 +398,10 @@ _TO_NUMBERS = frozenset(
 _ROUND_DOWN_ALWAYS = _spellings("floor_divide") - _spellings("div")
 _HARDTANH = _spellings("hardtanh")
 _DECIDED_BY_ARGUMENTS: dict[str, Decision] = {
-    "bool": _casts_to(torch.bool),
-    "byte": _casts_to(torch.uint8),
     "categorical": _draws_independently,
-    "char": _casts_to(torch.int8),
     "div": _does_not_round,
     "floor_divide": _rounds_down,
     "hardtanh": lambda function, args, kwargs: not _is_relu6(function, args, kwargs),
-    "int": _casts_to(torch.int32),
-    "long": _casts_to(torch.int64),
     "relu6": _is_relu6,
-    "short": _casts_to(torch.int16),
+    **{name: _casts_to(dtype) for name, dtype in CASTS.items()},
 }
