@@ -1,7 +1,8 @@
 """A rule: its schedule, the row of its use, and its checked gradients."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,7 +12,7 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.flow.locations import RulePlacement
 from gradpolicy.flow.policy_report import Outcome, ReportRow
 from gradpolicy.flow.tracing import is_compiling, is_traced, without_modes
-from gradpolicy.rules.registry import Call, Rule, keyword_names
+from gradpolicy.rules.registry import Call, GradientFilter, Rule, keyword_names
 from gradpolicy.rules.routing import broadcasts, first_index, is_differentiable
 
 
@@ -41,7 +42,6 @@ class RuleState:
         # The beginning of messages.
         self.prefix = f"policy {name!r}: " if self.is_policy else ""
         self.policy = policy = RulePlacement() if policy is None else policy
-        self.when = policy.when
         self.detaches = policy.detaches
         # The indices of the calls to which the rule applies; empty means all calls.
         self.calls = policy.calls
@@ -49,6 +49,9 @@ class RuleState:
         self.argument = policy.argument if policy.ops else ()
         # True if the rule filters the incoming gradient and keeps the operation's own backward.
         self.filters = has_own_gradient and policy.at != "through" and rule.gradient_filter is not None
+        if self.filters:
+            filtered = partial(_filtered, cast(GradientFilter, rule.gradient_filter))
+            rule = replace(rule, function=filtered, reads=(), own=False)
         self.active = True
         self.schedules = {key: value for key, value in rule.parameters.items() if callable(value)}
         # Scheduled parameters are tensors, so that compiled code reads their current values.
@@ -84,11 +87,6 @@ class RuleState:
         warning = self.prefix + _lost_message(operation, function, is_index)
         self.row.note_lost(operation, function, warning)
 
-    def measure(self, before: Any, after: Iterable[Tensor | None]) -> None:
-        """Measure gradients before and after the rule, in eager mode only."""
-        if not is_compiling() and self.row.norms is not None:
-            self.row.norms.measure(before, after)
-
     def count_call(self, operation: str) -> bool:
         """Count a call of an operation, and return True if the rule applies to it."""
         if not self.calls:
@@ -108,14 +106,14 @@ class RuleState:
 
     def update(self, phase: str, step: int, epoch: int) -> None:
         """Switch the rule on or off for a step, and set its scheduled parameters."""
-        self.active = self.when.active(phase=phase, step=step, epoch=epoch)
-        count = self.when.count(step, epoch)
+        self.active = self.policy.when.active(phase=phase, step=step, epoch=epoch)
+        count = self.policy.when.count(step, epoch)
         for key, schedule in self.schedules.items():
             self.rule.parameters[key].fill_(float(schedule(count)))
 
     def set_loss_scale(self, scale: float | Tensor) -> None:
         """Set the loss scale of a rule with absolute thresholds."""
-        if "loss_scale" not in (keyword_names(self.rule.function) or ()):
+        if "loss_scale" not in (keyword_names(self.policy.rule.function) or ()):
             return
         current = self.rule.parameters.get("loss_scale")
         if isinstance(current, Tensor):
@@ -142,20 +140,16 @@ class BoundRule:
         sums_broadcast: bool = False,
         parameters: Mapping[str, Any] | None = None,
     ) -> None:
-        self.state = state
-        self.rule = state.rule
-        self.location = location
-        self.filter = state.rule.gradient_filter
+        self.state, self.rule, self.location = state, state.rule, location
         self.sums_broadcast = sums_broadcast
-        self.parameters = state.rule.parameters if parameters is None else parameters
-        self.takes_call = self.rule.takes_call and not state.filters
-        if self.takes_call and "call" not in self.parameters:
+        self.parameters = self.rule.parameters if parameters is None else parameters
+        if self.rule.takes_call and "call" not in self.parameters:
             self.parameters = {**self.parameters, "call": Call(location)}
 
     @property
     def reads(self) -> tuple[str, ...]:
         """The arguments whose values the rule reads: ``"inputs"``, ``"output"``, both or neither."""
-        return () if self.state.filters else self.rule.reads or ()
+        return self.rule.reads or ()
 
     def with_current_numbers(self) -> "BoundRule":
         """Return the rule with the current values of scheduled and learned parameters."""
@@ -165,7 +159,7 @@ class BoundRule:
 
     def for_call(self, call: Call) -> "BoundRule":
         """Return the rule with a call as its keyword argument ``call``, if it has one."""
-        return self._with({"call": call}) if self.takes_call else self
+        return self._with({"call": call}) if self.rule.takes_call else self
 
     def in_module(self, module: str | None) -> "BoundRule":
         """Return the rule with a location that includes the name of the module in whose forward it acts."""
@@ -193,13 +187,8 @@ class BoundRule:
         Raises:
             PolicyError: If the rule fails, or returns the wrong number, shape or type of gradients.
         """
-        gradients: Sequence
-        if self.state.filters:
-            gradients = [self._call(cast(Callable, self.filter), grad)]
-            if gradients[0] is None:
-                raise self._error("returned None; a gradient filter returns a tensor")
-        elif self.rule.own and self.rule.each:
-            gradients = [
+        if self.rule.own and self.rule.each:
+            gradients: Sequence = [
                 None if one is None else self._returned(one, (tensor,), tensor, (True,))[0]
                 for one, tensor in zip(grad, inputs, strict=True)
             ]
@@ -209,24 +198,9 @@ class BoundRule:
             self._checked(number, gradient, tensor, output) if needed else None
             for number, (gradient, tensor, needed) in enumerate(zip(gradients, inputs, wanted, strict=True))
         ]
-        self.state.measure(grad, checked)
+        if not is_compiling() and self.state.row.norms is not None:
+            self.state.row.norms.measure(grad, checked)
         return checked
-
-    def _call(self, function: Callable, *arguments: Any) -> Any:
-        """Call the rule's function, without overrides of the operations in it.
-
-        Raises:
-            PolicyError: If the function raises an exception; the message has the location and the shapes.
-        """
-        with without_modes():
-            if is_traced():
-                return function(*arguments, **self.parameters)
-            try:
-                return function(*arguments, **self.parameters)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                raise self._failure(error, *arguments) from error
 
     def _returned(
         self, grad: Any, inputs: tuple[Tensor, ...], output: Any, wanted: Sequence[bool]
@@ -237,7 +211,7 @@ class BoundRule:
             PolicyError: If it returns the wrong number of gradients, or one gradient where several inputs
                 require one.
         """
-        returned = self._call(self.rule.function, grad, inputs, output)
+        returned = self._call(grad, inputs, output)
         if isinstance(returned, tuple | list):
             if len(returned) != len(inputs):
                 raise self._error(
@@ -249,6 +223,26 @@ class BoundRule:
         if any(wanted[number] for number in range(len(inputs)) if number != first):
             raise self._error(self._of_several_inputs(returned, inputs))
         return [returned if number == first else None for number in range(len(inputs))]
+
+    def _call(self, grad: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
+        """Call the rule's function, without overrides of the operations in it.
+
+        Raises:
+            PolicyError: If the function raises an exception; the message has the location and the shapes.
+        """
+        with without_modes():
+            if is_traced():
+                return self.rule.function(grad, inputs, output, **self.parameters)
+            try:
+                return self.rule.function(grad, inputs, output, **self.parameters)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                given = f"a gradient of shape {_shapes(grad)}, inputs of shapes {_shapes(inputs)}"
+                given += "" if output is None else f", an output of shape {_shapes(output)}"
+                kind = "" if isinstance(error, PolicyError) else f"{type(error).__name__}: "
+                reason = " ".join(str(error).split()).removeprefix(f"rule {self.rule.name!r}: ")
+                raise self._error(f"failed with {given}: {kind}{reason}") from error
 
     def _of_several_inputs(self, returned: Any, inputs: tuple[Tensor, ...]) -> str:
         """Return the message for a single gradient where several inputs require one."""
@@ -266,44 +260,34 @@ class BoundRule:
     def _checked(self, number: int, gradient: Any, tensor: Tensor, output: Any) -> Tensor | None:
         if gradient is None:
             return None
-        if isinstance(gradient, Tensor) and gradient.dtype == tensor.dtype and gradient.shape == tensor.shape:
-            return gradient
-        wrong = ""
         if not isinstance(gradient, Tensor):
-            wrong = f"{_kind(gradient)} as gradient {number}; it must be a tensor"
-        elif not is_differentiable(gradient):
-            wrong = f"gradient {number} in {gradient.dtype}; it must be floating-point"
-        elif gradient.is_complex() and not tensor.is_complex():
-            wrong = f"a complex gradient {number} for an input in {tensor.dtype}"
-        elif gradient.shape != tensor.shape:
-            if self.sums_broadcast and _was_broadcast(tensor, output, gradient):
-                gradient = gradient.sum_to_size(tensor.shape)
-            else:
-                wrong = (
-                    f"gradient {number} of shape {_shapes(gradient)} for an input of shape {_shapes(tensor)}"
+            raise self._error(f"returned {_kind(gradient)} as gradient {number}; it must be a tensor")
+        if not is_differentiable(gradient):
+            raise self._error(f"returned gradient {number} in {gradient.dtype}; it must be floating-point")
+        if gradient.is_complex() and not tensor.is_complex():
+            raise self._error(f"returned a complex gradient {number} for an input in {tensor.dtype}")
+        if gradient.shape != tensor.shape:
+            is_like_output = isinstance(output, Tensor) and gradient.shape == output.shape
+            if not (self.sums_broadcast and is_like_output and broadcasts(tensor.shape, gradient.shape)):
+                raise self._error(
+                    f"returned gradient {number} of shape {_shapes(gradient)} for an input of shape "
+                    f"{_shapes(tensor)}"
                 )
-        if wrong:
-            raise self._error(f"returned {wrong}")
-        return gradient if gradient.dtype == tensor.dtype else gradient.to(tensor.dtype)
-
-    def _failure(self, error: Exception, grad: Any, inputs: Any = (), output: Any = None) -> PolicyError:
-        given = [f"a gradient of shape {_shapes(grad)}"]
-        if inputs:
-            given.append(f"inputs of shapes {_shapes(inputs)}")
-        if output is not None:
-            given.append(f"an output of shape {_shapes(output)}")
-        reason = " ".join(str(error).split()).removeprefix(f"rule {self.rule.name!r}: ")
-        kind = "" if isinstance(error, PolicyError) else f"{type(error).__name__}: "
-        return self._error(f"failed with {', '.join(given)}: {kind}{reason}")
+            gradient = gradient.sum_to_size(tensor.shape)
+        return gradient.to(tensor.dtype)
 
     def _error(self, text: str) -> PolicyError:
         return PolicyError(f"{self.state.prefix}rule {self.rule.name!r} at {self.location}: {text}")
 
 
-def _was_broadcast(tensor: Tensor, output: Any, gradient: Tensor) -> bool:
-    if not isinstance(output, Tensor) or gradient.shape != output.shape:
-        return False
-    return broadcasts(tensor.shape, output.shape)
+def _filtered(
+    gradient_filter: GradientFilter, grad: Tensor, inputs: Any, output: Any, **parameters: Any
+) -> Tensor:
+    """Filter a gradient: the function of a rule that keeps the operation's own backward."""
+    filtered = gradient_filter(grad, **parameters)
+    if filtered is None:
+        raise PolicyError("returned None; a gradient filter returns a tensor")
+    return filtered
 
 
 def _kind(value: Any) -> str:

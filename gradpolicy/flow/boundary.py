@@ -12,14 +12,7 @@ from gradpolicy.errors import PolicyError, nearest
 from gradpolicy.flow.arguments import Signature, Slots
 from gradpolicy.flow.bound_rule import BoundRule, RuleState
 from gradpolicy.flow.containers import classes_that_hide_tensors, map_tensors, replace_at, tensors_in
-from gradpolicy.flow.edges import (
-    AdoptHistory,
-    alias_of,
-    insert_rule,
-    join,
-    may_have_gradient,
-    replace,
-)
+from gradpolicy.flow.edges import AdoptHistory, alias_of, insert_rule, join, may_have_gradient, replace
 from gradpolicy.flow.locations import location_at
 from gradpolicy.flow.policy_report import Outcome
 from gradpolicy.flow.tracing import in_transform
@@ -28,6 +21,8 @@ from gradpolicy.rules.routing import is_differentiable
 
 # The arguments of a module's forward by parameter name; None if no rule has a keyword `call`.
 Arguments = Mapping[str, Any] | None
+# A module's forward, of its arguments and keyword arguments.
+Forward = Callable[[tuple, dict], Any]
 # Pairs of each tensor and its replacement.
 Crossed = list[tuple[Tensor, Tensor]]
 
@@ -123,9 +118,6 @@ def adopt_writes(crossed: Crossed, versions: list[int]) -> None:
                 AdoptHistory.apply(tensor, alias)
 
 
-Forward = Callable[[tuple, dict], Any]
-
-
 class ThroughRule:
     """The rule of a policy across a module.
 
@@ -136,16 +128,8 @@ class ThroughRule:
         signature: The signature of the module's forward.
     """
 
-    def __init__(
-        self,
-        state: RuleState,
-        module: str,
-        slots: Slots,
-        signature: Signature,
-    ) -> None:
-        self.state = state
-        self.module = module
-        self.signature = signature
+    def __init__(self, state: RuleState, module: str, slots: Slots, signature: Signature) -> None:
+        self.state, self.module, self.signature = state, module, signature
         self.output = state.policy.output
         self.keeps_own = state.policy.inside == "own"
         self.slots = slots
@@ -175,17 +159,16 @@ class ThroughRule:
         bound_rule = self.bound_rule
         if arguments is not None:
             bound_rule = bound_rule.for_call(Call(self.module, arguments))
-        chosen: list[Tensor] = []
-        self._map_outputs(result, lambda tensor: chosen.append(tensor) or tensor)  # type: ignore[func-returns-value]
-        if not chosen:
-            raise self.error("gives no floating-point output that could have a gradient")
         replaced: list[Tensor] = []
 
         def put_on(tensor: Tensor) -> Tensor:
             replaced.append(self._replaced(tensor, inputs, bound_rule))
             return replaced[-1]
 
-        return self._map_outputs(result, put_on), replaced
+        result = self._map_outputs(result, put_on)
+        if not replaced:
+            raise self.error("gives no floating-point output that could have a gradient")
+        return result, replaced
 
     def _note(self, inputs: Iterable[Tensor]) -> None:
         """Record the call. If no input requires a gradient, the rule is not called, but the path is cut."""
@@ -250,46 +233,71 @@ class ThroughRule:
         return PolicyError(f"policy {self.state.name!r}: module {self.module!r}: {text}")
 
 
-def run_through(
-    rules: Sequence[ThroughRule], forward: Forward, args: tuple, kwargs: dict, arguments: Arguments = None
-) -> Any:
-    """Run a module's forward, with gradients by rules from its outputs to its input.
+class ModuleRules:
+    """The rules at the input and output of a module, and across it.
 
     Args:
-        rules: The rules, for different outputs.
-        forward: The forward.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        arguments: All arguments by parameter name, for rules with a keyword ``call``.
+        module: The module's name.
+        signature: The signature of its forward.
+        at: For each side, and for ``"through"``, the rules, each with the arguments on which it acts.
     """
-    active = [rule for rule in rules if rule.state.acts_at(rule.location)]
-    if not active:
-        return forward(args, kwargs)
-    cuts = any(rule.keeps_own for rule in active)
-    fed: Crossed = []
 
-    def feed(tensor: Tensor) -> Tensor:
-        fed.append((tensor, _fed(tensor, cuts)))
-        return fed[-1][1]
+    def __init__(
+        self, module: str, signature: Signature, at: Mapping[str, Sequence[tuple[RuleState, Slots]]]
+    ) -> None:
+        self.signature = signature
+        self.takes_call = any(state.rule.takes_call for rules in at.values() for state, _ in rules)
+        self.entering, self.leaving = (Boundary(side, module, at[side]) for side in ("input", "output"))
+        self.through = [ThroughRule(state, module, slots, signature) for state, slots in at["through"]]
 
-    inner_args, inner_kwargs = map_tensors(feed, (args, kwargs), may_have_gradient)
-    versions = versions_of(fed)
-    result = forward(inner_args, inner_kwargs)
-    ruled: list[Tensor] = []
-    for rule in active:
-        result, replaced = rule.put_on(result, args, kwargs, arguments)
-        ruled += replaced
-    if not cuts:
-        adopt_writes(fed, versions)
+    def run(self, forward: Forward, args: tuple, kwargs: dict) -> Any:
+        """Run the module's forward with the rules."""
+        arguments = None
+        if self.takes_call:
+            arguments = self.signature.by_name(*map_tensors(Tensor.detach, (args, kwargs)))
+        crossed: Crossed = []
+        if self.entering.rules:
+            values = self.entering.cross({**dict(enumerate(args)), **kwargs}, crossed, arguments)
+            args = tuple([values.pop(position) for position in range(len(args))])
+            kwargs = values
+        versions = versions_of(crossed)
+        if self.through:
+            result = self._run_through(forward, args, kwargs, arguments)
+        else:
+            result = forward(args, kwargs)
+        adopt_writes(crossed, versions)
+        return self.leaving.cross({0: result}, [], arguments)[0] if self.leaving.rules else result
+
+    def _run_through(self, forward: Forward, args: tuple, kwargs: dict, arguments: Arguments) -> Any:
+        """Run the forward, with gradients by rules from its outputs to its input."""
+        active = [rule for rule in self.through if rule.state.acts_at(rule.location)]
+        if not active:
+            return forward(args, kwargs)
+        cuts = any(rule.keeps_own for rule in active)
+        fed: Crossed = []
+
+        def feed(tensor: Tensor) -> Tensor:
+            fed.append((tensor, _fed(tensor, cuts)))
+            return fed[-1][1]
+
+        inner_args, inner_kwargs = map_tensors(feed, (args, kwargs), may_have_gradient)
+        versions = versions_of(fed)
+        result = forward(inner_args, inner_kwargs)
+        ruled: list[Tensor] = []
+        for rule in active:
+            result, replaced = rule.put_on(result, args, kwargs, arguments)
+            ruled += replaced
+        if not cuts:
+            adopt_writes(fed, versions)
+            return result
+        if any(one.requires_grad and not any(one is other for other in ruled) for one in tensors_in(result)):
+            raise active[0].error(
+                "has outputs without a rule, whose gradient inside='own' would keep from the inputs; name "
+                "them too (output=…), or use inside='none'"
+            )
+        if versions != versions_of(fed):
+            raise active[0].error("writes to its input in place, which inside='own' does not allow")
         return result
-    if any(one.requires_grad and not any(one is other for other in ruled) for one in tensors_in(result)):
-        raise rules[0].error(
-            "has outputs without a rule, whose gradient inside='own' would keep from the inputs; name them "
-            "too (output=…), or use inside='none'"
-        )
-    if versions != versions_of(fed):
-        raise rules[0].error("writes to its input in place, which inside='own' does not allow")
-    return result
 
 
 def _fed(tensor: Tensor, cuts: bool) -> Tensor:

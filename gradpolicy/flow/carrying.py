@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradpolicy.flow.bound_rule import BoundRule, RuleState
 from gradpolicy.flow.containers import tensors_in
-from gradpolicy.flow.edges import join, replace, scaled
+from gradpolicy.flow.edges import join, replace
 from gradpolicy.flow.operations import name_of, resolve_operation, spelling_of
 from gradpolicy.flow.policy_report import Outcome
 from gradpolicy.flow.tracing import Function, is_traced, without_modes
@@ -352,8 +352,9 @@ def _choose(call: Call, function: Function, args: tuple, kwargs: Mapping[str, An
             return NotImplemented
         like = result if result.is_floating_point() else path.tensor
         slope = (_detached(chosen, like) - _detached(otherwise, like)).expand(result.shape)
-        values = result.detach().to(path.tensor.dtype)
-        return _follow(result, scaled(values, path.tensor.expand(result.shape), slope), [path])
+        # Finite, so that a gradient of 0 stays 0 where a branch is infinite.
+        passed = path.tensor.expand(result.shape) * slope.nan_to_num()
+        return _follow(result, join(result.detach().to(path.tensor.dtype), passed), [path])
 
 
 def _detached(value: Any, like: Tensor) -> Tensor:

@@ -149,22 +149,6 @@ class Wire:
 _PASS, _CUT = Wire(True), Wire(False)
 
 
-class SafeProduct:
-    """Stands for a rule in :class:`Replaced`: a path gets ``grad · slope``, with 0 · infinity = 0."""
-
-    reads = ("inputs",)
-
-    def gradients(
-        self, grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, wanted: Sequence[bool]
-    ) -> list[Tensor | None]:
-        """Return the gradient for the first input, in its dtype."""
-        path, slope = inputs
-        return [torch.where(grad == 0, torch.zeros_like(grad), grad * slope).to(path.dtype), None]
-
-
-_SAFE_PRODUCT = SafeProduct()
-
-
 class AdoptHistory(Function):
     """Gives a tensor the autograd history of an alias through which it was modified in place.
 
@@ -299,11 +283,6 @@ def alias_of(tensor: Tensor, *, cut: bool = False) -> Tensor:
 def join(values: Tensor, path: Tensor) -> Tensor:
     """Return values whose gradient goes to them and to a path of their shape."""
     return run_function(Replaced, _PASS, 1, values.detach(), values, path)
-
-
-def scaled(values: Tensor, path: Tensor, slope: Tensor) -> Tensor:
-    """Return values whose gradient goes to a path, multiplied by a slope, with 0 · infinity = 0."""
-    return run_function(Replaced, _SAFE_PRODUCT, 1, values, path, slope)
 
 
 @skip_alone

@@ -10,7 +10,7 @@ from gradpolicy.display import Displayed
 from gradpolicy.errors import PolicyError, shown, unknown
 from gradpolicy.flow.arguments import Signature, Slots
 from gradpolicy.flow.bound_rule import RuleState
-from gradpolicy.flow.boundary import Boundary, ThroughRule
+from gradpolicy.flow.boundary import ModuleRules
 from gradpolicy.flow.locations import (
     Locations,
     RulePlacement,
@@ -34,8 +34,7 @@ from gradpolicy.flow.policy_report import (
     report_unmet,
     warn_or_raise,
 )
-from gradpolicy.flow.recomputation import InstallSession
-from gradpolicy.flow.wrapped_forward import CallScope, WrappedForward
+from gradpolicy.flow.wrapped_forward import CallScope, InstallSession, WrappedForward
 from gradpolicy.what_trains import what_trains
 from gradpolicy.where import LOCATIONS, STEP_OPERATIONS, named_parameters, plain_name
 
@@ -254,7 +253,7 @@ class Installed(Displayed):
             ran = row.ran_on or (strict and not row.ran_off)
             if has_run and (ran or row.locations_with(Outcome.WITHOUT_GRADIENT)):
                 # In another phase, such as for attributions in testing, gradients may be recorded.
-                may_come = len(state.when.phases) > 1
+                may_come = len(state.policy.when.phases) > 1
                 ignored = (Outcome.WITHOUT_GRADIENT,) if may_come else ()
                 report_unmet(f"policy {state.name!r}", row, strict=strict, ignored=ignored)
 
@@ -309,27 +308,27 @@ class Installed(Displayed):
             expected = Expected(name, is_named, has_forward)
             self._states[policy].row.expected[location_at(locations.side, name)] = expected
         for method in methods:
-            signature = Signature.of(getattr(module, method))
-            at: dict[str, list[tuple[RuleState, Slots]]] = {side: [] for side in LOCATIONS}
-            for policy, locations in at_module.items():
-                owner = f"policy {policy!r} at module {name!r}"
-                slots = signature.slots(self.policies[policy].argument, owner)
-                at[locations.side].append((self._states[policy], slots))
             wrap = WrappedForward(
                 module,
                 method,
                 self._session,
                 name=name,
                 table=table,
-                entering=Boundary("input", name, at["input"]) if at["input"] else None,
-                leaving=Boundary("output", name, at["output"]) if at["output"] else None,
-                through=[ThroughRule(state, name, own, signature) for state, own in at["through"]],
+                at_module=self._module_rules(name, Signature.of(getattr(module, method)), at_module),
                 scope=self._scope(name, module),
                 parameter_rules=rules,
-                signature=signature if any(self._states[key].rule.takes_call for key in at_module) else None,
             )
             wrap.put_on()
             self._wraps.append(wrap)
+
+    def _module_rules(
+        self, name: str, signature: Signature, at_module: Mapping[str, Locations]
+    ) -> ModuleRules | None:
+        at: dict[str, list[tuple[RuleState, Slots]]] = {side: [] for side in LOCATIONS}
+        for policy, locations in at_module.items():
+            slots = signature.slots(self.policies[policy].argument, f"policy {policy!r} at module {name!r}")
+            at[locations.side].append((self._states[policy], slots))
+        return ModuleRules(name, signature, at) if at_module else None
 
     def _scope(self, name: str, module: nn.Module) -> CallScope | None:
         """Return the scope in which calls are counted, if a policy with ``calls=`` matches the module."""

@@ -1,15 +1,14 @@
 """Calls of operations with a rule, which gives their results its gradient.
 
 There are three kinds of rules. One with ``own`` modifies the operation's own gradients: it becomes a node
-between the inputs and the operation. One with a gradient filter becomes a hook on the operation's native
-node, which costs less than an autograd Function in Python; a node after it where hooks do not run. All others
-replace the gradient.
+between the inputs and the operation. One with a gradient filter becomes a hook on the result, which costs
+less than an autograd Function in Python; a node after it where hooks do not run. All others replace the
+gradient.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,21 +23,15 @@ from gradpolicy.flow.carrying import (
     GradientPath,
     Origin,
     carry,
-    floating_dtype,
     is_discrete,
     paths_in,
     set_path,
     start_path,
 )
 from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
-from gradpolicy.flow.edges import (
-    insert_rule,
-    replace,
-    tap,
-)
+from gradpolicy.flow.edges import insert_rule, replace, tap
 from gradpolicy.flow.operations import Operation
 from gradpolicy.flow.policy_report import Outcome
-from gradpolicy.flow.recomputation import may_be_recomputed
 from gradpolicy.flow.tracing import (
     Function,
     active_modes,
@@ -46,6 +39,7 @@ from gradpolicy.flow.tracing import (
     eager_if_unknown,
     in_transform,
     is_traced,
+    may_be_recomputed,
     show_to_compiler,
     skip_alone,
     without_modes,
@@ -62,16 +56,12 @@ class OperationRule:
     """
 
     def __init__(self, operation: Operation, state: RuleState) -> None:
-        self.operation = operation
-        self.state = state
-        self.name = operation.name
-        self.functions = operation.functions
+        self.operation, self.state, self.name = operation, state, operation.name
         self.decides = operation.decides
         self.bound_rule = BoundRule(state, f"operation {operation.name!r}", sums_broadcast=True)
-        self.filters = state.filters and not state.detaches
-        # A policy that detaches one argument does not change the gradients of the others.
-        self.changes_own = state.rule.own and (not state.detaches or bool(state.argument))
-        self.keeps_nothing = self.filters or (self.changes_own and not self.bound_rule.reads)
+        # True if the operation itself saves the same tensors with the rule as without it.
+        keeps_backward = state.filters or (state.rule.own and not state.rule.reads)
+        self.keeps_nothing = keeps_backward and not state.detaches
 
     def __reduce__(self) -> tuple:
         # The other attributes are computed from these two.
@@ -91,10 +81,6 @@ class OperationRule:
     def call(self, native: "NativeCall") -> Any:
         """Make a call, with the gradient of the rule."""
         spelling = self.operation.spellings[native.function]
-        is_in_place = spelling.is_in_place(native.kwargs)
-        if self.filters and not is_in_place:
-            with without_modes():
-                return self._filtered(native.run(), native.args)
         native.kwargs = in_order_of_parameters(native.function, self.name, native.args, native.kwargs)
         native.inputs = spelling.inputs(native.args, native.kwargs)
         if self.state.argument:
@@ -104,7 +90,7 @@ class OperationRule:
             return native.run()
         # An outer override of the same operation must not act on this call too.
         with without_modes():
-            return self._in_place(native) if is_in_place else self._result(native)
+            return self._in_place(native) if spelling.is_in_place(native.kwargs) else self._result(native)
 
     def _in_place(self, native: "NativeCall") -> Any:
         """Make a call that modifies its first argument in place.
@@ -116,8 +102,8 @@ class OperationRule:
             native.args = (native.kwargs["input"],)
             native.kwargs = {key: native.kwargs[key] for key in native.kwargs if key != "input"}
         target = native.args[0]
-        if self.filters and not in_transform() and not target._is_view():
-            return self._filtered(native.run())
+        if self.state.filters and not in_transform() and not target._is_view():
+            return self._filtered(native.run(), ())
         before = target.clone()
         inputs = [before if tensor is target else tensor for tensor in native.inputs]
         native = native.mapped(lambda tensor: before if tensor is target else tensor)
@@ -127,33 +113,31 @@ class OperationRule:
 
     def _result(self, native: "NativeCall") -> Any:
         """Return the result of a call with the rule's gradient."""
-        if self.changes_own:
+        if self.state.rule.own:
             return self._changed(native)
         if self.name in _SCORES:
             return self._index(native)
-        if self.filters:
+        if self.state.filters:
             return self._filtered(native.run(), native.inputs)
         detached, target = native.mapped(Tensor.detach), native.target
-        if self.state.detaches:
-            self.state.note(self.name, Outcome.ACTED)
-            return detached.run()
         with torch.no_grad():
             values = detached.run()
         if target is not None and is_discrete(target):
             values = target.copy_(values)
-        return self._replaced(values, native.inputs, self._bound_to(detached))
+        return self._replaced(values, native.inputs, self._bound_to(native))
 
-    def _filtered(self, result: Any, inputs: Sequence[Any] = ()) -> Any:
-        """Return the result of the native operation with the rule's filter before its node."""
+    def _filtered(self, result: Any, inputs: Sequence[Tensor]) -> Any:
+        """Return the result of the native operation with the rule's filter on its gradient."""
         if not _has_gradient(result):
             self.state.note(self.name, Outcome.WITHOUT_GRADIENT)
             return result
         self.state.note(self.name, Outcome.ACTED)
-        node = result.grad_fn if isinstance(result, Tensor) and not in_transform() else None
-        # If the operation returned its input, the node belongs to another operation.
-        if node is None or result._is_view() or any(one is result for one in inputs):
+        takes_hook = isinstance(result, Tensor) and not in_transform() and not result._is_view()
+        # If the operation returned its input, the hook would act on other uses of that too.
+        if not takes_hook or any(one is result for one in inputs):
             return insert_rule(self.bound_rule, result)
-        node.register_prehook(partial(_filter_all, self.bound_rule.with_current_numbers()))
+        bound_rule = self.bound_rule.with_current_numbers()
+        result.register_hook(lambda grad: bound_rule.gradients(grad, (grad,), grad, (True,))[0])
         return result
 
     def _named_inputs(self, native: "NativeCall") -> list[Tensor]:
@@ -180,7 +164,7 @@ class OperationRule:
     def _changed(self, native: "NativeCall") -> Any:
         """Make the native call, with its own gradients modified by the rule."""
         outputs: list = []
-        bound_rule = self._bound_to(native.mapped(Tensor.detach) if self.bound_rule.takes_call else native)
+        bound_rule = self._bound_to(native)
         if self.state.detaches:
             changed = [tensor.detach() for tensor in native.inputs]
         else:
@@ -223,22 +207,18 @@ class OperationRule:
     def _bound_to(self, native: "NativeCall") -> BoundRule:
         """Return the rule with the module's name in its location, and with the call if it needs that."""
         bound_rule = self.bound_rule.in_module(native.module)
-        if not bound_rule.takes_call:
+        if not self.state.rule.takes_call:
             return bound_rule
-        return bound_rule.for_call(Call(self.name, native.arguments(self.name)))
+        return bound_rule.for_call(Call(self.name, native.mapped(Tensor.detach).arguments(self.name)))
 
     def _index(self, native: "NativeCall") -> Tensor:
         """Return an index into categories. Its rule gets the one-hot code, and the scores as the input."""
         index: Tensor = native.run()
-        if self.state.detaches:
-            self.state.note(self.name, Outcome.ACTED)
-            return index
         scores = _SCORES[self.name](index, *native.args, **native.kwargs)
         if self.name == "categorical" and self.state.rule.name in OF_LOGITS:
             scores = scores.clamp_min(torch.finfo(scores.dtype).tiny).log()
-        classes = scores.shape[-1]
-        bound_rule = self.bound_rule.in_module(native.module)
-        return start_path(bound_rule, self.name, index, [scores], classes=classes)
+        bound_rule = self._bound_to(native)
+        return start_path(bound_rule, self.name, index, [scores], classes=scores.shape[-1])
 
 
 @dataclass(eq=False)
@@ -279,21 +259,6 @@ class NativeCall:
         """Return the call with each tensor of its arguments replaced."""
         args, kwargs = map_tensors(change, (self.args, dict(self.kwargs)))
         return dataclasses.replace(self, args=args, kwargs=kwargs)
-
-
-def as_floating_point(values: Any, inputs: Sequence[Tensor]) -> Any:
-    """Convert an integer or boolean tensor to the dtype of the first floating-point input.
-
-    Otherwise it could not have a gradient. Other values are returned unchanged.
-    """
-    return values.to(floating_dtype(inputs)) if is_discrete(values) else values
-
-
-def _filter_all(bound_rule: BoundRule, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Return the gradients that come to an autograd node, each changed by a filter."""
-    return tuple(
-        None if grad is None else bound_rule.gradients(grad, (grad,), grad, (True,))[0] for grad in grads
-    )
 
 
 def _need_gradient(inputs: Sequence[Tensor]) -> bool:
@@ -371,7 +336,7 @@ class DispatchTable:
         self.rules = tuple(rules)
         self.by_function: dict[Function, tuple[OperationRule, ...]] = {}
         for rule in self.rules:
-            for function in rule.functions:
+            for function in rule.operation.functions:
                 self.by_function[function] = (*self.by_function.get(function, ()), rule)
         # For functions that run operations within torch: the rules' states, each with the name and a reason.
         self.opaque: dict[Function, list[tuple[RuleState, str, str]]] = {}
@@ -379,7 +344,7 @@ class DispatchTable:
             own = [rule for rule in self.rules if rule.state is state]
             for function, within in OPAQUE_CALLS.items():
                 hidden = ", ".join(sorted(within & {rule.name for rule in own}))
-                if hidden and not any(function in rule.functions for rule in own):
+                if hidden and not any(function in rule.operation.functions for rule in own):
                     reason = f"it runs {hidden} within torch, with the plain gradient"
                     self.opaque.setdefault(function, []).append((state, function.__name__, reason))
         show_to_compiler([*self.by_function, *self.opaque])
@@ -442,6 +407,16 @@ class DispatchMode(TorchFunctionMode):
 
 
 skip_alone(DispatchMode.__torch_function__)
+
+
+def refusal(operation: str) -> PolicyError:
+    """Return the error for an operation that would be recomputed outside of its policy."""
+    return PolicyError(
+        f"operation {operation!r} runs in a checkpointed function, and its policy was entered outside of "
+        "that: in the backward pass the operation would run again without the policy. Checkpoint a module "
+        "that the policy matches (its forward enters the policy again), or enter gradient_override within "
+        "the function"
+    )
 
 
 def note_taken(operations: Iterable[str]) -> None:

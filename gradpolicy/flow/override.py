@@ -11,11 +11,10 @@ from torch.overrides import TorchFunctionMode
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.bound_rule import RuleState
-from gradpolicy.flow.operation_rule import DispatchMode, DispatchTable, OperationRule, note_taken
-from gradpolicy.flow.operations import Operation, as_rule, name_of, resolve_operation
+from gradpolicy.flow.operation_rule import DispatchMode, DispatchTable, OperationRule, note_taken, refusal
+from gradpolicy.flow.operations import as_rule, name_of, resolve_operation
 from gradpolicy.flow.policy_report import Outcome, ReportRow, report_unmet
-from gradpolicy.flow.recomputation import checkpoints_above, has_graph, refusal
-from gradpolicy.flow.tracing import MADE, Function, make_once, mode_at, mode_count
+from gradpolicy.flow.tracing import Function, checkpoints_above, has_graph, mode_at, mode_count
 from gradpolicy.rules.registry import Rule, RuleFunction
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
@@ -28,7 +27,8 @@ def gradient_override(
 
     It acts on operations that are *called* in the block, in all spellings; the backward pass may run outside
     of the block. Of nested blocks the innermost with a rule for the operation acts. Under ``torch.compile`` a
-    block can be around the compiled function, within it, or the decorator of either.
+    block can be around the compiled function, or decorate a function that is compiled. A function that enters
+    a block runs in eager mode.
 
     At the end of the block a warning names operations that never ran in it, or only where no gradient is
     recorded, together with operations that did run. There is no warning if gradients were disabled around the
@@ -59,26 +59,37 @@ def gradient_override(
     """
     if not isinstance(overrides, Mapping):
         raise PolicyError(f"gradient_override takes a dict of operation: rule, got {overrides!r}")
-    if not torch.compiler.is_compiling():
-        return Block(_rules_of(overrides.items()), strict=strict)
-    if any(isinstance(value, Rule) for value in overrides.values()):
-        # The compiler cannot pass one to make_once.
+    if torch.compiler.is_compiling():
+        # Without fullgraph, the compiler then runs this in eager mode, where it works.
         raise PolicyError(
-            "a gradient_override that is made within compiled code takes names and functions; make one with "
-            "other rules outside of the compiled code"
+            "a gradient_override cannot be made within compiled code: make it before, as a decorator"
         )
-    name = make_once(_block_of, tuple(overrides.items()))
-    if not hasattr(MADE, name):
-        raise PolicyError(name)
-    return cast(Block, TracedBlock(getattr(MADE, name)))
+    rules: dict[str, OperationRule] = {}
+    for key, value in overrides.items():
+        operation = resolve_operation(key)
+        if operation.name in rules:
+            raise PolicyError(f"gradient_override: operation {operation.name!r} is named twice")
+        rules[operation.name] = OperationRule(operation, RuleState(operation.name, as_rule(value)))
+    return Block(rules.values(), strict=strict)
 
 
-class Block(DispatchMode):
+class OverrideMode(DispatchMode):
+    """The mode of one entry of a block."""
+
+    def __init__(self, table: DispatchTable, taken: set[str]) -> None:
+        super().__init__(table, taken)
+        self.checkpoints, self.has_graph = checkpoints_above(), has_graph()
+
+    def check_recomputation(self, rule: OperationRule) -> None:
+        """Raise an error if a checkpoint would recompute an operation outside of the block."""
+        if self.has_graph and checkpoints_above() > self.checkpoints:
+            raise refusal(rule.name)
+
+
+class Block:
     """The context manager and decorator that :func:`gradient_override` returns.
 
-    Each entry pushes a copy of the block on the stack of modes, so that a block can be nested in itself and
-    entered on several threads. The copies share their record. In compiled code the block itself is pushed,
-    since the compiler can only trace modes.
+    Each entry has a mode of its own, so that a block can be nested in itself and entered on several threads.
 
     Args:
         rules: The rules.
@@ -87,13 +98,12 @@ class Block(DispatchMode):
 
     # The name of the block in messages.
     subject = "gradient_override"
-    # Of an entered copy: the number of checkpoints on the stack, and True if a backward pass may follow.
-    checkpoints: int | None = None
-    has_graph = True
 
     def __init__(self, rules: Iterable[OperationRule], *, strict: bool = False) -> None:
-        super().__init__(DispatchTable(list(rules)), set())
+        self.table = DispatchTable(list(rules))
         self.states = {rule.state.name: rule.state for rule in self.table.rules}
+        # The names of operations on which an inner override or policy acted instead.
+        self.taken: set[str] = set()
         # One row for all operations.
         self.row = ReportRow(self.subject)
         for state in self.states.values():
@@ -102,20 +112,15 @@ class Block(DispatchMode):
         self._has_warned = False
 
     def __enter__(self) -> "Block":
-        entered = copy.copy(self)
-        entered.checkpoints, entered.has_graph = checkpoints_above(), has_graph()
-        TorchFunctionMode.__enter__(entered)
+        OverrideMode(self.table, self.taken).__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        entered = mode_at(mode_count() - 1)
-        TorchFunctionMode.__exit__(entered, kind, error, traceback)
-        if not isinstance(entered, Block) or entered.checkpoints is None:
-            # It was pushed by the compiler.
-            return
+        mode = mode_at(mode_count() - 1)
+        mode.__exit__(kind, error, traceback)
         note_taken(self.row.matched)
         # A reentrant checkpoint runs the block again with gradients. Warnings are given then.
-        if error is None and entered.has_graph and torch.is_grad_enabled():
+        if error is None and mode.has_graph and torch.is_grad_enabled():
             self.report_unmet()
 
     def report_unmet(self) -> None:
@@ -125,7 +130,7 @@ class Block(DispatchMode):
             PolicyError: If the block is strict.
         """
         row = self.row
-        if self._has_warned or not (self.states.keys() - row.matched.keys() or row.opaque or row.lost):
+        if self._has_warned or not (self.states.keys() - row.matched.keys() or row.opaque_calls or row.lost):
             return
         row.note_all(Outcome.PLAIN, map(name_of, self.table.seen))
         row.note_all(Outcome.TAKEN, self.taken)
@@ -139,43 +144,25 @@ class Block(DispatchMode):
         block = copy.copy(self)
         block.subject = f"gradient_override of {getattr(function, '__name__', repr(function))!r}"
 
+        # The compiler can only trace modes that exist before.
+        traced = DispatchMode(block.table, block.taken)
+
         @functools.wraps(function)
         def overridden(*args: Any, **kwargs: Any) -> Any:
-            with TracedBlock(block) if torch.compiler.is_compiling() else block:
+            with Traced(traced) if torch.compiler.is_compiling() else block:
                 return function(*args, **kwargs)
 
         return cast(AnyFunction, overridden)
 
-    def check_recomputation(self, rule: OperationRule) -> None:
-        """Raise an error if a checkpoint would recompute an operation outside of this block."""
-        if self.has_graph and checkpoints_above() > (self.checkpoints or 0):
-            raise refusal(rule.name)
 
+class Traced:
+    """A mode in compiled code. If there is a graph break in it, all of it runs in eager mode."""
 
-class TracedBlock:
-    """A block in compiled code. If there is a graph break in it, all of it runs in eager mode."""
+    def __init__(self, mode: DispatchMode) -> None:
+        self.mode = mode
 
-    def __init__(self, block: Block) -> None:
-        self.block = block
-
-    def __enter__(self) -> "TracedBlock":
-        TorchFunctionMode.__enter__(self.block)
-        return self
+    def __enter__(self) -> None:
+        TorchFunctionMode.__enter__(self.mode)
 
     def __exit__(self, *exception: Any) -> None:
-        TorchFunctionMode.__exit__(self.block, *exception)
-        self.block.row.warn_if_discrete(Block.subject)
-
-
-def _block_of(overrides: tuple) -> Block:
-    return Block(_rules_of(overrides))
-
-
-def _rules_of(overrides: Iterable[tuple]) -> list[OperationRule]:
-    found: dict[str, tuple[Operation, RuleState]] = {}
-    for key, value in overrides:
-        operation = resolve_operation(key)
-        if operation.name in found:
-            raise PolicyError(f"gradient_override: operation {operation.name!r} is named twice")
-        found[operation.name] = (operation, RuleState(operation.name, as_rule(value)))
-    return [OperationRule(operation, state) for operation, state in found.values()]
+        TorchFunctionMode.__exit__(self.mode, *exception)

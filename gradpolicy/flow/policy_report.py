@@ -75,7 +75,7 @@ class ReportRow:
         expected: The locations where the rule should act.
         counts: For each location, how often each outcome occurred.
         lost: Pairs of an operation with a discrete result and the function that lost its gradient.
-        opaque: Pairs of a call within which the rule cannot act and the reason.
+        opaque_calls: Calls in which the rule cannot act, each with the reason.
         ran_on: True if a forward pass ran with the rule active.
         ran_off: True if one ran with the rule inactive.
         compiled: True if the counts include compiled code, which is counted once per compilation.
@@ -93,7 +93,7 @@ class ReportRow:
     expected: dict[str, Expected] = field(default_factory=dict)
     counts: defaultdict[str, Counter[Outcome]] = field(default_factory=lambda: defaultdict(Counter))
     lost: set[tuple[str, str]] = field(default_factory=set)
-    opaque: set[tuple[str, str]] = field(default_factory=set)
+    opaque_calls: dict[str, str] = field(default_factory=dict)
     ran_on: bool = False
     ran_off: bool = False
     compiled: bool = False
@@ -132,15 +132,9 @@ class ReportRow:
     @runs_while_tracing
     def note_opaque(self, call: str, reason: str) -> None:
         """Record, and warn once, that the rule cannot act on operations within a call."""
-        if (call, reason) not in self.opaque:
-            self.opaque.add((call, reason))
+        if call not in self.opaque_calls:
+            self.opaque_calls[call] = reason
             warn_user(f"policy {self.name!r} cannot see into {call}: {reason}")
-
-    @runs_while_tracing
-    def warn_if_discrete(self, subject: str) -> None:
-        """Warn of operations whose discrete results never became floating-point."""
-        for operation in sorted(self.locations_with(Outcome.DISCRETE) - self.matched.keys()):
-            warn_user(f"{subject}: the result of {operation!r} {NEVER_FLOATING}")
 
     def locations_with(self, *outcomes: Outcome) -> set[str]:
         """Return the locations at which one of these outcomes occurred."""
@@ -155,11 +149,6 @@ class ReportRow:
         return {location: count for location, count in acted.items() if count}
 
     @property
-    def opaque_calls(self) -> dict[str, str]:
-        """Calls in which it cannot act on operations, each with the reason."""
-        return dict(sorted(self.opaque))
-
-    @property
     def operations_met(self) -> frozenset[str]:
         """The names of all operations that ran where the policy acts."""
         ran = (Outcome.ACTED, Outcome.PLAIN, Outcome.WITHOUT_GRADIENT, Outcome.DISCRETE)
@@ -169,18 +158,6 @@ class ReportRow:
     def operations_matched(self) -> int:
         """The total number of times that the rule was applied."""
         return sum(self.matched.values())
-
-    @property
-    def idle(self) -> list[str]:
-        """The matched modules whose forward should have run and did not."""
-        ran = self.locations_with(Outcome.ACTED, Outcome.WITHOUT_GRADIENT, Outcome.OFF)
-        never = [
-            at for location, at in self.expected.items() if at.module is not None and location not in ran
-        ]
-        if len(never) < len(self.expected):
-            # A glob that matches a ModuleList, which has no forward, matches its modules too.
-            never = [at for at in never if at.is_named or at.has_forward]
-        return [at.module for at in never if at.module is not None]
 
     def unmet(self, *ignored: Outcome) -> list[str]:
         """Return the operations that should have run with the rule and did not.
@@ -195,44 +172,42 @@ class ReportRow:
         missing = [name for name in self.operations if name not in excused]
         return [] if self.any_of and len(missing) < len(self.operations) else missing
 
-    def untouched(self, *ignored: Outcome) -> list[str]:
-        """Return the locations that a gradient should have reached and did not; see :meth:`unmet`."""
-        idle = self.idle
-        expected = {location: at.is_named for location, at in self.expected.items() if at.module not in idle}
-        reached = self.locations_with(Outcome.ACTED, Outcome.OFF, *ignored)
-        acted = any(location in self.matched for location in expected)
-        return [
-            location
-            for location, is_named in expected.items()
-            if location not in reached
-            and (is_named or not acted)
-            and not any(call.endswith(f" at {location}") for call, _ in self.opaque)
-        ]
-
     def message(self, *ignored: Outcome) -> str:
         """Return a message on operations and locations without the rule; empty if there are none.
 
         Args:
             *ignored: Operations and locations with one of these outcomes are left out.
         """
-        parts = *self._about_operations(self.unmet(*ignored)), *self._about_places(self.untouched(*ignored))
+        parts = *self._about_operations(self.unmet(*ignored)), *self._about_locations(*ignored)
         return "; ".join(parts)
 
-    def _about_places(self, untouched: list[str]) -> Iterator[str]:
-        parameters = [location for location in untouched if self.expected[location].module is None]
-        crossed = [location for location in untouched if location not in parameters]
-        if self.idle:
-            names = [f"module {name!r}" if name else "the model" for name in self.idle]
+    def _about_locations(self, *ignored: Outcome) -> Iterator[str]:
+        """Yield a clause for modules that never ran, and for locations that no gradient reached."""
+        ran = self.locations_with(Outcome.ACTED, Outcome.WITHOUT_GRADIENT, Outcome.OFF)
+        idle = {key: at for key, at in self.expected.items() if at.module is not None and key not in ran}
+        reached = self.locations_with(Outcome.ACTED, Outcome.OFF, *ignored)
+        reached |= {call.partition(" at ")[2] for call in self.opaque_calls}
+        acted = any(key in self.matched for key in self.expected)
+        missing = [
+            key
+            for key, at in self.expected.items()
+            if key not in reached and key not in idle and (at.is_named or not acted)
+        ]
+        # A glob that matches a ModuleList, which has no forward, matches its modules too.
+        has_others = len(idle) < len(self.expected)
+        never = [at.module for at in idle.values() if at.is_named or at.has_forward or not has_others]
+        if never:
+            names = [f"module {name!r}" if name else "the model" for name in never]
             yield (
                 f"{_listed(names)} never ran through its forward; another method of it, or a function "
                 "of its weights, skips the policy"
             )
-        if crossed:
+        if crossed := [key for key in missing if self.expected[key].module is not None]:
             yield (
                 f"no gradient crosses {_listed(crossed)}: what passes there needs none (it is data, comes "
                 "from frozen modules, or runs under torch.no_grad)"
             )
-        if parameters:
+        if parameters := [key for key in missing if self.expected[key].module is None]:
             why = "it is frozen, not used, or no backward pass ran"
             yield f"no gradient came to {_listed(parameters)}: {why}"
 
@@ -253,7 +228,7 @@ class ReportRow:
         ran = self.operations_met
         if any(name in ran for name in never):
             return "it ran only with arguments that make it another operation"
-        if self.opaque:
+        if self.opaque_calls:
             return f"it may run within {_quoted(self.opaque_calls)}, which cannot be seen into"
         named = sorted(ran & set(operation_names()))
         if not named:
@@ -298,7 +273,7 @@ def report_unmet(subject: str, row: ReportRow, *, strict: bool, ignored: Iterabl
     """
     parts = [row.message(Outcome.TAKEN, *ignored)]
     if strict:
-        parts += [f"cannot see into {_listed(row.opaque_calls)}"] if row.opaque else []
+        parts += [f"cannot see into {_listed(row.opaque_calls)}"] if row.opaque_calls else []
         parts += [
             f"the result of operation {operation!r} went through {function}, which lost its gradient: "
             "write .detach() if none is meant"

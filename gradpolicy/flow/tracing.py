@@ -1,4 +1,4 @@
-"""Support for ``torch.compile`` and ``torch.func``.
+"""The state of torch in which a rule is called: compiled, transformed, under modes or checkpoints.
 
 All private parts of torch's compiler that the package uses are in this file, as they are in torch 2.11 to
 2.13. Under another version modules with policies on operations run in eager mode within compiled code.
@@ -6,6 +6,7 @@ All private parts of torch's compiler that the package uses are in this file, as
 
 import importlib
 import sys
+import traceback
 import types
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar, cast
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import get_overridable_functions
+from torch.utils.checkpoint import checkpoint
 
-from gradpolicy.errors import PolicyError, warn_user
+from gradpolicy.errors import warn_user
 
 # A torch function, as a TorchFunctionMode gets it.
 Function = Callable[..., Any]
@@ -35,9 +37,8 @@ mode_count = torch._C._len_torch_function_stack
 mode_at = torch._C._get_function_stack_at
 hooks_on_saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks
 
-# The objects that were made while gradient_override was traced, by names that are constants of the compiled
-# code. Global, since the compiler can only reach an object from the code's globals or arguments.
-MADE = types.SimpleNamespace()
+# The module and the name of the function that checkpoints.
+CHECKPOINT = (checkpoint.__module__, checkpoint.__qualname__)
 # The operators of tensors that are written in Python, such as `__rsub__`, by their id.
 _OPERATORS = {
     str(id(function)): function
@@ -85,6 +86,34 @@ def is_exporting() -> bool:
 def in_transform() -> bool:
     """Return True under torch.compile, torch.func or forward mode, where autograd nodes are inaccessible."""
     return is_compiling() or in_functorch() or forward_ad._current_level >= 0
+
+
+def checkpoints_above(entered_by: Callable | None = None) -> int:
+    """Return the number of checkpointed functions on the stack.
+
+    Args:
+        entered_by: If given, the search ends at the innermost call of this function.
+    """
+    last = (entered_by.__module__, entered_by.__qualname__) if entered_by is not None else None
+    count = 0
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
+        running = (frame.f_globals.get("__name__"), frame.f_code.co_qualname)
+        if running == last:
+            break
+        count += running == CHECKPOINT
+    return count
+
+
+def may_be_recomputed() -> bool:
+    """Return True if a checkpoint may be running: gradients are disabled, or saved tensors have hooks."""
+    if is_traced():
+        return False
+    return not torch.is_grad_enabled() or hooks_on_saved_tensors(True) is not None
+
+
+def has_graph() -> bool:
+    """Return True if a backward pass may follow: gradients are enabled, or a checkpoint disabled them."""
+    return torch.is_grad_enabled() or (not is_traced() and checkpoints_above() > 0)
 
 
 def active_modes() -> list[Any]:
@@ -149,19 +178,3 @@ def _show_builtin_abs(variables: Any) -> None:
         return original(self, tx)
 
     tensors.nb_absolute_impl = nb_absolute_impl
-
-
-@runs_while_tracing
-def make_once(maker: Callable[[Any], Any], constants: Any) -> str:
-    """Make an object from constants while the compiler traces.
-
-    Returns:
-        The name of the object in :data:`MADE`; if a ``PolicyError`` was raised, its message.
-    """
-    try:
-        made = maker(constants)
-    except PolicyError as error:
-        return str(error)
-    name = f"made_{len(vars(MADE))}"
-    setattr(MADE, name, made)
-    return name

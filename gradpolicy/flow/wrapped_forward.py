@@ -1,5 +1,6 @@
-"""The callables that replace the ``forward`` of modules, and their shared state."""
+"""The callables that replace the ``forward`` of modules, and the session that they share."""
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import CodeType
@@ -9,28 +10,110 @@ import torch
 from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, warn_user
-from gradpolicy.flow.arguments import Signature
 from gradpolicy.flow.bound_rule import RuleState
-from gradpolicy.flow.boundary import Boundary, Crossed, ThroughRule, adopt_writes, run_through, versions_of
-from gradpolicy.flow.containers import map_tensors
-from gradpolicy.flow.operation_rule import DispatchMode, DispatchTable, OperationRule, note_taken
+from gradpolicy.flow.boundary import Forward, ModuleRules
+from gradpolicy.flow.containers import tensors_in
+from gradpolicy.flow.operation_rule import DispatchMode, DispatchTable, OperationRule, note_taken, refusal
 from gradpolicy.flow.parameters import ParameterRules, run_with_rules
-from gradpolicy.flow.recomputation import (
-    InstallSession,
-    checkpoints_above,
-    has_graph,
-    may_be_recomputed,
-    refusal,
-)
 from gradpolicy.flow.tracing import (
     active_modes,
+    checkpoints_above,
     eager_if_unknown,
+    graph_task,
+    has_graph,
     in_transform,
     is_exporting,
     is_traced,
+    may_be_recomputed,
     mode_at,
     mode_count,
 )
+
+# For each rule, whether it is active and the versions of its changing parameters.
+Snapshot = tuple[tuple[bool, tuple[int, ...]], ...]
+
+
+class InstallSession:
+    """The state of an installation, which checks that rules do not change between forward and backward.
+
+    Activation checkpointing recomputes modules in the backward pass. If policies were installed, removed or
+    switched before, the recomputation would use other rules than the forward pass, so this is an error. Rules
+    on parameters act when gradients arrive, so for them only a removal is an error.
+
+    Args:
+        states: The rules of the installation.
+    """
+
+    def __init__(self, states: Iterable[RuleState] = ()) -> None:
+        self.states = tuple(states)
+        self.is_installed = True
+        self.acts_on_parameters = False
+        # True while the outermost module runs with gradients, and once any module ran.
+        self.in_forward = False
+        self.has_run = False
+        # True if modules of the current forward pass will be recomputed in the backward pass.
+        self._runs_again = False
+        # The names of operations on which an inner override or policy acted instead.
+        self.taken: set[str] = set()
+
+    def start_forward(self) -> None:
+        """Start the forward pass of the outermost module, with gradients.
+
+        Raises:
+            PolicyError: If it is a recomputation, and the policies were installed after the forward pass.
+        """
+        if not self.has_run and graph_task() != -1:
+            raise _changed("put on")
+        self.has_run = self.in_forward = True
+        for state in self.states:
+            state.note_forward()
+
+    def note_checkpoint(self) -> None:
+        """Record if a checkpoint will recompute the running module in the backward pass.
+
+        A non-reentrant checkpoint, where gradients are enabled, only recomputes saved tensors. Rules that
+        read no tensors save none, so a recomputation without them gives the same tensors, or torch raises an
+        error for another number of them.
+        """
+        has_gradients = torch.is_grad_enabled()
+        if not self.in_forward and not has_gradients:
+            # There may be a reentrant checkpoint around the outermost module.
+            self.has_run = True
+        elif not self._runs_again:
+            reads = any(state.rule.reads for state in self.states)
+            self._runs_again = (reads or not has_gradients) and checkpoints_above() > 0
+
+    def end_forward(self, result: Any) -> None:
+        """End the forward pass of the outermost module, and check the rules in the backward pass."""
+        runs_again, self._runs_again, self.in_forward = self._runs_again, False, False
+        if not (runs_again or self.acts_on_parameters):
+            return
+        check = functools.partial(self._check, self._snapshot() if runs_again else None)
+        for tensor in tensors_in(result):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(check)
+
+    def _snapshot(self) -> Snapshot:
+        return tuple(
+            (state.active, tuple(state.rule.parameters[key]._version for key in state.changing))
+            for state in self.states
+        )
+
+    def _check(self, snapshot: Snapshot | None, grads: tuple[Tensor, ...]) -> None:
+        if snapshot is None and not self.is_installed:
+            raise _changed("removed", "rules on parameters (params=) act when the gradients arrive")
+        if not self.is_installed:
+            raise _changed("removed")
+        if snapshot is not None and snapshot != self._snapshot():
+            raise _changed("switched, or their schedules went on,")
+
+
+def _changed(how: str, why: str = "") -> PolicyError:
+    return PolicyError(
+        f"the policies were {how} between forward and backward, and "
+        + (why or "modules under activation checkpointing run again there, then with other rules than before")
+        + "; change policies between steps"
+    )
 
 
 class CallScope:
@@ -47,7 +130,7 @@ class CallScope:
         self.where = where
         self.counted = tuple(counted)
 
-    def run(self, forward: Callable[[tuple, dict], Any], args: tuple, kwargs: dict) -> Any:
+    def run(self, forward: Forward, args: tuple, kwargs: dict) -> Any:
         """Run the forward, counting from 0.
 
         Raises:
@@ -103,12 +186,9 @@ class WrappedForward:
         session: The installation.
         name: The module's name.
         table: The rules on operations inside the module.
-        entering: The rules at the module's input.
-        leaving: The rules at the module's output.
-        through: The rules across the module, for different outputs.
+        at_module: The rules at the module's input and output, and across it.
         scope: The counts of calls of operations inside the module, for policies with ``calls=``.
         parameter_rules: The rules on the module's parameters; for the root module, on all parameters.
-        signature: The signature of the forward, if a rule at the module has a keyword ``call``.
     """
 
     module: nn.Module
@@ -116,19 +196,17 @@ class WrappedForward:
     session: InstallSession
     name: str
     table: DispatchTable | None
-    entering: Boundary | None
-    leaving: Boundary | None
-    through: Sequence[ThroughRule]
+    at_module: ModuleRules | None
     scope: CallScope | None
     parameter_rules: Sequence[ParameterRules]
-    signature: Signature | None
 
     def __post_init__(self) -> None:
-        module, method = self.module, self.method
         # The previous entry of the module's __dict__, such as the wrapper of another library.
-        self.inner: Callable | None = module.__dict__.get(method)
-        acts_at_module = self.parameter_rules or self.entering or self.leaving or self.through or self.scope
-        self.adds_nothing = self.table is not None and not acts_at_module
+        self.inner: Callable | None = self.module.__dict__.get(self.method)
+        self.is_on = True
+        self.adds_nothing = self.table is not None and not (
+            self.parameter_rules or self.at_module or self.scope
+        )
 
     @property
     def __wrapped__(self) -> Callable:
@@ -144,17 +222,17 @@ class WrappedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward."""
-        mode = mode_at(mode_count() - 1) if self.adds_nothing and mode_count() else None
+        mode = mode_at(mode_count() - 1) if self.is_on and self.adds_nothing and mode_count() else None
         if mode is not None and getattr(mode, "table", None) is self.table and not may_be_recomputed():
             # The rules are already active, in the module around this one.
             if not is_traced():
                 return self._run_in_mode(mode, args, kwargs)
-        elif not is_exporting():
+        elif self.is_on and not is_exporting():
             if self.parameter_rules:
                 return run_with_rules(self.parameter_rules, self._run_in_session, args, kwargs)
             return self._run_in_session(args, kwargs)
-        # An exported program cannot have rules, so it gets the plain forward, without a call of _forward,
-        # since the compiler limits the depth of nested calls.
+        # Also an exported program, which cannot have rules. Without a call of _forward, since the compiler
+        # limits the depth of nested calls.
         if self.inner is not None:
             return self.inner(*args, **kwargs)
         return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
@@ -169,34 +247,27 @@ class WrappedForward:
         self.module.__dict__[self.method] = self
 
     def take_off(self) -> None:
-        """Restore the forward, also if other installations wrapped it later."""
-        outer = self.module.__dict__.get(self.method)
-        if outer is self:
-            if self.inner is None:
-                del self.module.__dict__[self.method]
+        """Restore the forward; below what wrapped it later, only stop acting until that is taken off too."""
+        self.is_on = False
+        methods = self.module.__dict__
+        if not isinstance(methods.get(self.method), WrappedForward):
+            # Another library has a reference to this wrapper.
+            warn_user(
+                f"{type(self.module).__name__}.{self.method} was replaced while policies were installed; "
+                "they are off, but what replaced it still runs through them"
+            )
+        while isinstance(outer := methods.get(self.method), WrappedForward) and not outer.is_on:
+            if outer.inner is None:
+                del methods[self.method]
             else:
-                self.module.__dict__[self.method] = self.inner
-            return
-        while isinstance(outer, WrappedForward):
-            if outer.inner is self:
-                outer.inner = self.inner
-                return
-            outer = outer.inner
-        # Another library has a reference to this wrapper, which can only be disabled.
-        self.table = self.entering = self.leaving = None
-        self.through = ()
-        self.adds_nothing = False
-        warn_user(
-            f"{type(self.module).__name__}.{self.method} was replaced while policies were installed; "
-            "they are off, but what replaced it still runs through them"
-        )
+                methods[self.method] = outer.inner
 
     def _run_in_session(self, args: tuple, kwargs: dict) -> Any:
         session = self.session
         if in_transform():
             for state in session.states:
                 state.note_forward()
-            return self._run_within_boundaries(args, kwargs)
+            return self._run_at_module(args, kwargs)
         is_outermost = torch.is_grad_enabled() and not session.in_forward
         if is_outermost:
             session.start_forward()
@@ -204,28 +275,16 @@ class WrappedForward:
             session.note_checkpoint()
         result = None
         try:
-            result = self._run_within_boundaries(args, kwargs)
+            result = self._run_at_module(args, kwargs)
             return result
         finally:
             if is_outermost:
                 session.end_forward(result)
 
-    def _run_within_boundaries(self, args: tuple, kwargs: dict) -> Any:
-        arguments = None
-        if self.signature is not None:
-            arguments = self.signature.by_name(*map_tensors(Tensor.detach, (args, kwargs)))
-        crossed: Crossed = []
-        if self.entering is not None:
-            values = self.entering.cross({**dict(enumerate(args)), **kwargs}, crossed, arguments)
-            args = tuple([values.pop(position) for position in range(len(args))])
-            kwargs = values
-        versions = versions_of(crossed)
-        if self.through:
-            result = run_through(self.through, self._run_under_table, args, kwargs, arguments)
-        else:
-            result = self._run_under_table(args, kwargs)
-        adopt_writes(crossed, versions)
-        return result if self.leaving is None else self.leaving.cross({0: result}, [], arguments)[0]
+    def _run_at_module(self, args: tuple, kwargs: dict) -> Any:
+        if self.at_module is None:
+            return self._run_under_table(args, kwargs)
+        return self.at_module.run(self._run_under_table, args, kwargs)
 
     @eager_if_unknown
     def _run_under_table(self, args: tuple, kwargs: dict) -> Any:
