@@ -18,6 +18,7 @@ from gradpolicy.flow.policy_report import Outcome
 from gradpolicy.flow.tracing import in_transform
 from gradpolicy.rules.registry import Call
 from gradpolicy.rules.routing import is_differentiable
+from gradpolicy.where import LOCATIONS
 
 # The arguments of a module's forward by parameter name; None if no rule has a keyword `call`.
 Arguments = Mapping[str, Any] | None
@@ -239,14 +240,19 @@ class ModuleRules:
     Args:
         module: The module's name.
         signature: The signature of its forward.
-        at: For each side, and for ``"through"``, the rules, each with the arguments on which it acts.
+        states: The rules, in the order in which the backward pass applies them.
+
+    Raises:
+        PolicyError: If the forward lacks an argument that a policy names.
     """
 
-    def __init__(
-        self, module: str, signature: Signature, at: Mapping[str, Sequence[tuple[RuleState, Slots]]]
-    ) -> None:
+    def __init__(self, module: str, signature: Signature, states: Sequence[RuleState]) -> None:
         self.signature = signature
-        self.takes_call = any(state.rule.takes_call for rules in at.values() for state, _ in rules)
+        self.takes_call = any(state.rule.takes_call for state in states)
+        at: dict[str, list[tuple[RuleState, Slots]]] = {side: [] for side in LOCATIONS}
+        for state in states:
+            slots = signature.slots(state.policy.argument, f"policy {state.name!r} at module {module!r}")
+            at[state.policy.at].append((state, slots))
         self.entering, self.leaving = (Boundary(side, module, at[side]) for side in ("input", "output"))
         self.through = [ThroughRule(state, module, slots, signature) for state, slots in at["through"]]
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from gradpolicy.display import Displayed
 from gradpolicy.errors import PolicyError, shown, unknown
-from gradpolicy.flow.arguments import Signature, Slots
+from gradpolicy.flow.arguments import Signature
 from gradpolicy.flow.bound_rule import RuleState
 from gradpolicy.flow.boundary import ModuleRules
 from gradpolicy.flow.locations import (
@@ -36,7 +36,7 @@ from gradpolicy.flow.policy_report import (
 )
 from gradpolicy.flow.wrapped_forward import CallScope, InstallSession, WrappedForward
 from gradpolicy.what_trains import what_trains
-from gradpolicy.where import LOCATIONS, STEP_OPERATIONS, named_parameters, plain_name
+from gradpolicy.where import STEP_OPERATIONS, named_parameters, plain_name
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -307,28 +307,21 @@ class Installed(Displayed):
             has_forward = getattr(type(module), "forward", None) is not nn.Module.forward
             expected = Expected(name, is_named, has_forward)
             self._states[policy].row.expected[location_at(locations.side, name)] = expected
+        states = [self._states[policy] for policy in at_module]
         for method in methods:
+            signature = Signature.of(getattr(module, method))
             wrap = WrappedForward(
                 module,
                 method,
                 self._session,
                 name=name,
                 table=table,
-                at_module=self._module_rules(name, Signature.of(getattr(module, method)), at_module),
+                at_module=ModuleRules(name, signature, states) if states else None,
                 scope=self._scope(name, module),
                 parameter_rules=rules,
             )
             wrap.put_on()
             self._wraps.append(wrap)
-
-    def _module_rules(
-        self, name: str, signature: Signature, at_module: Mapping[str, Locations]
-    ) -> ModuleRules | None:
-        at: dict[str, list[tuple[RuleState, Slots]]] = {side: [] for side in LOCATIONS}
-        for policy, locations in at_module.items():
-            slots = signature.slots(self.policies[policy].argument, f"policy {policy!r} at module {name!r}")
-            at[locations.side].append((self._states[policy], slots))
-        return ModuleRules(name, signature, at) if at_module else None
 
     def _scope(self, name: str, module: nn.Module) -> CallScope | None:
         """Return the scope in which calls are counted, if a policy with ``calls=`` matches the module."""

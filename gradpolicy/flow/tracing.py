@@ -1,4 +1,4 @@
-"""The state of torch in which a rule is called: compiled, transformed, under modes or checkpoints.
+"""The state of torch around a call: compiled, transformed, under modes or checkpoints.
 
 All private parts of torch's compiler that the package uses are in this file, as they are in torch 2.11 to
 2.13. Under another version modules with policies on operations run in eager mode within compiled code.
