@@ -17,7 +17,7 @@ from gradpolicy.errors import KnowsItsArguments, PolicyError, shown, under, unkn
 from gradpolicy.flow.locations import RulePlacement
 from gradpolicy.flow.operations import find_rule
 from gradpolicy.masks.base import MaskSource
-from gradpolicy.masks.function import as_source
+from gradpolicy.masks.fixed import as_source
 from gradpolicy.rules.derivative import Derivative
 from gradpolicy.rules.registry import Rule, RuleFunction, get_rule, rule_names
 from gradpolicy.when import When

@@ -4,12 +4,11 @@ import argparse
 from collections.abc import Sequence
 
 from gradpolicy.delta.apply_delta import apply, revert
-from gradpolicy.delta.file import check_replaceable
+from gradpolicy.delta.file import check_replaceable, read_weights, write_weights
 from gradpolicy.delta.info import info
 from gradpolicy.delta.merge import merge
 from gradpolicy.delta.peft_adapter import from_peft, to_peft
 from gradpolicy.delta.save import save
-from gradpolicy.delta.weights import read_weights, write_weights
 from gradpolicy.display import wide_console
 
 WRITTEN = "the output file; only a delta is ever replaced"

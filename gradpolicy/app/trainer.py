@@ -21,7 +21,7 @@ from gradpolicy.train.lightning.callback import GradientPolicies
 from gradpolicy.train.lightning.checkpoints import AtomicCheckpointIO
 from gradpolicy.train.lightning.resume import ExactResume
 from gradpolicy.train.lightning.runs import RunRecord
-from gradpolicy.train.lightning.weight_averaging import check_weight_averaging
+from gradpolicy.train.lightning.trainer_parts import check_weight_averaging
 
 
 class RunBegins(Callback):

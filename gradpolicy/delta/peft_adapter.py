@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from gradpolicy.atomic_file import write_text
 from gradpolicy.checks import check_choice
 from gradpolicy.delta.change import NEW, TensorChange
-from gradpolicy.delta.file import Delta, read, write, write_safetensors
+from gradpolicy.delta.file import Delta, read, read_weights, write, write_safetensors
 from gradpolicy.delta.info import Info, describe
 from gradpolicy.delta.save import memory_of, save
 from gradpolicy.delta.state import State, full_cpu, print_of, tensors_of
-from gradpolicy.delta.weights import read_weights
 from gradpolicy.errors import PolicyError, brief, shortened, shown, under, unknown
 from gradpolicy.tensors.checkpoint_file import check_kind
 

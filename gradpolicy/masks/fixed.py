@@ -1,18 +1,20 @@
-"""Constant masks from patterns, tensors or a file."""
+"""Masks that users give: patterns, tensors, files, functions; and the zeros of a checkpoint."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError, shown
-from gradpolicy.masks.base import StaticSource
+from gradpolicy.checks import check_call
+from gradpolicy.errors import PolicyError, shown, warn_user
+from gradpolicy.masks.base import MaskSource, StaticSource, on_devices
 from gradpolicy.tensors.checkpoint_file import check_kind
 from gradpolicy.tensors.mask import Mask, check_mask
 from gradpolicy.tensors.pattern import pattern_of
 from gradpolicy.tensors.seeded import check_level
+from gradpolicy.tensors.sharding import full_tensor, zero_outside
 from gradpolicy.where import as_patterns, match_names
 
 FILE_ENDING = ".safetensors"
@@ -121,3 +123,123 @@ def read_masks(path: str | Path) -> dict[str, Mask]:
     if not tensors:
         raise PolicyError(f"Fixed: {shown(str(path))} has no mask")
     return {name: tensor.bool() for name, tensor in tensors.items()}
+
+
+class Zeros(StaticSource):
+    """Keeps entries at 0 that are 0 at the start of training, so that a pruned checkpoint remains sparse.
+
+    Load the checkpoint before the start of training, when the zeros are read. A resumed run uses the zeros of
+    the original start. Tensors with one dimension (biases, norms), which are often initialised to 0, always
+    train.
+
+    Args:
+        **timetable: See :class:`~gradpolicy.masks.base.MaskSource`. It has no effect, and gives a warning.
+
+    Example:
+        >>> import torch
+        >>> source = Zeros()
+        >>> source.setup({"fc.weight": torch.tensor([[0.5, 0.0], [0.0, -1.0]])}, seed=0)
+        >>> source.masks(step=0, epoch=0)["fc.weight"].tolist()
+        [[True, False], [False, True]]
+    """
+
+    def prepare(self) -> None:
+        """Read the zeros."""
+        self._masks = dict.fromkeys(self.parameters, True)
+        for name, parameter in self.parameters.items():
+            if parameter.dim() > 1 and not parameter.is_meta:
+                nonzero = full_tensor(parameter.detach()) != 0
+                self._masks[name] = nonzero if nonzero.any() else False
+                if nonzero.all():
+                    self._masks[name] = True
+
+    def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
+        """Return the masks."""
+        if all(mask is True for mask in self._masks.values()):
+            warn_user("Zeros: no entry of a matrix is 0, so that all trains")
+        return super().masks(step, epoch)
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Set masked entries to zero, which another policy may have modified."""
+        for name, mask in self._masks.items():
+            if isinstance(mask, Tensor):
+                zero_outside(self.parameters[name].detach(), mask)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the masks, since the initial weights of a resumed run may differ."""
+        return {"masks": dict(self._masks)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the result of :meth:`state_dict`."""
+        self._masks = on_devices(state["masks"], self.parameters)
+
+
+MaskFunction = Callable[[str, Tensor, int], Mask]
+
+
+class Function(MaskSource):
+    """A function ``(name, parameter, step) -> mask`` as a mask source.
+
+    The function must return the same mask on every rank, so it must not depend on the rank's data.
+
+    Args:
+        function: The function. Its ``step`` is the count of the last change of masks.
+        **timetable: ``every``, ``unit``, ``start``, ``stop``, ``seed``: see :class:`MaskSource`.
+
+    Raises:
+        PolicyError: If it is not such a function.
+
+    Example:
+        >>> import torch
+        >>> first_row = Function(lambda name, parameter, step: torch.arange(len(parameter))[:, None] == 0)
+        >>> first_row.setup({"weight": torch.zeros(3, 2)}, seed=0)
+        >>> first_row.masks(step=0, epoch=0)["weight"].flatten().tolist()
+        [True, False, False]
+    """
+
+    def __init__(self, function: MaskFunction, **timetable: Any) -> None:
+        super().__init__(**timetable)
+        if not callable(function):
+            raise PolicyError(
+                f"Function: expected a function (name, parameter, step) -> mask, got {shown(function)}"
+            )
+        check_call(f"Function: {_name(function)}", function, "name", None, 0, takes="(name, parameter, step)")
+        self.function = function
+
+    def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
+        """Return the function's mask for each parameter."""
+        changed = self.timetable.begins(self.period(step, epoch))
+        return {name: self.function(name, parameter, changed) for name, parameter in self.parameters.items()}
+
+    def describe(self) -> dict[str, Any]:
+        """Return the function's name."""
+        return {"function": _name(self.function)}
+
+
+def as_source(value: object) -> MaskSource:
+    """Convert an object to a mask source.
+
+    Args:
+        value: A mask source; a function ``(name, parameter, step) -> mask``; or an argument of
+            :class:`Fixed`: a mask tensor, a dict of masks, globs, True or False, or a safetensors file.
+
+    Raises:
+        PolicyError: For other objects.
+    """
+    if isinstance(value, MaskSource):
+        return value
+    if isinstance(value, bool | str | Path | Tensor | Mapping | list | tuple):
+        return Fixed(value)
+    if callable(value) and not isinstance(value, type):
+        return Function(value)
+    raise PolicyError(
+        "Freeze.mask: expected a mask source, a function (name, parameter, step) -> mask, a mask tensor or a "
+        f"dict of masks, got {shown(value)}"
+    )
+
+
+def _name(function: Callable) -> str:
+    """Return the name of a function or partial."""
+    own = getattr(function, "func", function)
+    return getattr(own, "__qualname__", type(own).__name__)

@@ -2,16 +2,13 @@
 
 import itertools
 import re
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
 
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, shown
-from gradpolicy.masks.base import Layer, MaskSource
-from gradpolicy.tensors.mask import Mask
+from gradpolicy.masks.base import Layer
 from gradpolicy.where import as_patterns, match_names
 
 Groups = Mapping[str, str | Iterable[str]] | Iterable[str | Iterable[str]] | None
@@ -20,46 +17,6 @@ Groups = Mapping[str, str | Iterable[str]] | Iterable[str | Iterable[str]] | Non
 # The names of the experts and routers of a mixture-of-experts block.
 _EXPERTS = "experts"
 _ROUTERS = ("gate", "router")
-
-
-class LayerSource(MaskSource, ABC):
-    """Base class of sources that freeze and thaw layers.
-
-    A subclass sets ``layer_groups`` in :meth:`prepare`, and defines :meth:`frozen_names`.
-
-    Args:
-        groups: The layers from the input to the output: a mapping of names to globs, or a list of groups of
-            one or more globs; None: the result of :func:`find_layers`.
-        **timetable: See :class:`~gradpolicy.masks.MaskSource`.
-
-    Raises:
-        PolicyError: If a group is empty.
-    """
-
-    repeats_masks, reads_weights = True, False
-
-    def __init__(self, *, groups: Groups = None, **timetable: Any) -> None:
-        super().__init__(**timetable)
-        self.groups = read_groups(f"{type(self).__name__}.groups", groups)
-
-    @abstractmethod
-    def frozen_names(self, step: int, epoch: int) -> set[str]:
-        """Return the names of parameters in layers that do not train."""
-
-    def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
-        """Return one flag for each parameter."""
-        frozen = self.frozen_names(step, epoch)
-        return {name: name not in frozen for name in self.parameters}
-
-    def find_groups(self, *, complete: bool = False) -> list[Layer]:
-        """Return the layers of the argument ``groups``, or else those of the model; see :func:`layers_of`."""
-        if self.groups is None:
-            return find_layers(self.parameters)
-        return layers_of(f"{type(self).__name__}.groups", self.groups, self.parameters, complete=complete)
-
-    def describe(self) -> dict[str, Any]:
-        """Return the source's own arguments, including ``groups`` if it is not None."""
-        return {**super().describe(), **({} if self.groups is None else {"groups": self.groups})}
 
 
 def names_in(layers: Iterable[Layer]) -> set[str]:

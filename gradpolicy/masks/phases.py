@@ -12,7 +12,7 @@ from torch import Tensor
 from gradpolicy.checks import check_choice, check_flag, check_integer, check_number
 from gradpolicy.errors import PolicyError, nearest, shortened, shown, under, unknown, warn_user
 from gradpolicy.masks.base import Layer
-from gradpolicy.masks.layers import LayerSource
+from gradpolicy.masks.layer_sources import LayerSource
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.tensors.sharding import full_tensor, local_shard, mean_of_ranks, shard_like
 from gradpolicy.when import Timetable

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from gradpolicy.checks import check_choice, check_flag
 from gradpolicy.errors import PolicyError, shown, under
-from gradpolicy.masks.activation_norms import ActivationNorms
 from gradpolicy.masks.base import on_devices
 from gradpolicy.masks.gradient_source import STATISTICS, GradientSource, wide
 from gradpolicy.masks.layers import Groups, layers_of, read_groups
-from gradpolicy.masks.scores import GATHERED, SCORES, as_score
+from gradpolicy.masks.scores import GATHERED, SCORES, ActivationNorms, as_score
 from gradpolicy.masks.selection import (
     CHUNK,
     Density,

@@ -9,8 +9,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor
 
-from gradpolicy.tasks.files import check_present, fetch
-from gradpolicy.tasks.loading import DataModule, TensorRows
+from gradpolicy.tasks.loading import DataModule, TensorRows, check_present, fetch
 
 SITE = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 FILES = {

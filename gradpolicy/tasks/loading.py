@@ -6,7 +6,8 @@ the epoch, which is Lightning's progress counter in every checkpoint. This works
 (prefetched batches do not count), within an accumulation window, and on several ranks.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -188,3 +189,50 @@ class DataModule(LightningDataModule):
 
     def _batches_done(self) -> int:
         return self.trainer.fit_loop.epoch_loop.batch_progress.current.ready if self.trainer else 0
+
+
+# ---- files of data sets
+
+
+def check_present(directory: Path, files: Mapping[str, str], download: bool) -> Path:
+    """Check that the files exist, unless they will be downloaded, and return the directory.
+
+    Raises:
+        PolicyError: If one is missing and `download` is false.
+    """
+    missing = [name for name in files if not (directory / name).is_file()]
+    if missing and not download:
+        reason = f"has no {', '.join(missing)}" if directory.is_dir() else "is not a directory"
+        raise PolicyError(
+            f"data.data_dir: {directory} {reason}; name the right one, or set data.download=true"
+        )
+    return directory
+
+
+def fetch(directory: Path, site: str, files: Mapping[str, str], download: bool) -> None:
+    """Check the checksums of files in a directory, and download missing files.
+
+    Args:
+        directory: The directory of the files.
+        site: The address of the files, with a slash at its end.
+        files: The SHA-256 of each file, in hexadecimal, by its name.
+        download: Download missing files, with a progress bar.
+
+    Raises:
+        PolicyError: If a file is missing and `download` is false or the download fails, or if a file has the
+            wrong checksum.
+    """
+    # Imported here, since few runs need it and the import is slow.
+    import pooch
+
+    check_present(directory, files, download)
+    store = pooch.create(directory, site, registry=dict(files), allow_updates=False)
+    for name, sha256 in files.items():
+        try:
+            store.fetch(name, downloader=pooch.HTTPDownloader(progressbar=True, timeout=30))
+        # A ValueError if the checksum is wrong.
+        except (OSError, ValueError) as error:
+            reason = f"has another SHA-256 than {sha256}; delete it and set data.download=true"
+            if not (directory / name).is_file():
+                reason = f"is missing, and {site}{name} cannot be downloaded: {error}"
+            raise PolicyError(f"data.data_dir: {directory / name} {reason}") from error

@@ -9,8 +9,7 @@ from torch.utils.data import Dataset
 
 from gradpolicy.checks import LARGEST_SIZE, check_choice, check_integer
 from gradpolicy.errors import PolicyError
-from gradpolicy.tasks.files import check_present, fetch
-from gradpolicy.tasks.loading import DataModule
+from gradpolicy.tasks.loading import DataModule, check_present, fetch
 
 SITE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/"
 FILES = {"input.txt": "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"}

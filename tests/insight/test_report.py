@@ -13,9 +13,8 @@ import pytest
 from run_directories import LAYERS, write_json, write_run
 
 from gradpolicy.insight.report import write
-from gradpolicy.insight.report.comparison import config_differences, groups_of
 from gradpolicy.insight.report.figures import constants, flow, group_curves, mask_curves, timeline
-from gradpolicy.insight.report.recorded_run import Run, read_run
+from gradpolicy.insight.report.recorded_run import Run, config_differences, groups_of, read_run
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 OUTSIDE = re.compile(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//|@import|url\(\s*["']?https?:""")

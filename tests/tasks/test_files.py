@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.tasks.files import check_present, fetch
+from gradpolicy.tasks.loading import check_present, fetch
 
 CONTENT = b"some data" * 1000
 FILES = {"data.bin": hashlib.sha256(CONTENT).hexdigest()}

@@ -9,8 +9,7 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from gradpolicy.insight.report.comparison import Group
-from gradpolicy.insight.report.recorded_run import Run
+from gradpolicy.insight.report.recorded_run import Group, Run
 
 # Colours that are readable on white and on black.
 COLOURS = ("#3b82f6", "#f97316", "#10b981", "#ec4899", "#a855f7", "#eab308", "#06b6d4", "#ef4444", "#84cc16")

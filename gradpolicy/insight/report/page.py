@@ -11,9 +11,14 @@ from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
 from gradpolicy.insight.report import figures
-from gradpolicy.insight.report.comparison import compared_metrics, config_differences, groups_of, spread
 from gradpolicy.insight.report.figures import Figure
-from gradpolicy.insight.report.recorded_run import Run
+from gradpolicy.insight.report.recorded_run import (
+    Run,
+    compared_metrics,
+    config_differences,
+    groups_of,
+    spread,
+)
 
 # The maximum numbers of rows and columns of wide tables, and of runs that are shown one by one.
 ROWS, COLUMNS, RUNS = 200, 12, 40

@@ -11,8 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from gradpolicy.policies import Policy
-from gradpolicy.train.lightning.trainer_parts import STEP_METHODS, callbacks_of
-from gradpolicy.train.lightning.weight_averaging import check_weight_averaging
+from gradpolicy.train.lightning.trainer_parts import STEP_METHODS, callbacks_of, check_weight_averaging
 from gradpolicy.train.measurements import summary
 from gradpolicy.train.step_in_backward import refused
 from gradpolicy.train.training_run import Driven, Run, needs_masks

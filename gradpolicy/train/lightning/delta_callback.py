@@ -8,9 +8,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from gradpolicy.delta import save
-from gradpolicy.delta.file import check_replaceable
+from gradpolicy.delta.file import check_replaceable, read_weights, write_weights
 from gradpolicy.delta.state import check_same_tensors, full_cpu, tensors_of
-from gradpolicy.delta.weights import read_weights, write_weights
 from gradpolicy.errors import PolicyError, unknown
 
 KEY = "callbacks.delta"

@@ -1,8 +1,14 @@
-"""Parts of Lightning's Trainer that callbacks read."""
+"""Parts of Lightning's Trainer that callbacks read, and a check of its callbacks."""
 
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.freezing.bound_policy import masks_never_change
+from gradpolicy.policies import Freeze, Policy
 
 # The methods that Lightning calls instead of the forward method of a LightningModule.
 STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -14,3 +20,36 @@ def callbacks_of(trainer: Trainer, kind: type[Kind]) -> list[Kind]:
     """Return the callbacks of a class, in the order in which they run."""
     # Lightning sets the attribute outside the class, which a type checker does not see.
     return [each for each in trainer.callbacks if isinstance(each, kind)]  # type: ignore[attr-defined]
+
+
+def check_weight_averaging(callbacks: Iterable[Callback], policies: Mapping[str, Policy]) -> None:
+    """Check that no callback averages weights whose masks change during training.
+
+    An average over all steps mixes the values of an entry from before and after it froze. If masks never
+    change, the average of a frozen entry is over equal values.
+
+    Raises:
+        PolicyError: If a callback averages weights whose masks change; or if it is EMAWeightAveraging, which
+            rounds averages of equal values to others.
+    """
+    averaging = [
+        type(callback).__name__
+        for callback in callbacks
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging)
+    ]
+    freezing = {name: policy for name, policy in policies.items() if isinstance(policy, Freeze)}
+    if not averaging or not freezing:
+        return
+    changing = [name for name, policy in freezing.items() if not masks_never_change(policy)]
+    if changing:
+        raise PolicyError(
+            f"policy.{changing[0]}: {averaging[0]} averages over steps in which entries are frozen and moves "
+            "these; leave it out, give the policy masks that never change, or average active entries alone "
+            "in a loop of your own (docs/python.md, Averaged weights)"
+        )
+    if any(isinstance(callback, EMAWeightAveraging) for callback in callbacks):
+        raise PolicyError(
+            f"policy.{next(iter(freezing))}: {averaging[0]} rounds the average of equal values, which moves "
+            "frozen entries; use WeightAveraging("
+            "multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay)), which does not"
+        )
