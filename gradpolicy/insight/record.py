@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Record", "load"]
 
 RECORD = "record.jsonl"
-WORDS = ("policy", "phase", "parameter", "layer", "frozen_state")
+WORDS = ("policy", "parameter", "layer", "frozen_state")
 MEASURED = (*SUMS, *NORMS, "operations", "zeros_passed")
 # Columns that `load` computes.
 COMPUTED = ("active_share", "update_size")
@@ -45,9 +45,9 @@ COMPUTED = ("active_share", "update_size")
 class Record(Callback):
     """Writes values of each policy to ``record.jsonl`` in the run's directory, as JSON lines.
 
-    Lines are written at every ``log_every_n_steps``-th update; for flow policies also after every validation,
-    test or prediction. ``step`` counts the updates so far. docs/insight.md#the-record describes the columns;
-    :func:`gradpolicy.insight.record.load` reads the file as a table.
+    Lines are written at every ``log_every_n_steps``-th update. ``step`` counts the updates so far.
+    docs/insight.md#the-record describes the columns; :func:`gradpolicy.insight.record.load` reads the file as
+    a table.
 
     A checkpoint holds the length of the file. A resumed run truncates the file to that length, so that no row
     is missing or written twice. With several processes the first one writes the values of all.
@@ -82,7 +82,7 @@ class Record(Callback):
         """Truncate the file also if the resumed run has no steps left."""
         self.on_train_start(trainer, pl_module)
 
-    def _write(self, phase: str, step: int, measured: Measured) -> None:
+    def _write(self, step: int, measured: Measured) -> None:
         """Append a line for each policy."""
         rows = [{"kind": each["kind"], "policy": name, **each} for name, each in measured.items()]
         if self.file is not None:

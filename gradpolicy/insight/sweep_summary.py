@@ -52,22 +52,21 @@ class SweepSummary:
         return choose(valued, key=valued.__getitem__, default=None)
 
     @cached_property
-    def settings(self) -> list[dict[str, str]]:
-        """The overrides of each job, values by key."""
-        return [
+    def settings(self) -> "pd.DataFrame":
+        """The overrides of each job, with a column for each key that any job set."""
+        import pandas as pd
+
+        given = [
             dict(_key_and_value(each) for each in result.overrides if not each.startswith(ADDED_BY_SEARCH))
             for result in self.results
         ]
-
-    @property
-    def keys(self) -> list[str]:
-        """The keys that any job set."""
-        return list(dict.fromkeys(key for given in self.settings for key in given))
+        table = pd.DataFrame(given, index=range(len(given)), dtype=object)
+        return table.drop(columns=[*OWN_COLUMNS], errors="ignore")
 
     @property
     def varied(self) -> list[str]:
         """The keys that not all jobs set to the same value."""
-        return [key for key in self.keys if len({given.get(key) for given in self.settings}) > 1]
+        return [key for key in self.settings if self.settings[key].nunique(dropna=False) > 1]
 
     @property
     def runs(self) -> list[Path]:
@@ -76,10 +75,7 @@ class SweepSummary:
 
     def frame(self) -> "pd.DataFrame":
         """Return a row for each job, with a column for each key that any job set."""
-        import pandas as pd
-
-        keys = [key for key in self.keys if key not in OWN_COLUMNS]
-        table = pd.DataFrame(self.settings, columns=keys, dtype=object)
+        table = self.settings.copy()
         table.insert(0, "job", range(len(table)))
         table[self.heading] = [result.optimized for result in self.results]
         table["best"] = table["job"] == self.best

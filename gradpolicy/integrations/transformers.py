@@ -292,7 +292,7 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         """Add measurements of the policies to the values that the Trainer logs."""
         if logs is None or "loss" not in logs or self._trainer is None:
             return
-        _, numbers = self.run.take_measured()
+        numbers = self.run.take_measured()
         logs.update(numbers)
         state.log_history[-1].update(numbers)
 

@@ -41,11 +41,9 @@ class Measurements:
         # Before the update that is measured: weights, and the norms of gradients by column and parameter.
         self._weights: dict[str, Tensor] = {}
         self._gradients: dict[str, dict[str, Tensor]] = {}
-        # By phase: how many operations of each flow policy were counted when it began.
-        self._operations: dict[str, Counter[str]] = {}
+        # How many operations of each flow policy were counted when the update began.
+        self._operations: Counter[str] | None = None
         self._restored: Counter[str] = Counter()
-        # The numbers as first logged; None for those that have changed since.
-        self._logged: dict[str, float | None] = {}
         if freezer is not None:
             freezer.observers.append(self)
 
@@ -81,30 +79,29 @@ class Measurements:
         return {
             "flips": {name: int(n) for name, n in self._flips.items()},
             "first": sorted(self._first),
-            "operations": dict(self._met("fit")) if "fit" in self._operations else {},
-            "logged": dict(self._logged),
+            "operations": dict(self._met()),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state`."""
         self._flips = {str(name): int(n) for name, n in state.get("flips", {}).items()}
-        self._first, self._logged = set(map(str, state.get("first", ()))), dict(state.get("logged", {}))
+        self._first = set(map(str, state.get("first", ())))
         self._restored = Counter({str(name): int(n) for name, n in state.get("operations", {}).items()})
 
     # ---- the update that is measured
 
-    def begin(self, phase: str = "fit") -> None:
-        """Start counting for an update, or for the evaluation of a phase."""
-        if self._installed is not None:
-            self._operations[phase] = Counter(self._installed.operation_counts)
-        if phase == "fit":
-            self._operations.setdefault(phase, Counter()).subtract(self._restored)
-            self._weights, self._gradients, self._restored = {}, {}, Counter()
+    def begin(self) -> None:
+        """Start counting for an update."""
+        self._operations = Counter(self._installed.operation_counts if self._installed is not None else {})
+        self._operations.subtract(self._restored)
+        self._weights, self._gradients, self._restored = {}, {}, Counter()
 
-    def _met(self, phase: str) -> Counter[str]:
-        """Return the number of operations of each flow policy since the start of a phase."""
-        counts = Counter(self._installed.operation_counts if self._installed is not None else {})
-        counts.subtract(self._operations[phase])
+    def _met(self) -> Counter[str]:
+        """Return the number of operations of each flow policy since an update that is measured began."""
+        counts: Counter[str] = Counter()
+        if self._installed is not None and self._operations is not None:
+            counts.update(self._installed.operation_counts)
+            counts.subtract(self._operations)
         return counts
 
     @torch.no_grad()
@@ -131,31 +128,21 @@ class Measurements:
         self._weights |= dict(zip(moving, copies, strict=True))
 
     @torch.no_grad()
-    def measure(self, phase: str = "fit") -> Measured:
-        """Return the measurements of an update, or of the evaluation of a phase; equal on all processes.
+    def measure(self) -> Measured:
+        """Return the measurements of an update; equal on all processes.
 
         Values of sharded parameters are summed over the processes. Norms of flow policies are those of the
         loss averaged over the processes.
         """
-        freeze = self._measure_freeze(self._freezer) if phase == "fit" and self._freezer is not None else {}
-        flow, rows = zip(*of_every_rank((self._measure_flow(phase), freeze)), strict=True)
-        return self._by_policy(_add_rows(rows)) | _flow_quantities(flow, phase)
+        freeze = self._measure_freeze(self._freezer) if self._freezer is not None else {}
+        flow, rows = zip(*of_every_rank((self._measure_flow(), freeze)), strict=True)
+        return self._by_policy(_add_rows(rows)) | _flow_quantities(flow)
 
-    def varying(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """Return the numbers for loggers: each at its first measurement, and again once it has changed."""
-        shown = {name: number for name, number in numbers.items() if number != self._logged.get(name)}
-        self._logged |= {name: None if name in self._logged else number for name, number in shown.items()}
-        return shown
-
-    def _measure_flow(self, phase: str) -> dict[str, dict[str, float]]:
+    def _measure_flow(self) -> dict[str, dict[str, float]]:
         """Return this process's counts, squared norms and zeros of each flow policy."""
         if self._installed is None:
             return {}
-        counts = self._met(phase)
-        del self._operations[phase]
-        # Without the counts of an evaluation within the update.
-        for other in self._operations.values():
-            other.update(counts)
+        counts, self._operations = self._met(), None
         found: dict[str, dict[str, float]] = {
             name: {"operations": counts[name], "active": self._installed.is_active(name)}
             for name in self._installed.operation_counts
@@ -235,7 +222,7 @@ def summary(measured: Measured) -> dict[str, float]:
     """Return one number for each quantity, as ``policy/<name>/<quantity>``.
 
     Example:
-        >>> summary({"guided": {"kind": "flow", "phase": "fit", "active": True, "zeros_passed": None}})
+        >>> summary({"guided": {"kind": "flow", "active": True, "zeros_passed": None}})
         {'policy/guided/active': 1.0}
     """
     found: dict[str, float] = {}
@@ -263,7 +250,7 @@ def _total_norm(norms: Iterable[float | None]) -> float:
     return math.sqrt(sum(norm**2 for norm in norms if norm is not None))
 
 
-def _flow_quantities(of_ranks: Sequence[dict[str, dict[str, float]]], phase: str) -> Measured:
+def _flow_quantities(of_ranks: Sequence[dict[str, dict[str, float]]]) -> Measured:
     """Return the quantities of flow policies: counts of the first process, norms and zeros of all."""
     measured: Measured = {}
     for name, first in of_ranks[0].items():
@@ -274,7 +261,6 @@ def _flow_quantities(of_ranks: Sequence[dict[str, dict[str, float]]], phase: str
         has_norms = any("before" in part for part in parts)
         measured[name] = {
             "kind": "flow",
-            "phase": phase,
             "operations": first["operations"],
             "gradient_norm_before": math.sqrt(total["before"]) / len(parts) if has_norms else None,
             "gradient_norm_after": math.sqrt(total["after"]) / len(parts) if has_norms else None,

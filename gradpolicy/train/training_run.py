@@ -45,7 +45,7 @@ class Run:
         epoch: The number of completed epochs.
         steps_per_epoch: The number of updates in an epoch, if no driver tells the epoch.
         measures: True if the current update is measured.
-        sinks: Called with each measurement: the phase, the updates so far, and the quantities of each policy.
+        sinks: Called with each measurement: the updates so far, and the quantities of each policy.
 
     Raises:
         PolicyError: If an entry is not a policy.
@@ -71,7 +71,7 @@ class Run:
             check_integer("agreement_every", agreement_every, least=1)
         self.seed, self.agreement_every = seed, agreement_every
         self.notices = Notices(self.policies, layers)
-        self.sinks: list[Callable[[str, int, Measured], None]] = []
+        self.sinks: list[Callable[[int, Measured], None]] = []
         self.steps_per_epoch: int | None = None
         self.installed: Installed | None = None
         self._reset()
@@ -238,7 +238,7 @@ class Run:
         self.updates = self.steps.end() or self.updates + 1
         self.notices.end()
         if self.measures:
-            self._measured = self.measure_phase("fit")
+            self._measured = self._measure()
         self.has_begun = self.measures = False
         if self.installed is not None:
             # No hook runs if the next forward pass is compiled.
@@ -260,42 +260,38 @@ class Run:
 
     # ---- evaluation and measurements
 
-    def evaluate(self, phase: str, epoch: int, *, measured: bool = False) -> None:
+    def evaluate(self, phase: str, epoch: int) -> None:
         """Switch flow policies to an evaluation, or back to ``"fit"``."""
         if self.installed is not None:
             self.installed.update(phase=phase, step=self.updates, epoch=epoch)
-            self.installed.measure_norms(measured)
-        if measured:
-            self.measure(self._is_measured).begin(phase)
+            self.installed.measure_norms(False)
 
-    def measure(self, when: Callable[[int], bool] | None) -> Measurements:
+    def measure(self, when: Callable[[int], bool]) -> None:
         """Measure each update before which this function returns True for the number of updates so far."""
         self._is_measured = when
-        if self.measurements is None:
-            # Without gradients only the active shares are known.
-            freezer = self.freezer if self._has_gradients else None
-            self.measurements = Measurements(freezer, self.installed)
-        return self.measurements
+        # Without gradients only the active shares are known.
+        self.measurements = Measurements(self.freezer if self._has_gradients else None, self.installed)
 
-    def measure_phase(self, phase: str) -> Measured:
-        """Return the measurements of the last update or evaluation, and pass them to the sinks."""
+    def _measure(self) -> Measured:
+        """Return the measurements of the update, and pass them to the sinks."""
         assert self.measurements is not None
-        measured = self.measurements.measure(phase)
-        measured = {name: each for name, each in measured.items() if _acts_in(self.policies[name], phase)}
+        measured = {
+            name: each for name, each in self.measurements.measure().items() if _trains(self.policies[name])
+        }
         for sink in self.sinks:
-            sink(phase, self.updates, measured)
+            sink(self.updates, measured)
         return measured
 
-    def take_measured(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the numbers of the last update that was measured, once, and those that have changed."""
+    def take_measured(self) -> dict[str, float]:
+        """Return the numbers of the last update that was measured, once."""
         measured, self._measured = self._measured, None
-        if measured is None or self.measurements is None:
-            return {}, {}
+        if measured is None:
+            return {}
         numbers = summary(measured)
         if not self._has_gradients and self.freezer is not None:
             for name in self.freezer.policies:
                 numbers[f"policy/{name}/active_share"] = self.freezer.active_share(name)
-        return numbers, self.measurements.varying(numbers)
+        return numbers
 
     # ---- checkpoints
 
@@ -416,13 +412,14 @@ def _unscale(optimizer: Any) -> None:
         optimizer.grad_scale = None
 
 
-def _acts_in(policy: Policy, phase: str) -> bool:
-    return isinstance(policy, Freeze) or phase in policy.when.phases
+def _trains(policy: Policy) -> bool:
+    """Return True if a policy acts in training."""
+    return isinstance(policy, Freeze) or "fit" in policy.when.phases
 
 
 def _cuts(policy: Policy, step: int, epoch: int) -> bool:
     """Return True if a policy cuts the graph in an update, so that parameters may get no gradient."""
-    if not isinstance(policy, FlowPolicy) or "fit" not in policy.when.phases:
+    if not isinstance(policy, FlowPolicy) or not _trains(policy):
         return False
     cuts = policy.detaches or (policy.at == "through" and policy.inside == "none")
     return cuts and policy.when.contains(step, epoch)

@@ -156,7 +156,7 @@ def test_a_resumed_run_goes_on_in_its_directory(train) -> None:
     assert ended.run == first.run
     assert steps(first.run) == [0, 1, 2, 3]
     table = record.load(first.run)
-    assert sorted(set(table[table["phase"] == "fit"]["step"])) == [1, 2, 3, 4]
+    assert sorted(set(table[table["kind"] == "flow"]["step"])) == [1, 2, 3, 4]
     assert yaml.safe_load((first.run / "config.yaml").read_text())["trainer"]["gradient_clip_val"] == 1
     # From the first epoch again: what came after it is cut.
     again = train(*QUIET, *settings, f"ckpt_path={first.run}/checkpoints/best.ckpt", "trainer.max_epochs=3")

@@ -134,6 +134,6 @@ def record(seed: int, steps: int) -> list[dict[str, Any]]:
         )
         for policy, after in (("cut", None), ("through", 0.03)):
             norms = {"gradient_norm_before": 0.04, "gradient_norm_after": after}
-            flow = {"phase": "fit", "operations": 3, "zeros_passed": 0.2, "active": True}
+            flow = {"operations": 3, "zeros_passed": 0.2, "active": True}
             lines.append({**time, "kind": "flow", "policy": policy, **flow, **norms})
     return lines

@@ -139,12 +139,11 @@ def _mask_quantities(run: Run) -> pd.DataFrame:
 
 
 def _flow_quantities(run: Run) -> pd.DataFrame:
-    """Return the norms, operations and zeros of each flow policy, by ``phase`` too."""
+    """Return the norms, operations and zeros of each flow policy."""
     rows = run.rows("flow")
     if rows.empty:
         return rows
-    rows = rows.assign(phase=rows["phase"].astype(object).fillna("fit"))
-    table = rows.melt(["step", "policy", "phase"], list(FLOW), "quantity", "value").dropna()
+    table = rows.melt(["step", "policy"], list(FLOW), "quantity", "value").dropna()
     return table.replace({"quantity": FLOW})
 
 
@@ -194,5 +193,5 @@ def flow(run: Run) -> Figure | None:
     table = _flow_quantities(run)
     if table.empty or (table := table[_varies(table)]).empty:
         return None
-    shared = {"y": "value", "color": "policy", "line_dash": "phase", "facet_row": "quantity"}
+    shared = {"y": "value", "color": "policy", "facet_row": "quantity"}
     return line_figure("Flow policies", table, wide=True, **shared)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from gradpolicy.policies import Policy
 from gradpolicy.train.lightning.trainer_parts import STEP_METHODS, callbacks_of, check_weight_averaging
-from gradpolicy.train.measurements import summary
 from gradpolicy.train.step_in_backward import refused
 from gradpolicy.train.training_run import Driven, Run, needs_masks
 
@@ -44,8 +43,7 @@ class GradientPolicies(Driven, Callback):
         policies: The policies by name. Those that are None (``null`` in YAML) are left out.
         seed: The seed of mask sources without a seed of their own.
         log: Log values of each policy, such as the share of active entries and gradient norms, as
-            ``policy/<name>/…`` at the trainer's ``log_every_n_steps``; a value that stays the same only once;
-            those of a test at its end, as ``test/policy/<name>/…``.
+            ``policy/<name>/…`` at the trainer's ``log_every_n_steps``.
         agreement_every: With several processes, the number of updates between comparisons of the checksums of
             masks, ages and weights; None for no comparisons.
         layers: Print what trains, layer by layer, before the first update.
@@ -54,8 +52,8 @@ class GradientPolicies(Driven, Callback):
 
     Attributes:
         run: The run, which has its optimizers, the freezer of a fit and the flow policies on the model.
-        sinks: Functions that receive the measurements of every ``log_every_n_steps``-th update and of each
-            evaluation: the phase, the updates so far, and the quantities of each policy.
+        sinks: Functions that receive the measurements of every ``log_every_n_steps``-th update: the updates
+            so far, and the quantities of each policy.
 
     Raises:
         PolicyError: If an entry is not a policy; when the run starts, if a pattern matches nothing, two
@@ -85,8 +83,6 @@ class GradientPolicies(Driven, Callback):
         self.run = Run(policies, seed=seed, agreement_every=agreement_every, layers=layers)
         self.log_policies, self.step_in_backward = log, step_in_backward
         self.sinks = self.run.sinks
-        # The evaluation that is measured.
-        self._evaluated: str | None = None
 
     # ---- installing and removing
 
@@ -120,18 +116,16 @@ class GradientPolicies(Driven, Callback):
         if self.step_in_backward:
             # The trainer passes each step a closure, which it calls once.
             run.step_in_backward(allow_closures=True)
-        if _is_measured(self, trainer, "fit"):
+        if self.sinks or (self.log_policies and trainer.loggers):
             every = max(trainer.log_every_n_steps, 1)  # type: ignore[attr-defined]
             run.measure(lambda updates: (updates + 1) % every == 0)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove everything from the model."""
-        self._measure_evaluation(trainer)
         self.run.remove(quiet=stage != "fit")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Remove everything from the model if the run fails."""
-        self._evaluated = None
         self.run.remove()
 
     # ---- training
@@ -174,11 +168,11 @@ class GradientPolicies(Driven, Callback):
         if not self.run.steps.optimizers and trainer.global_step > self.run.updates:
             self.run.end()
         self._stop_if_finished(trainer, trainer.current_epoch)
-        numbers, varying = self.run.take_measured()
+        numbers = self.run.take_measured()
         if numbers and self.log_policies and trainer.loggers:
-            # `LightningModule.log` would repeat a constant at each step until the epoch ends.
-            for logger in trainer.loggers if varying else ():
-                logger.log_metrics(varying, step=_batches_that_stepped(trainer) - 1)
+            # `LightningModule.log` would repeat them at each step until the epoch ends.
+            for logger in trainer.loggers:
+                logger.log_metrics(numbers, step=_batches_that_stepped(trainer) - 1)
             for known in (trainer.callback_metrics, trainer.logged_metrics):
                 known.update({name: torch.tensor(number) for name, number in numbers.items()})
 
@@ -218,7 +212,6 @@ class GradientPolicies(Driven, Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Pass the metrics to mask sources, and switch back from validation within a fit."""
         if trainer.state.fn is TrainerFn.FITTING:
-            self._measure_evaluation(trainer)
             if not trainer.sanity_checking:
                 self.run.report(trainer.callback_metrics)
                 self._stop_if_finished(trainer, trainer.current_epoch)
@@ -227,27 +220,7 @@ class GradientPolicies(Driven, Callback):
     def _evaluate(self, trainer: Trainer, pl_module: LightningModule, phase: str) -> None:
         self.run.updates = self.run.updates or _batches_that_stepped(trainer)
         self.run.install_flow(pl_module, STEP_POINTS)
-        self._evaluated = phase if _is_measured(self, trainer, phase) else None
-        self.run.evaluate(phase, trainer.current_epoch, measured=self._evaluated is not None)
-
-    def _measure_evaluation(self, trainer: Trainer) -> None:
-        """Measure an evaluation after all other callbacks, which may use its policies at its end."""
-        phase, self._evaluated = self._evaluated, None
-        if phase is None or self.installed is None:
-            return
-        measured = self.run.measure_phase(phase)
-        if phase == "test" and self.log_policies:
-            # Under other keys than in training, since both would otherwise be in one chart.
-            numbers = {f"test/{name}": value for name, value in summary(measured).items()}
-            for logger in trainer.loggers:
-                logger.log_metrics(numbers, step=trainer.global_step)
-
-
-def _is_measured(policies: GradientPolicies, trainer: Trainer, phase: str) -> bool:
-    """Return True if measurements of a phase are logged or recorded."""
-    is_sanity_check = phase == "validate" and trainer.sanity_checking
-    logs = policies.log_policies and bool(trainer.loggers) and phase in ("fit", "test")
-    return not is_sanity_check and (logs or bool(policies.sinks))
+        self.run.evaluate(phase, trainer.current_epoch)
 
 
 def _check_step_in_backward(trainer: Trainer) -> None:
