@@ -17,8 +17,8 @@ from gradpolicy.errors import PolicyError, shown
 from gradpolicy.insight.audit import Audit
 from gradpolicy.insight.record import Record
 from gradpolicy.train.lightning.checkpoints import BY_INITIAL_WEIGHTS, read_checkpoint
-from gradpolicy.train.lightning.csv_rows import append_rows
 from gradpolicy.train.lightning.resume import starts_new_run
+from gradpolicy.train.lightning.resumed_files import append_rows
 from gradpolicy.train.lightning.runs import LAST, RunRecord, find_checkpoint, last_checkpoint, run_of, step_of
 
 # The key of the settings in a checkpoint.

@@ -39,8 +39,7 @@ from gradpolicy.planning.plan_table import Plan
 from gradpolicy.policies import Policy
 from gradpolicy.tasks.task import Task
 from gradpolicy.train.lightning.callback import GradientPolicies
-from gradpolicy.train.lightning.checkpoints import check_fits, check_resumable
-from gradpolicy.train.lightning.resume import checked_restore
+from gradpolicy.train.lightning.checkpoints import check_fits, check_resumable, checked_restore
 from gradpolicy.train.lightning.runs import Kind, RunRecord, best_checkpoint, best_scores
 
 

@@ -1,7 +1,8 @@
 """Checkpoint files: read without running code, written completely or not at all, checked before use."""
 
 import glob
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path, PurePath
 from typing import Any
@@ -10,11 +11,13 @@ import lightning
 import torch
 from fsspec.utils import get_protocol
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from gradpolicy.atomic_file import atomic_open
-from gradpolicy.errors import PolicyError, shortened
+from gradpolicy.errors import PolicyError, brief, shortened
 from gradpolicy.tensors.checkpoint_file import (
     UnreadableError,
     check_file,
@@ -23,6 +26,7 @@ from gradpolicy.tensors.checkpoint_file import (
     load_file,
 )
 from gradpolicy.tensors.sharding import bounds
+from gradpolicy.train.lightning.trainer_parts import callbacks_of
 
 KEY = "ckpt_path"
 WEIGHTS = "state_dict"
@@ -30,11 +34,14 @@ VERSION = "pytorch-lightning_version"
 # The keys under which the saved state of a ModelCheckpoint holds paths.
 PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
 BY_INITIAL_WEIGHTS = "callbacks=[default,initial_weights] callbacks.initial_weights.path=…"
+# The parts that hold a state for each optimizer, or for each scheduler.
+COUNTED = ("optimizer_states", "lr_schedulers")
+# Optimizer.__setstate__ adds this default, which some optimizers, such as Muon, do not have.
+ADDED_DEFAULT = "differentiable"
 # The parts that Lightning writes in addition to weights. If a part of the loops is missing, it starts at
 # zero.
 RESUMED = (
-    ("optimizer_states",),
-    ("lr_schedulers",),
+    *((part,) for part in COUNTED),
     *(("loops", "fit_loop", part) for part in ("state_dict", "epoch_progress", "epoch_loop.batch_progress")),
 )
 CANNOT_RESUME = f"a run cannot be resumed from it; start a new one with its weights by {BY_INITIAL_WEIGHTS}"
@@ -153,7 +160,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     run. Lightning handles remote paths (``s3://…``), without checksums.
 
     Example:
-        >>> from lightning.pytorch import Trainer
+        >>> from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from lightning.pytorch import Callback, Trainer
         >>> trainer = Trainer(plugins=[AtomicCheckpointIO()], logger=False)
     """
 
@@ -271,6 +279,69 @@ def check_resumable(path: Path) -> None:
     lacking = dict.fromkeys(keys[0] for keys in RESUMED if not _holds(content, keys))
     if lacking:
         raise PolicyError(f"{KEY}: {path} holds no {' and no '.join(lacking)}: {CANNOT_RESUME}")
+
+
+@contextmanager
+def checked_restore(trainer: Trainer, checkpoint: Path | None) -> Iterator[None]:
+    """Check a checkpoint before Lightning restores it, and name it if Lightning cannot restore it.
+
+    This is done here, since not every strategy reads checkpoints through the trainer's plugin.
+
+    Raises:
+        PolicyError: In place of errors that are raised before training or testing begins.
+    """
+    if checkpoint is not None:
+        check_checkpoint(checkpoint)
+    try:
+        yield
+    except (PolicyError, MisconfigurationException):
+        raise
+    except Exception as error:
+        if checkpoint is None or not any(
+            getattr(each, "restoring", False) for each in callbacks_of(trainer, Callback)
+        ):
+            raise
+        # Python's own message about a wrong type would not be helpful.
+        is_clear = isinstance(error, RuntimeError | ValueError)
+        what = f" ({brief(str(error), most=120)})" if is_clear else ""
+        raise PolicyError(
+            f"{KEY}: {checkpoint} holds a state of another kind{what}: {CANNOT_RESUME}"
+        ) from error
+
+
+def counts_of(checkpoint: Mapping[str, Any]) -> dict[str, int]:
+    """Return the numbers of saved states of optimizers and of schedulers, unless they are in shards."""
+    return {name: len(checkpoint[name]) for name in COUNTED if name in checkpoint}
+
+
+def check_optimizers(trainer: Trainer, counts: Mapping[str, int]) -> None:
+    """Check that the optimizers and schedulers of a run are those of the checkpoint that it has loaded.
+
+    Lightning restores as many states as there are and ignores the rest.
+
+    Args:
+        trainer: The trainer.
+        counts: The numbers of saved states, from :func:`counts_of`.
+
+    Raises:
+        PolicyError: If there is another number of them, or an optimizer of another class.
+    """
+    needed = (len(trainer.optimizers), len(trainer.lr_scheduler_configs))
+    for name, number in zip(COUNTED, needed, strict=True):
+        if counts.get(name, number) != number:
+            raise PolicyError(
+                f"{KEY}: {trainer.ckpt_path} holds {counts[name]} {name}, and this run needs {number}:"
+                f" {CANNOT_RESUME}"
+            )
+    for optimizer in trainer.optimizers:
+        # DeepSpeed's optimizer has no defaults, and checks this by itself.
+        settings = getattr(optimizer, "defaults", {}).keys() - {ADDED_DEFAULT}
+        lacking = settings - optimizer.param_groups[0].keys()
+        if lacking:
+            raise PolicyError(
+                f"{KEY}: {trainer.ckpt_path} is of another optimizer than this run's, which needs"
+                f" {shortened(sorted(lacking))}: {CANNOT_RESUME}"
+            )
 
 
 def _holds(content: Any, keys: Iterable[str]) -> bool:

@@ -8,13 +8,12 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins import CheckpointIO
-from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from pydantic import Field
 
 from gradpolicy.atomic_file import is_inside
@@ -108,38 +107,6 @@ def list_checkpoint(directory: Path, path: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         left = [each for each in record.checkpoints if os.path.lexists(directory / each)]
         replace(record, directory=str(directory), checkpoints=[*left, name]).save()
-
-
-class OwnCheckpoints(CheckpointIO):
-    """Lists the checkpoints that another CheckpointIO writes in a run's record.
-
-    A checkpoint is listed before it is written, so that a run that is killed in between finds it again.
-
-    Args:
-        inner: The other CheckpointIO.
-        directory: The directory of the run.
-    """
-
-    def __init__(self, inner: CheckpointIO, directory: Path) -> None:
-        self.inner, self.directory = inner, directory
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """List a checkpoint, and write it."""
-        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
-            list_checkpoint(self.directory, path)
-        self.inner.save_checkpoint(checkpoint, path, storage_options)
-
-    def load_checkpoint(self, path: Any, *arguments: Any, **named: Any) -> dict[str, Any]:
-        """Return a checkpoint."""
-        return self.inner.load_checkpoint(path, *arguments, **named)
-
-    def remove_checkpoint(self, path: Any) -> None:
-        """Delete a checkpoint."""
-        self.inner.remove_checkpoint(path)
-
-    def teardown(self) -> None:
-        """Finish writing."""
-        self.inner.teardown()
 
 
 # ---- finding a checkpoint
@@ -245,17 +212,6 @@ def _checkpoints_in(directory: Path) -> list[Path]:
         return [path for path in own_checkpoints(directory) if os.path.lexists(path)]
     near = (directory, *(path for path in directory.glob("*") if os.path.isdir(path)))
     return sorted(path for parent in near for path in parent.glob("*.ckpt"))
-
-
-def cut_checkpoints(directory: Path, step: int) -> None:
-    """Delete the checkpoints of the run in a directory that were saved after the given step."""
-    for path in own_checkpoints(directory):
-        try:
-            is_later = step_of(path) > step
-        except PolicyError:
-            continue
-        if is_later:
-            path.unlink()
 
 
 def _near(path: Path) -> str:

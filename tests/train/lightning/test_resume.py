@@ -25,8 +25,9 @@ from torchmetrics import MeanMetric
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.tasks.loading import DataModule, TensorRows
-from gradpolicy.train.lightning.csv_rows import append_rows
-from gradpolicy.train.lightning.resume import ExactResume, checked_restore
+from gradpolicy.train.lightning.checkpoints import checked_restore
+from gradpolicy.train.lightning.resume import ExactResume
+from gradpolicy.train.lightning.resumed_files import append_rows
 from tests.fixtures import TwoLayers
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")

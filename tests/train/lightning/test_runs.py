@@ -15,13 +15,13 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.train.lightning.checkpoints import read_checkpoint
+from gradpolicy.train.lightning.resumed_files import cut_checkpoints
 from gradpolicy.train.lightning.runs import (
     RECORD,
     InitialWeights,
     RunRecord,
     best_checkpoint,
     best_scores,
-    cut_checkpoints,
     find_checkpoint,
     list_checkpoint,
     run_of,
