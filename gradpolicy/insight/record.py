@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Record", "load"]
 
 RECORD = "record.jsonl"
-WORDS = ("policy", "parameter", "layer", "frozen_state")
+WORDS = ("policy", "parameter", "layer")
 MEASURED = (*SUMS, *NORMS, "operations", "zeros_passed")
 # Columns that `load` computes.
 COMPUTED = ("active_share", "update_size")
@@ -151,7 +151,6 @@ _FIELDS: dict[str, Any] = {
     "kind": (str, ...),
     "step": (Count, ...),
     "epoch": (Count, ...),
-    "changed": (bool | None | list[bool | None], None),
     **dict.fromkeys(WORDS, (str | None | list[str], None)),
     **dict.fromkeys(MEASURED, (_Number | list[_Number], None)),
 }
@@ -168,8 +167,7 @@ def load(run: str | Path) -> DataFrame:
 
     Returns:
         A row for each parameter, layer and flow policy (``kind``), by ``step``.
-        ``step`` and ``epoch`` are integers; other numbers are floats, NaN if a row has no value; ``changed``
-        is a nullable bool.
+        ``step`` and ``epoch`` are integers; other numbers are floats, NaN if a row has no value.
 
     Raises:
         PolicyError: If the directory has no record, or a line is damaged.
@@ -188,8 +186,8 @@ def load(run: str | Path) -> DataFrame:
         except ValueError as error:
             raise PolicyError(f"{path}, line {number}: is no line of a record ({error})") from error
     numbers = dict.fromkeys((*MEASURED, *COMPUTED), "float64")
-    types = {"step": "int64", "epoch": "int64", **numbers, "changed": "boolean"}
-    columns = ("kind", "step", "epoch", *WORDS, *MEASURED, *COMPUTED, "changed")
+    types = {"step": "int64", "epoch": "int64", **numbers}
+    columns = ("kind", "step", "epoch", *WORDS, *MEASURED, *COMPUTED)
     table = pandas.DataFrame(rows, columns=columns).astype(types)
     table = pandas.concat([table, _layers(table).astype(types)]) if rows else table
     table["active_share"] = table["active"] / table["entries"]
@@ -217,5 +215,5 @@ def _layers(table: DataFrame) -> DataFrame:
     groups = squared.groupby(["step", "epoch", "policy", "layer"], sort=False)
     # A layer has no value if none of its parameters has one.
     layers = groups[[*SUMS, *NORMS]].sum(min_count=1)
-    layers = layers.assign(**{norm: layers[norm] ** 0.5 for norm in NORMS}, changed=groups["changed"].any())
+    layers = layers.assign(**{norm: layers[norm] ** 0.5 for norm in NORMS})
     return layers.reset_index().assign(kind="layer").reindex(columns=table.columns)

@@ -35,9 +35,8 @@ class Measurements:
     def __init__(self, freezer: Freezer | None, installed: Installed | None) -> None:
         self._freezer, self._installed = freezer, installed
         self._active: dict[str, Ages] = {}
-        # Since the last measurement: entries that flipped, and parameters that got their first mask.
+        # The entries that flipped since the last measurement.
         self._flips: dict[str, int | Tensor] = {}
-        self._first: set[str] = set()
         # Before the update that is measured: weights, and the norms of gradients by column and parameter.
         self._weights: dict[str, Tensor] = {}
         self._gradients: dict[str, dict[str, Tensor]] = {}
@@ -59,9 +58,7 @@ class Measurements:
         """Store which entries are active before new masks are set."""
         for name in names:
             _, masked = self._find(name)
-            if masked is None or masked.mask_shape is None:
-                self._first.add(name)
-            elif masked.ages.entries:
+            if masked is not None and masked.mask_shape is not None and masked.ages.entries:
                 self._active[name] = masked.ages
 
     @torch.no_grad()
@@ -78,14 +75,12 @@ class Measurements:
         """Return the counts so far, for a checkpoint."""
         return {
             "flips": {name: int(n) for name, n in self._flips.items()},
-            "first": sorted(self._first),
             "operations": dict(self._met()),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state`."""
         self._flips = {str(name): int(n) for name, n in state.get("flips", {}).items()}
-        self._first = set(map(str, state.get("first", ())))
         self._restored = Counter({str(name): int(n) for name, n in state.get("operations", {}).items()})
 
     # ---- the update that is measured
@@ -196,11 +191,7 @@ class Measurements:
         measured: Measured = {}
         if self._freezer is None or not rows:
             return measured
-        for name, row in rows.items():
-            masked = self._find(name)[1]
-            row["changed"] = name in self._first or row["flipped"] > 0
-            row["frozen_state"] = masked.options.frozen_state if masked is not None else None
-        self._flips, self._first, self._weights = {}, set(), {}
+        self._flips, self._weights = {}, {}
         for policy in self._freezer.policies:
             names = [name for name in rows if name in self._freezer.parameters_of(policy)]
             columns = {key: [rows[name][key] for name in names] for key in rows[names[0]]}

@@ -119,8 +119,6 @@ def record(seed: int, steps: int) -> list[dict[str, Any]]:
                 **time,
                 "kind": "freeze",
                 "policy": "freeze",
-                "frozen_state": "drop",
-                "changed": True,
                 "parameter": [f"{layer}.weight" for layer in LAYERS],
                 "entries": list(LAYERS.values()),
                 "active": active,
