@@ -1,4 +1,4 @@
-"""Brings the files of a run to where they were when it wrote the checkpoint that it resumes."""
+"""The files of a run that is resumed, as they were at its checkpoint."""
 
 import csv
 import os
