@@ -38,9 +38,8 @@ class RuleState:
         has_own_gradient: bool = True,
     ) -> None:
         self.name = name
-        self.is_policy = policy is not None
-        # The beginning of messages.
-        self.prefix = f"policy {name!r}: " if self.is_policy else ""
+        # The beginning of messages; empty for an operation of a block.
+        self.prefix = "" if policy is None else f"policy {name!r}: "
         self.policy = policy = RulePlacement() if policy is None else policy
         self.detaches = policy.detaches
         # The indices of the calls to which the rule applies; empty means all calls.
@@ -75,17 +74,8 @@ class RuleState:
         """Count an outcome at a location."""
         is_traced = is_compiling()
         self.row.note(location, outcome, is_traced)
-        if is_traced and not self.is_policy and outcome is Outcome.ACTED:
+        if is_traced and not self.prefix and outcome is Outcome.ACTED:
             self.acted_in_compiled_code = True
-
-    def note_forward(self) -> None:
-        """Record that a forward pass with gradients runs."""
-        self.row.note_forward(self.active, is_compiling())
-
-    def note_lost(self, operation: str, function: str, is_index: bool) -> None:
-        """Warn once that a function lost the gradient of an operation's discrete result."""
-        warning = self.prefix + _lost_message(operation, function, is_index)
-        self.row.note_lost(operation, function, warning)
 
     def count_call(self, operation: str) -> bool:
         """Count a call of an operation, and return True if the rule applies to it."""
@@ -251,7 +241,7 @@ class BoundRule:
             "others need one too; use a function that returns a tuple with one for each, None where there is "
             "none"
         )
-        if self.state.is_policy:
+        if self.state.prefix:
             text += ", or name the input that the gradient is for (argument=…)"
         if self.rule.each and self.sums_broadcast:
             text += "; or change the operation's own gradients, for every input (own=True)"
@@ -299,20 +289,6 @@ def _shapes(value: Any) -> str:
     if isinstance(value, Tensor):
         return str(tuple(value.shape))
     return f"({', '.join(_shapes(item) if isinstance(item, Tensor) else str(item) for item in value)})"
-
-
-def _lost_message(operation: str, function: str, is_index: bool) -> str:
-    if is_index:
-        return (
-            f"an index from operation {operation!r} became numbers in {function}, and an index has no "
-            "gradient: use the values that the operation gives, F.one_hot(x.argmax(-1), n) with a rule for "
-            "'argmax', or detach the index (.detach()) if no gradient is meant"
-        )
-    return (
-        f"the result of operation {operation!r} went through {function}, which cannot carry the rule's "
-        "gradient; cast it to floating point before (.float()), put the rule on all of it "
-        "(gradpolicy.apply), or detach it if no gradient is meant"
-    )
 
 
 def _number(value: float) -> Tensor:

@@ -87,17 +87,11 @@ class Boundary:
         result = map_tensors(put_on, values, may_have_gradient)
         if not torch.compiler.is_compiling() and (result is values or not self._has_searched):
             self._has_searched = True
-            self._note_hidden_tensors(values, rules)
+            reason = "it is no tuple, list, dict or dataclass; tensors in it pass with the plain gradient"
+            for name in sorted(classes_that_hide_tensors(values)):
+                for bound_rule in rules:
+                    bound_rule.state.row.note_opaque(f"{name} at {self.location}", reason)
         return result
-
-    def _note_hidden_tensors(self, values: Any, rules: Iterable[BoundRule]) -> None:
-        for name in sorted(classes_that_hide_tensors(values)):
-            for bound_rule in rules:
-                bound_rule.state.row.note_opaque(
-                    f"{name} at {self.location}",
-                    "tensors are found in tuples, lists, dicts and dataclasses; those in it pass with the "
-                    "plain gradient",
-                )
 
 
 def versions_of(crossed: Crossed) -> list[int]:
@@ -214,18 +208,17 @@ class ThroughRule:
 
     def _check_input(self, tensor: Tensor, inputs: list[Tensor]) -> None:
         """Check that one input requires a gradient, and that it has the output's shape."""
-        count = sum(one.requires_grad for one in inputs)
-        if count > 1:
-            names = self.signature.names
+        rule, needing = self.state.rule.name, [one for one in inputs if one.requires_grad]
+        if len(needing) > 1:
+            expected = ", ".join((*self.signature.names, "a position"))
             raise self.error(
-                f"rule {self.state.rule.name!r} gives its gradient to one input, and {count} need one; name "
-                f"it (argument=…, expected {'one of ' * bool(names)}{', '.join((*names, 'a position'))})"
+                f"rule {rule!r} gives its gradient to one input, and {len(needing)} need one; name it "
+                f"(argument=…, expected one of {expected})"
             )
-        first = next((one for one in inputs if is_differentiable(one)), None)
-        if first is not None and first.requires_grad and first.shape != tensor.shape:
+        if needing and needing[0].shape != tensor.shape:
             raise self.error(
-                f"rule {self.state.rule.name!r} passes a gradient of shape {tuple(tensor.shape)} on to an "
-                f"input of shape {tuple(first.shape)}; name the outputs that it is for (output=…), the input "
+                f"rule {rule!r} passes a gradient of shape {tuple(tensor.shape)} on to an input of shape "
+                f"{tuple(needing[0].shape)}; name the outputs that it is for (output=…), the input "
                 "(argument=…), or another rule"
             )
 

@@ -78,7 +78,8 @@ class GradientPath:
     def note_lost(self, function: str) -> None:
         """Warn once that a function lost the gradient."""
         for origin in self.origins:
-            origin.state.note_lost(origin.operation, self.lost_in or function, self.is_index)
+            state, where = origin.state, self.lost_in or function
+            state.row.note_lost(state.prefix, origin.operation, where, self.is_index)
 
     def note_carried(self) -> None:
         """Count the operations whose results have become floating-point."""

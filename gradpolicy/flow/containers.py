@@ -43,17 +43,14 @@ def classes_that_hide_tensors(values: Any) -> set[str]:
     """
     children = _items(values)
     if isinstance(values, Tensor) or children:
-        return set().union(*(classes_that_hide_tensors(child) for child in children.values()))
-    if isinstance(values, Iterator):
-        return {type(values).__name__}
+        return set().union(*map(classes_that_hide_tensors, children.values()))
     if isinstance(values, Set | deque):
         found = list(values)
     else:
-        slots = [getattr(values, name, None) for name in getattr(type(values), "__slots__", ())]
-        found = [*getattr(values, "__dict__", {}).values(), *slots]
-    if any(tensor.requires_grad for tensor in tensors_in(found)):
-        return {type(values).__name__}
-    return set()
+        names = (*getattr(values, "__dict__", ()), *getattr(type(values), "__slots__", ()))
+        found = [getattr(values, name, None) for name in names]
+    hides = isinstance(values, Iterator) or any(tensor.requires_grad for tensor in tensors_in(found))
+    return {type(values).__name__} if hides else set()
 
 
 def replace_at(values: Any, key: int | str, function: Callable[[Any], Any]) -> Any:

@@ -320,7 +320,7 @@ class Installed(Displayed):
                 scope=self._scope(name, module),
                 parameter_rules=rules,
             )
-            wrap.put_on()
+            module.__dict__[method] = wrap
             self._wraps.append(wrap)
 
     def _scope(self, name: str, module: nn.Module) -> CallScope | None:

@@ -123,11 +123,11 @@ class ReportRow:
         self.compiled |= is_traced
 
     @runs_while_tracing
-    def note_lost(self, operation: str, function: str, warning: str) -> None:
+    def note_lost(self, prefix: str, operation: str, function: str, is_index: bool) -> None:
         """Record, and warn once, that a function lost the gradient of an operation's discrete result."""
         if (operation, function) not in self.lost:
             self.lost.add((operation, function))
-            warn_user(warning)
+            warn_user(prefix + _lost_message(operation, function, is_index))
 
     @runs_while_tracing
     def note_opaque(self, call: str, reason: str) -> None:
@@ -229,7 +229,7 @@ class ReportRow:
         if any(name in ran for name in never):
             return "it ran only with arguments that make it another operation"
         if self.opaque_calls:
-            return f"it may run within {_quoted(self.opaque_calls)}, which cannot be seen into"
+            return f"it may run within {_listed(self.opaque_calls)}, which cannot be seen into"
         named = sorted(ran & set(operation_names()))
         if not named:
             return "nothing ran there that a rule could be put on"
@@ -327,9 +327,23 @@ def _matched(row: ReportRow) -> str:
     return f"{counts} (compiled: once a trace)" if row.compiled else counts
 
 
+def _lost_message(operation: str, function: str, is_index: bool) -> str:
+    if is_index:
+        return (
+            f"an index from operation {operation!r} became numbers in {function}, and an index has no "
+            "gradient: use the values that the operation gives, F.one_hot(x.argmax(-1), n) with a rule for "
+            "'argmax', or detach the index (.detach()) if no gradient is meant"
+        )
+    return (
+        f"the result of operation {operation!r} went through {function}, which cannot carry the rule's "
+        "gradient; cast it to floating point before (.float()), put the rule on all of it "
+        "(gradpolicy.apply), or detach it if no gradient is meant"
+    )
+
+
 def _words(operations: list[str]) -> dict[str, str]:
     """Return the words for some operations in a sentence."""
-    names, several = _quoted(operations), len(operations) > 1
+    names, several = _listed(map(repr, operations)), len(operations) > 1
     return {
         "names": names,
         "operations": f"operation{'s' * several} {names}",
@@ -339,11 +353,6 @@ def _words(operations: list[str]) -> dict[str, str]:
 
 def _listed(names: Iterable[str]) -> str:
     return shortened(list(names), most=8)
-
-
-def _quoted(names: Iterable[str]) -> str:
-    *most, last = [repr(name) for name in names]
-    return f"{', '.join(most)} and {last}" if most else last
 
 
 class GradientNorms:

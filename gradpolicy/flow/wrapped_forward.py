@@ -22,6 +22,7 @@ from gradpolicy.flow.tracing import (
     graph_task,
     has_graph,
     in_transform,
+    is_compiling,
     is_exporting,
     is_traced,
     may_be_recomputed,
@@ -66,7 +67,7 @@ class InstallSession:
             raise _changed("put on")
         self.has_run = self.in_forward = True
         for state in self.states:
-            state.note_forward()
+            state.row.note_forward(state.active, is_compiling())
 
     def note_checkpoint(self) -> None:
         """Record if a checkpoint will recompute the running module in the backward pass.
@@ -237,15 +238,6 @@ class WrappedForward:
             return self.inner(*args, **kwargs)
         return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
 
-    def _mode(self) -> InstallMode | None:
-        """Return the mode of this installation on this thread."""
-        own = (mode for mode in active_modes() if isinstance(mode, InstallMode))
-        return next((mode for mode in own if mode.session is self.session), None)
-
-    def put_on(self) -> None:
-        """Replace the forward."""
-        self.module.__dict__[self.method] = self
-
     def take_off(self) -> None:
         """Restore the forward; below what wrapped it later, only stop acting until that is taken off too."""
         self.is_on = False
@@ -266,7 +258,7 @@ class WrappedForward:
         session = self.session
         if in_transform():
             for state in session.states:
-                state.note_forward()
+                state.row.note_forward(state.active, is_compiling())
             return self._run_at_module(args, kwargs)
         is_outermost = torch.is_grad_enabled() and not session.in_forward
         if is_outermost:
@@ -291,7 +283,9 @@ class WrappedForward:
         table, session = self.table, self.session
         if table is None:
             return self._forward(args, kwargs)
-        mode = self._mode()
+        # The mode of this installation on this thread.
+        modes = (mode for mode in active_modes() if isinstance(mode, InstallMode))
+        mode = next((mode for mode in modes if mode.session is session), None)
         if mode is None:
             with InstallMode(session, table) as mode:
                 result = self._run_in_mode(mode, args, kwargs)
