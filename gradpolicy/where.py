@@ -1,8 +1,8 @@
 """Where a policy acts: globs on module and parameter names, and module classes."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -61,36 +61,41 @@ def match_names(patterns: str | Iterable[str], names: Iterable[str], kind: str) 
         ['trunk.0.weight']
     """
     names = list(names)
+    chosen = _select(patterns, kind, lambda pattern: _globbed(pattern, names, kind))
+    return [name for name in names if name in chosen]
+
+
+def _select(patterns: object, kind: str, find: Callable[[Any], Iterable[Hashable]]) -> set[Hashable]:
+    """Return what patterns match without what those with ``!`` match, as ``find`` returns it for a pattern.
+
+    Raises:
+        PolicyError: If nothing is left.
+    """
     written = as_patterns(patterns)
-    for pattern in written:
-        if not isinstance(pattern, str):
-            raise PolicyError(f"{kind} pattern {shown(pattern)}: expected a string")
-    wanted = [pattern for pattern in written if not pattern.startswith("!")] or ["*"]
-    unwanted = [pattern[1:] for pattern in written if pattern.startswith("!")]
-    for pattern in (*wanted, *unwanted):
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise no_match(pattern, names, kind)
-    chosen = [
-        name
-        for name in names
-        if any(fnmatchcase(name, pattern) for pattern in wanted)
-        and not any(fnmatchcase(name, pattern) for pattern in unwanted)
-    ]
+    unwanted = [each[1:] for each in written if isinstance(each, str) and each.startswith("!")]
+    wanted = [each for each in written if not (isinstance(each, str) and each.startswith("!"))] or ["*"]
+    chosen: set[Hashable] = set().union(*map(find, wanted))
+    chosen -= set().union(*map(find, unwanted))
     if not chosen:
-        raise _nothing_left(written, kind)
+        raise PolicyError(f"{kind}s {shown(list(written))}: the '!' patterns exclude everything that matched")
     return chosen
 
 
-def no_match(pattern: str, names: Iterable[str], kind: str) -> PolicyError:
-    """Return the error for a pattern that matches nothing, with the nearest names."""
-    stem = pattern.rstrip("*").rstrip(".")
-    # The name of a module is not a parameter; suggest the parameters below it.
-    candidates = _with_parents(names, ".*" if kind == "parameter" else "")
-    return PolicyError(f"{kind} pattern {shown(pattern)} matches nothing; {nearest(stem, candidates)}")
+def _globbed(pattern: object, names: Iterable[str], kind: str) -> list[str]:
+    """Return the names that a glob matches.
 
-
-def _nothing_left(written: Iterable[object], kind: str) -> PolicyError:
-    return PolicyError(f"{kind}s {shown(list(written))}: the '!' patterns exclude everything that matched")
+    Raises:
+        PolicyError: If there are none; has the nearest names.
+    """
+    if not isinstance(pattern, str):
+        raise PolicyError(f"{kind} pattern {shown(pattern)}: expected a string")
+    found = [name for name in names if fnmatchcase(name, pattern)]
+    if not found:
+        # The name of a module is not a parameter; suggest the parameters below it.
+        candidates = _with_parents(names, ".*" if kind == "parameter" else "")
+        hint = nearest(pattern.rstrip("*").rstrip("."), candidates)
+        raise PolicyError(f"{kind} pattern {shown(pattern)} matches nothing; {hint}")
+    return found
 
 
 def match_modules(
@@ -109,20 +114,8 @@ def match_modules(
         PolicyError: If a pattern matches nothing.
     """
     modules = {plain_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
-    written = as_patterns(patterns)
-    chosen: dict[str, nn.Module] = {}
-    taken_away: set[str] = set()
-    for pattern in written:
-        away = isinstance(pattern, str) and pattern.startswith("!")
-        found = _match_modules(pattern[1:] if away else pattern, modules)
-        taken_away.update(found if away else ())
-        chosen.update({} if away else {name: modules[name] for name in found})
-    if written and all(isinstance(pattern, str) and pattern.startswith("!") for pattern in written):
-        chosen = dict(modules)
-    left = {name: module for name, module in modules.items() if name in chosen and name not in taken_away}
-    if not left:
-        raise _nothing_left(written, "module")
-    return left
+    chosen = _select(patterns, "module", lambda pattern: _match_modules(pattern, modules))
+    return {name: module for name, module in modules.items() if name in chosen}
 
 
 def match_parameters(model: nn.Module, patterns: str | Iterable[str]) -> dict[str, nn.Parameter]:
@@ -154,13 +147,11 @@ def pick(named: Mapping[str, Named], patterns: str | Iterable[str]) -> dict[str,
     Raises:
         PolicyError: If a pattern matches nothing, or nothing is left.
     """
-    written = as_patterns(patterns)
-    chosen = {id(named[name]) for name in match_names(written, named, "parameter")}
-    away = [pattern[1:] for pattern in written if pattern.startswith("!")]
-    if away:
-        chosen -= {id(named[name]) for name in match_names(away, named, "parameter")}
-    if not chosen:
-        raise _nothing_left(written, "parameter")
+
+    def find(pattern: object) -> set[int]:
+        return {id(named[name]) for name in _globbed(pattern, named, "parameter")}
+
+    chosen = _select(patterns, "parameter", find)
     return {name: tensor for name, tensor in once_each(named).items() if id(tensor) in chosen}
 
 
@@ -185,8 +176,7 @@ def pick_each(
 
 def match_any(patterns: str | Iterable[str] | None, names: Iterable[str], kind: str) -> set[str]:
     """Return the names that patterns match, as :func:`match_names` does; none without patterns."""
-    written = as_patterns(patterns)
-    return set(match_names(written, names, kind)) if written else set()
+    return set(match_names(patterns, names, kind)) if as_patterns(patterns) else set()
 
 
 def _match_modules(pattern: ModulePattern, modules: Mapping[str, nn.Module]) -> list[str]:
@@ -201,13 +191,10 @@ def _match_modules(pattern: ModulePattern, modules: Mapping[str, nn.Module]) -> 
         return found
     if not isinstance(pattern, str):
         raise PolicyError(f"modules: expected a glob or a module class, got {shown(pattern)}")
-    found = [name for name in modules if fnmatchcase(name, pattern)]
-    if found:
-        return found
-    module_class = _class_at(pattern)
+    module_class = _class_at(pattern) if not any(fnmatchcase(name, pattern) for name in modules) else None
     if module_class is not None:
         return _match_modules(module_class, modules)
-    raise no_match(pattern, modules, "module")
+    return _globbed(pattern, modules, "module")
 
 
 def _class_at(path: str) -> type[nn.Module] | None:
