@@ -25,7 +25,7 @@ def divides_out(optimizer: torch.optim.Optimizer) -> bool:
         >>> divides_out(torch.optim.AdamW(weight)), divides_out(torch.optim.SGD(weight))
         (True, False)
     """
-    names = [base.__name__.lower() for base in _class_of(optimizer).__mro__]
+    names = [base.__name__.lower() for base in type(optimizer).__mro__]
     return any(part in name for part in _DIVIDING for name in names)
 
 
@@ -37,10 +37,10 @@ def divided_factors(
     Args:
         policies: The policies by name.
         parameters: The model's parameters by name.
-        optimizers: The optimizers.
+        optimizers: The optimizers, without wrappers.
     """
     dividing: dict[int, str] = {
-        id(parameter): _class_of(optimizer).__name__
+        id(parameter): type(optimizer).__name__
         for optimizer in optimizers
         if divides_out(optimizer)
         for group in optimizer.param_groups
@@ -54,11 +54,6 @@ def divided_factors(
         kind = next((dividing[id(p)] for p in matched if id(p) in dividing), None)
         if kind is not None:
             yield f"{name}: {kind} divides {factor}"
-
-
-def _class_of(optimizer: Any) -> type:
-    """Return the class of the optimizer that makes the updates, inside of MaskedOptimizer."""
-    return type(getattr(optimizer, "inner", optimizer))
 
 
 def _factor(policy: Policy) -> str | None:

@@ -140,10 +140,20 @@ def at(settings: Settings, count: int) -> dict[str, Any]:
     return {name: value(count) if callable(value) else value for name, value in settings.items()}
 
 
-def combined(first: Settings, second: Settings) -> Settings:
-    """Return the settings of two policies on one parameter: multiplied factors, and the second's others."""
-    both = {**first, **second}
-    return {**both, "lr": first["lr"] * second["lr"]} if "lr" in first and "lr" in second else both
+def combined(policies: Iterable[Mapping[str, Settings]]) -> dict[str, Settings]:
+    """Return the settings of each parameter under several policies: multiplied factors, and the last others.
+
+    Args:
+        policies: The settings of parameters by name, of each policy.
+    """
+    together: dict[str, dict[str, Any]] = {}
+    for own in policies:
+        for name, settings in own.items():
+            factor = together.get(name, {}).get("lr", 1.0)
+            together[name] = {**together.get(name, {}), **settings}
+            if "lr" in settings:
+                together[name]["lr"] = factor * settings["lr"]
+    return dict(together)
 
 
 def _checked(pattern: str, own: Any) -> Settings:

@@ -9,16 +9,18 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError, nearest, shown, under
 from gradpolicy.masks.base import MaskSource, StaticSource
-from gradpolicy.policies import Freeze
+from gradpolicy.policies import Freeze, Train
+from gradpolicy.rates import Settings
 from gradpolicy.tensors.mask import (
     Mask,
-    active_entries,
+    active_share,
     check_mask,
     mask_from_state,
     mask_to_state,
     same_mask,
 )
 from gradpolicy.tensors.seeded import RandomMask, derive
+from gradpolicy.what_trains import Layers, what_trains
 from gradpolicy.when import When
 
 
@@ -116,7 +118,7 @@ class BoundPolicy:
 
     def frozen_tensors(self) -> set[str]:
         """Return the names of parameters without an active entry, now or at a scheduled time."""
-        idle = {name for name, m in self.masks.items() if not active_entries(m, self.parameters[name].shape)}
+        idle = {name for name, mask in self.masks.items() if not active_share(mask)}
         return idle | self.source.may_freeze()
 
     def identity(self) -> str:
@@ -174,6 +176,34 @@ def masks_never_change(policy: Freeze) -> bool:
     times = policy.mask.timetable
     chosen_at_once = times.every is None and not times.start
     return chosen_at_once and not policy.mask.needs_gradients and policy.when == When()
+
+
+def layers_under(
+    named: Mapping[str, Tensor],
+    masks: Mapping[str, Mask],
+    settings: Mapping[str, Settings],
+    bound: Collection[BoundPolicy],
+    in_effect: Collection[BoundPolicy],
+) -> Layers:
+    """Return what trains, layer by layer.
+
+    Args:
+        named: All parameters of the model by name.
+        masks: The masks of the parameters that may train, under all policies together.
+        settings: Their settings, under all policies together.
+        bound: The freeze policies.
+        in_effect: Those that are active.
+    """
+    evaluating = [each.masks.items() for each in in_effect if each.policy.buffers == "eval"]
+    idle = {name for own in evaluating for name, mask in own if mask is False}
+    return what_trains(
+        named,
+        {name: active_share(mask) for name, mask in masks.items()},
+        factors={name: own["lr"] for name, own in settings.items() if "lr" in own},
+        still={name for name in idle if masks.get(name, False) is False},
+        matched=set().union(*(each.source.parameters for each in bound)),
+        trains_only_matched=any(isinstance(each.policy, Train) for each in in_effect),
+    )
 
 
 def _as_flag(mask: Mask) -> Mask:

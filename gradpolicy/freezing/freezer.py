@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from gradpolicy.errors import under
 from gradpolicy.freezing.bindings import Bindings
-from gradpolicy.freezing.bound_policy import masks_never_change
+from gradpolicy.freezing.bound_policy import layers_under, masks_never_change
 from gradpolicy.freezing.combination import frozen_together
 from gradpolicy.freezing.combined_masks import CombinedMasks
 from gradpolicy.freezing.computed_gradients import ComputedGradients
@@ -16,11 +16,11 @@ from gradpolicy.freezing.missing_gradients import MissingGradients
 from gradpolicy.freezing.parameter_settings import ParameterSettings
 from gradpolicy.freezing.still import StillModules
 from gradpolicy.optim import MaskedOptimizer
-from gradpolicy.policies import Freeze, Train
+from gradpolicy.policies import Freeze
 from gradpolicy.rates import Rates
-from gradpolicy.tensors.mask import Mask, active_entries, active_share
+from gradpolicy.tensors.mask import Mask, active_entries
 from gradpolicy.tensors.sharding import finite_everywhere
-from gradpolicy.what_trains import Layers, what_trains
+from gradpolicy.what_trains import Layers
 
 
 class MaskObserver(Protocol):
@@ -250,14 +250,9 @@ class Freezer:
         """
         named, bound = self._bindings.named, self._bindings.policies.values()
         with self._bindings.gathered():
-            return what_trains(
-                named,
-                {name: active_share(self.mask_of(name)) for name in named if name in trainable},
-                factors={name: own["lr"] for name, own in self._settings.current.items() if "lr" in own},
-                still=self._masks.evaluated(),
-                matched=set().union(*(each.source.parameters for each in bound)),
-                trains_only_matched=any(each.in_effect and isinstance(each.policy, Train) for each in bound),
-            )
+            masks = {name: self.mask_of(name) for name in named if name in trainable}
+            in_effect = [each for each in bound if each.in_effect]
+            return layers_under(named, masks, self._settings.current, bound, in_effect)
 
     # ---- checkpoints
 

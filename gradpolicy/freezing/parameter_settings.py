@@ -30,10 +30,8 @@ class ParameterSettings:
 
     def update(self, step: int, epoch: int, phase: str) -> None:
         """Set the settings of an update, if they have changed."""
-        of_sources: dict[str, Settings] = {}
-        for each in self._bindings.policies.values():
-            for name, own in each.source.settings(step, epoch).items() if each.in_effect else ():
-                of_sources[name] = combined(of_sources.get(name, {}), own)
+        in_effect = [each.source for each in self._bindings.policies.values() if each.in_effect]
+        of_sources = combined(source.settings(step, epoch) for source in in_effect)
         counts = {
             name: policy.when.count(step, epoch) if policy.varies else 0
             for name, policy in self._rates.items()
@@ -42,11 +40,11 @@ class ParameterSettings:
         if (self._of_sources, self._counts) == (of_sources, counts):
             return
         self._of_sources, self._counts = of_sources, counts
-        settings = dict(of_sources)
-        for policy, count in counts.items():
-            for name, own in self._bindings.settings_of[policy].items():
-                settings[name] = combined(settings.get(name, {}), at(own, count))
-        self._set(settings)
+        of_rates = (
+            {name: at(own, count) for name, own in self._bindings.settings_of[policy].items()}
+            for policy, count in counts.items()
+        )
+        self._set(combined([of_sources, *of_rates]))
 
     def set_again(self) -> None:
         """Set all settings in the next update, if they have changed or not."""

@@ -15,16 +15,15 @@ from gradpolicy.flow import install
 from gradpolicy.flow.install import deactivate
 from gradpolicy.flow.locations import remarks as flow_remarks
 from gradpolicy.flow.policy_report import ReportRow, check_operations
+from gradpolicy.freezing.bound_policy import BoundPolicy
 from gradpolicy.freezing.combination import check_same_options, frozen_together
 from gradpolicy.freezing.moving_parts import copy_buffers, moving_parts, moving_warnings
 from gradpolicy.freezing.requires_grad import is_turned_off
-from gradpolicy.masks.base import MaskSource
 from gradpolicy.optim.optimizers import plain_optimizers
 from gradpolicy.optim.put_back import put_back_remarks
-from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop, Train
+from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
 from gradpolicy.tensors.mask import active_share
-from gradpolicy.when import When
-from gradpolicy.where import named_parameters, pick_each, plain_name
+from gradpolicy.where import named_parameters, pick, pick_each, plain_name
 
 Step = Callable[[nn.Module], Tensor]
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -43,8 +42,7 @@ class FirstStep:
         parameters: The trainable parameters of the copy.
         gradients: Their gradients; None for a parameter without one.
         report: The rows of the report of flow policies, each active, by policy.
-        sources: The mask sources of freeze policies, set up on the copy.
-        masks: Their first masks, of all parameters that each policy restricts.
+        bound: Copies of the freeze policies, bound to the copy, with their first masks.
         warnings: Remarks on operations that did not run, on optimizers, and on frozen parts that move.
     """
 
@@ -53,8 +51,7 @@ class FirstStep:
     parameters: Mapping[str, nn.Parameter]
     gradients: Mapping[str, Tensor | None]
     report: Mapping[str, ReportRow]
-    sources: Mapping[str, MaskSource]
-    masks: Mapping[str, Mapping[str, Any]]
+    bound: Mapping[str, BoundPolicy]
     warnings: tuple[str, ...]
 
     def of_kind(self, kind: type[Kind]) -> dict[str, Kind]:
@@ -107,16 +104,14 @@ def first_step(
         unmet = list(_unmet(report, duplicate))
         moving = moving_parts(buffers, duplicate)
         parameters = _trainable(duplicate)
-        sources, masks = _first_masks(freeze, matched, duplicate, gradients, seed)
+        bound = _bind(freeze, matched, duplicate, gradients, seed)
+    frozen = frozen_together({name: each.frozen_tensors() for name, each in bound.items()}, freeze)
     still = moving_warnings(
-        _frozen_tensors(freeze, masks, sources),
-        moving,
-        parameters,
-        {name: policy.buffers for name, policy in freeze.items()},
+        frozen, moving, parameters, {name: policy.buffers for name, policy in freeze.items()}
     )
-    put_back = put_back_remarks(_partly_frozen(freeze, masks), optimized, trained_by)
+    put_back = put_back_remarks(_partly_frozen(bound), optimized, trained_by)
     remarks = (*unmet, *flow_remarks(flow), *divided, *put_back, *still)
-    return FirstStep(policies, matched, parameters, gradients, report, sources, masks, remarks)
+    return FirstStep(policies, matched, parameters, gradients, report, bound, remarks)
 
 
 def _of_kind(policies: Mapping[str, Policy], kind: type[Kind]) -> dict[str, Kind]:
@@ -196,71 +191,51 @@ def _gradients(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str
     return dict(zip(parameters, found, strict=True))
 
 
-# ---- freeze policies: the masks of their first step
+# ---- freeze policies, with the masks of their first step
 
 
-def _first_masks(
+def _bind(
     policies: Mapping[str, Freeze],
     matched: Matched,
     duplicate: nn.Module,
     gradients: Mapping[str, Tensor | None],
     seed: int,
-) -> tuple[dict[str, MaskSource], dict[str, dict[str, Any]]]:
-    """Return each policy's mask source, set up, and its masks at its first step.
+) -> dict[str, BoundPolicy]:
+    """Return copies of the policies, bound to the copy, with their first masks.
 
     Raises:
         PolicyError: If a source cannot mask the parameters of its policy, or policies disagree on the state.
     """
-    sources: dict[str, MaskSource] = {}
-    masks: dict[str, dict[str, Any]] = {}
     copies = named_parameters(duplicate)
+    bound: dict[str, BoundPolicy] = {}
     for name, policy in policies.items():
+        own, when = copy.copy(policy), policy.when
+        source = own.mask = copy.deepcopy(policy.mask)
         with under(f"policy.{name}"):
-            source = sources[name] = copy.deepcopy(policy.mask)
             source.model = duplicate
             source.setup({key: copies[key] for key in matched[name]}, seed=seed)
-            masks[name] = _masks_of(source, policy.when, gradients)
-        if isinstance(policy, Train):
-            trains = {key: key in matched[name] for key in copies}
-            masks[name] = {**trains, **masks[name]}
+            if source.needs_gradients:
+                known = {key: gradients.get(key) for key in source.parameters}
+                source.observe({key: gradient for key, gradient in known.items() if gradient is not None})
+        each = bound[name] = BoundPolicy(name, own, pick(copies, policy.restricts))
+        step, epoch = (when.start, 0) if when.unit == "step" else (0, when.start)
+        each.update(step, epoch, when.phases[0])
     for key in copies:
         if on_it := {name: each for name, each in policies.items() if key in matched[name]}:
             check_same_options(key, on_it)
-    return sources, masks
+    return bound
 
 
-def _masks_of(source: MaskSource, when: When, gradients: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    if source.needs_gradients:
-        known = {name: gradients.get(name) for name in source.parameters}
-        source.observe({name: gradient for name, gradient in known.items() if gradient is not None})
-    step, epoch = (when.start, 0) if when.unit == "step" else (0, when.start)
-    return dict(source.masks(step, epoch))
-
-
-def _partly_frozen(
-    policies: Mapping[str, Freeze], masks: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, tuple[Any, bool]]]:
+def _partly_frozen(bound: Mapping[str, BoundPolicy]) -> dict[str, dict[str, tuple[Any, bool]]]:
     """Return the parameters that each policy freezes in part, and True if frozen entries lose their state."""
     return {
         name: {
-            key: (mask, policy.frozen_state != "keep")
-            for key, mask in masks[name].items()
-            if 0.0 < active_share(mask) < 1.0 and getattr(mask, "level", None) != "tensor"
+            key: (mask, each.policy.frozen_state != "keep")
+            for key, mask in each.masks.items()
+            if 0.0 < active_share(mask) < 1.0
         }
-        for name, policy in policies.items()
+        for name, each in bound.items()
     }
-
-
-def _frozen_tensors(
-    policies: Mapping[str, Freeze], masks: Mapping[str, Mapping[str, Any]], sources: Mapping[str, MaskSource]
-) -> dict[str, set[str]]:
-    """Return the parameters that each policy freezes in full, at its first step or later."""
-    frozen = {
-        name: {key for key, mask in masks[name].items() if active_share(mask) == 0.0}
-        | sources[name].may_freeze()
-        for name in policies
-    }
-    return frozen_together(frozen, policies)
 
 
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:

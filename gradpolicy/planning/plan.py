@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from gradpolicy.errors import PolicyError, shortened, under
 from gradpolicy.flow.install import checked_policies
 from gradpolicy.flow.locations import check_cuts
-from gradpolicy.freezing.bound_policy import masks_never_change
+from gradpolicy.freezing.bound_policy import BoundPolicy, layers_under, masks_never_change
 from gradpolicy.freezing.combination import combine
 from gradpolicy.masks.base import MaskSource
 from gradpolicy.planning.first_step import FirstStep, Optimizers, Step, first_step
 from gradpolicy.planning.plan_table import Plan, PlanRow
-from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop, Train
+from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
 from gradpolicy.rates import Rates, at, combined
 from gradpolicy.tensors.mask import Mask, active_share
-from gradpolicy.what_trains import Layers, what_trains
+from gradpolicy.what_trains import Layers
 from gradpolicy.when import When, Window
 from gradpolicy.where import named_parameters
 
@@ -92,14 +92,16 @@ def plan(
     )
 
 
+def _in_first_step(found: FirstStep) -> list[BoundPolicy]:
+    """Return the freeze policies that are active in the first step."""
+    return [each for each in found.bound.values() if each.policy.when.active()]
+
+
 def _masks_together(found: FirstStep) -> dict[str, Mask]:
     """Return the mask of each parameter in the first step, under all policies that are active in it."""
-    active = {name: each for name, each in found.of_kind(Freeze).items() if each.when.active()}
+    active = _in_first_step(found)
     return {
-        key: combine(
-            [(each, found.masks[name][key]) for name, each in active.items() if key in found.masks[name]],
-            parameter,
-        )
+        key: combine([(each.policy, each.masks[key]) for each in active if key in each.masks], parameter)
         for key, parameter in found.parameters.items()
     }
 
@@ -118,25 +120,14 @@ def _check_path(found: FirstStep, masks: Mapping[str, Mask]) -> None:
 
 def _layers(model: nn.Module, found: FirstStep, masks: Mapping[str, Mask]) -> Layers:
     """Return what trains in the first step, layer by layer."""
-    freeze = {name: each for name, each in found.of_kind(Freeze).items() if each.when.active()}
-    settings = [found.sources[name].settings(0, 0) for name in freeze]
+    active = _in_first_step(found)
+    settings = [each.source.settings(0, 0) for each in active]
     settings += [
         {key: at(own, each.when.count(0, 0)) for key, own in each.settings_of(found.matched[name]).items()}
         for name, each in found.of_kind(Rates).items()
         if each.when.active()
     ]
-    together: dict[str, Any] = {}
-    for own in settings:
-        together |= {key: combined(together.get(key, {}), given) for key, given in own.items()}
-    evaluated = [found.masks[name] for name, each in freeze.items() if each.buffers != "move"]
-    return what_trains(
-        named_parameters(model),
-        {name: active_share(mask) for name, mask in masks.items()},
-        factors={name: own["lr"] for name, own in together.items() if "lr" in own},
-        still={key for own in evaluated for key in own if masks.get(key) is False},
-        matched={key for name in found.of_kind(Freeze) for key in found.matched[name]},
-        trains_only_matched=any(isinstance(each, Train) for each in freeze.values()),
-    )
+    return layers_under(named_parameters(model), masks, combined(settings), found.bound.values(), active)
 
 
 def _vain_warnings(found: FirstStep) -> Iterator[str]:
@@ -190,9 +181,9 @@ def _row(name: str, policy: Policy, found: FirstStep) -> PlanRow:
 
 def _of_masks(name: str, policy: Freeze, found: FirstStep) -> dict[str, Any]:
     """Return the cells of a freeze policy."""
-    source, masks = found.sources[name], found.masks[name]
+    source, masks = found.bound[name].source, found.bound[name].masks
     sizes = {key: parameter.numel() for key, parameter in found.matched[name].items()}
-    active = {key: size * active_share(masks.get(key, True)) for key, size in sizes.items()}
+    active = {key: size * active_share(masks[key]) for key, size in sizes.items()}
     entries, vain = sum(sizes.values()), found.vain(name)
     kind = type(policy.mask).__name__
     arguments = ", ".join(f"{key}={value}" for key, value in policy.mask.describe().items())
