@@ -1,5 +1,6 @@
 """The config of a job: composed by Hydra, then its keys, types and arguments checked."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,10 +12,12 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from gradpolicy.app.messages import one_line, type_error
+from gradpolicy.app.messages import explain, one_line, type_error
 from gradpolicy.checks import LARGEST_SEED
 from gradpolicy.errors import PolicyError, brief, nearest, under
 from gradpolicy.imports import import_by_name
@@ -172,7 +175,7 @@ def hydra_at(source: Source) -> Iterator[None]:
     """Initialise Hydra for the block, in which resolvers read the config that was composed last.
 
     Raises:
-        PolicyError: If the directory does not exist.
+        PolicyError: If the directory does not exist; instead of an error of Hydra or OmegaConf.
     """
     if not source.directory.is_dir():
         raise PolicyError(f"config directory {source.directory} does not exist")
@@ -180,6 +183,8 @@ def hydra_at(source: Source) -> Iterator[None]:
     try:
         with initialize_config_dir(str(source.directory), job_name="train", version_base=VERSION_BASE):
             yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise PolicyError(explain(error)) from error
     finally:
         HydraConfig.instance().cfg = former
 
@@ -244,54 +249,34 @@ def sweep_values(config: DictConfig, overrides: list[str]) -> Iterator[str]:
 
 
 def _explained(error: Exception, source: Source, overrides: list[str]) -> PolicyError:
-    """Return Hydra's message with the key of the first override that fails, and the nearest names."""
-
-    def names_of(override: Override) -> list[str]:
-        try:
-            loader = GlobalHydra.instance().config_loader()
-            return loader.get_group_options(
-                override.key_or_group, config_name=source.name, overrides=overrides
-            )
-        except (OSError, ValueError):
-            # A name that no directory can have, such as one that is too long.
-            return []
-
-    # Choices of groups first, since they determine the keys.
-    ordered = sorted(parsed(overrides), key=lambda each: not (names_of(each) or each.is_hydra_override()))
-    lines = [str(override.input_line) for override in ordered]
-    for count in range(len(lines) + 1):
-        try:
-            before = compose(source.name, lines[:count], return_hydra_config=True)
-        except Exception as found:
-            error = found
-            break
-    else:
-        count = 0
-    if count == 0:
-        return PolicyError(one_line(error))
-    override = ordered[count - 1]
-    key, names = override.key_or_group, names_of(override)
-    if names and not override.is_delete():
-        value: Any = override.value()
-        wrong = [name for name in (value if isinstance(value, list) else [value]) if name not in names]
-        if wrong:
-            name = "null" if wrong[0] is None else str(wrong[0])
-            return PolicyError(f"{brief(f'{key}={name}')}: there is no such config; {nearest(name, names)}")
-    missing = _missing_key(before, key)
-    if missing is not None and not names:
-        plus = "" if override.is_delete() else f"; a new key takes a plus: +{brief(key)}=…"
-        return PolicyError(f"{missing}{plus}")
-    return PolicyError(f"{brief(key)}: {one_line(error)}")
+    """Return Hydra's message with the key that is wrong and the nearest names."""
+    cause, said = error.__cause__, one_line(error)
+    if isinstance(error, MissingConfigException) and "/" in str(error.missing_cfg_file):
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        return _no_such_config(group, name, error.options or _names_of(group, source, overrides))
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError):
+        key, known = brief(str(cause.full_key)), {str(name) for name in cause.parent_node or ()}
+        hint = nearest(str(cause.key), known - {"_target_", "_partial_", "hydra"})
+        said = "; ".join(filter(None, (hint, f"a new key takes a plus: +{key}=…")))
+        return PolicyError(f"{key}: there is no such key; {said}")
+    if isinstance(cause, OmegaConfBaseException):
+        return PolicyError(explain(cause))
+    if isinstance(error, ConfigCompositionException):
+        key_named = re.search(r"'([\w./@-]+)[=']", said)
+        said = "there is no such key" if said.endswith("does not exist.") else said
+        return PolicyError(f"{brief(key_named[1])}: {said}" if key_named else said)
+    if isinstance(error, ValueError):
+        for key in (each.key_or_group for each in parsed(overrides) if each.value() is None):
+            if names := _names_of(key, source, overrides):
+                return _no_such_config(key, "null", names)
+    return PolicyError(explain(error))
 
 
-def _missing_key(config: DictConfig, key: str) -> str | None:
-    """Return a message with the missing part of a key and the nearest names; None if the key exists."""
-    node: Any = config
-    parts = key.replace("/", ".").split(".")
-    for depth, part in enumerate(parts):
-        known = [str(name) for name in node] if OmegaConf.is_dict(node) else []
-        if part not in known:
-            hint = nearest(part, set(known) - {"_target_", "_partial_", "hydra"})
-            return f"{brief('.'.join(parts[: depth + 1]))}: there is no such key; {hint}".rstrip("; ")
-        node = OmegaConf.select(node, part, throw_on_missing=False)
-    return None
+def _names_of(group: str, source: Source, overrides: list[str]) -> list[str]:
+    """Return the names of a group's configs."""
+    loader = GlobalHydra.instance().config_loader()
+    return loader.get_group_options(group, config_name=source.name, overrides=overrides)
+
+
+def _no_such_config(group: str, name: str, names: Sequence[str]) -> PolicyError:
+    return PolicyError(f"{brief(f'{group}={name}')}: there is no such config; {nearest(name, names)}")
