@@ -1,1 +1,0 @@
-"""A small project with gradient policies: its data and its Lightning module."""
