@@ -4,7 +4,7 @@ import difflib
 import inspect
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -150,27 +150,21 @@ def refuse_unknown_arguments(kind: type, names: Iterable[str]) -> None:
     Raises:
         PolicyError: At the first that is unknown.
     """
-    known = [
-        parameter.name
-        for constructor in constructors(kind)
-        for parameter in inspect.signature(constructor).parameters.values()
-        if parameter.kind in NAMED and parameter.name != "self"
-    ]
+    known = known_arguments(kind)
     for name in names:
         if name not in known:
             raise PolicyError(f"{kind.__name__}: takes no argument {shown(name)}; {nearest(name, known)}")
 
 
-def constructors(kind: type) -> list[Callable[..., Any]]:
-    """Return the constructors of a class and of the base classes to which it passes further arguments."""
-    found = [vars(base)["__init__"] for base in kind.__mro__[:-1] if "__init__" in vars(base)]
-    last = next((index for index, function in enumerate(found) if not _takes_any(function)), len(found))
-    return found[: last + 1]
-
-
-def _takes_any(function: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(function).parameters.values()
-    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+def known_arguments(kind: type) -> list[str]:
+    """Return the arguments that a class and the base classes take to which it passes further ones."""
+    known: list[str] = []
+    for constructor in (vars(base)["__init__"] for base in kind.__mro__[:-1] if "__init__" in vars(base)):
+        parameters = inspect.signature(constructor).parameters.values()
+        known += [each.name for each in parameters if each.kind in NAMED and each.name != "self"]
+        if all(each.kind is not each.VAR_KEYWORD for each in parameters):
+            break
+    return known
 
 
 def shortened(names: Sequence[str], most: int = 3) -> str:

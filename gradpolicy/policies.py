@@ -520,11 +520,6 @@ class Train(Freeze):
 
     no_mask = True
 
-    def __init__(
-        self, mask: MaskLike | None = None, *, params: str | Iterable[str] = "*", **options: Any
-    ) -> None:
-        super().__init__(mask, params=params, **options)
-
     @property
     def restricts(self) -> tuple[str, ...]:
         """The globs of all parameters that have a mask while the policy is active."""

@@ -176,7 +176,8 @@ def pick_each(
 
 def match_any(patterns: str | Iterable[str] | None, names: Iterable[str], kind: str) -> set[str]:
     """Return the names that patterns match, as :func:`match_names` does; none without patterns."""
-    return set(match_names(patterns, names, kind)) if as_patterns(patterns) else set()
+    written = as_patterns(patterns)
+    return set(match_names(written, names, kind)) if written else set()
 
 
 def _match_modules(pattern: ModulePattern, modules: Mapping[str, nn.Module]) -> list[str]:

@@ -3,14 +3,16 @@
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf
 
 from gradpolicy.app.config import (
     VERSION_BASE,
@@ -27,38 +29,38 @@ from gradpolicy.app.messages import (
     INTERRUPTED,
     TERMINATED,
     WRONG_INPUT,
-    report_error,
+    explain,
     wrong_input_errors,
 )
 from gradpolicy.app.processes import (
-    in_sweep,
     is_first_rank,
     quoted,
     termination_exits,
     under_srun,
 )
-from gradpolicy.app.run_directory import KEY, claimed_directory, is_fixed
+from gradpolicy.app.run_directory import KEY, is_fixed, locked
 from gradpolicy.errors import PolicyError
-from gradpolicy.insight.run_log import quieter, replace_unencodable
+from gradpolicy.insight.run_log import quieter
 from gradpolicy.insight.sweep_summary import summarize
+
+if TYPE_CHECKING:
+    from gradpolicy.app.resume import Resumed
 
 # Options of Hydra that print something instead of running a job.
 INFORMATION = ("help", "hydra_help", "version", "cfg", "info", "shell_completion")
 
 
-def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
+def main(config_dir: Path, words: Sequence[str]) -> int:
     """Run the program.
 
     Args:
         config_dir: The directory of configs.
-        arguments: The command line; default: that of this process.
+        words: The command line.
 
     Returns:
         The exit code: 0, 1 for a failure, 2 for invalid input, 3 for a violated guarantee, 130 for Ctrl-C,
         143 for SIGTERM.
     """
-    replace_unencodable()
-    words = list(sys.argv[1:] if arguments is None else arguments)
     show_traceback = False
     try:
         options = parse(words)
@@ -97,7 +99,9 @@ def main(config_dir: Path, arguments: Sequence[str] | None = None) -> int:
     except wrong_input_errors() as error:
         # Under srun the first rank alone: all have made the same checks.
         if show_traceback or is_first_rank() or not under_srun():
-            report_error(error, show_traceback)
+            if show_traceback:
+                traceback.print_exception(error)
+            print(f"error: {explain(error)}", file=sys.stderr)
         return getattr(error, "exit_code", WRONG_INPUT)
 
 
@@ -184,18 +188,20 @@ def run_by_hydra(job: "Job", source: Source, options: argparse.Namespace, *overr
 
 def run_job(source: Source, options: argparse.Namespace, config: DictConfig, settings: Settings) -> None:
     """Run one job; one that is resumed runs in the directory of the run that it continues."""
-    more = [] if is_first_rank() else ["hydra.output_subdir=null"]
-    if settings.train and not settings.plan_only:
-        resumed = resumed_overrides(config, settings)
-        if resumed:
-            options.overrides = [each for each in options.overrides if not each.startswith("ckpt_path=")]
-        more += resumed
-    with claimed_directory(config.hydra.run, KEY) as directory:
-        run_by_hydra(Job(), source, options, *more, f"{KEY}={quoted(str(directory))}")
+    directory, more = Path(config.hydra.run.dir), []
+    resumed = resumed_job(config, settings) if settings.train and not settings.plan_only else None
+    if resumed is not None:
+        more.append(f"ckpt_path={quoted(str(resumed.checkpoint.absolute()))}")
+        directory = resumed.directory or directory
+    if not is_first_rank() or (resumed is not None and resumed.directory is not None):
+        # Hydra's own files remain those of the original command.
+        more.append("hydra.output_subdir=null")
+    with locked(directory, KEY) as own:
+        run_by_hydra(Job(), source, options, *more, f"{KEY}={quoted(str(own))}")
 
 
-def resumed_overrides(config: DictConfig, settings: Settings) -> list[str]:
-    """Return the overrides of a resumed job, and set its directory to that of the run that it continues.
+def resumed_job(config: DictConfig, settings: Settings) -> "Resumed | None":
+    """Return the checkpoint from which a job continues, and its run; None for a job that starts.
 
     Raises:
         PolicyError: If there is no such checkpoint, or it contradicts the config.
@@ -203,26 +209,17 @@ def resumed_overrides(config: DictConfig, settings: Settings) -> list[str]:
     is_chosen = under_srun() or is_fixed(config.hydra.run)
     own = Path(config.hydra.run.dir).absolute() if is_chosen else None
     if settings.ckpt_path is None and own is None:
-        return []
-    from gradpolicy.app.resumed import chosen_checkpoint, resumed_run
+        return None
+    from gradpolicy.app.resume import chosen_checkpoint, resumed_run
 
     with quieter():
         checkpoint = chosen_checkpoint(settings, own)
-        if checkpoint is None:
-            return []
-        resumed = resumed_run(settings, checkpoint, own)
-    chosen = [f"ckpt_path={quoted(str(checkpoint.absolute()))}"]
-    if resumed.directory is None:
-        return chosen
-    with read_write(config), open_dict(config), read_write(config.hydra):
-        config.hydra.run.dir = str(resumed.directory.absolute())
-    # Hydra's own files remain those of the original command.
-    return [*chosen, "hydra.output_subdir=null"]
+        return None if checkpoint is None else resumed_run(settings, checkpoint, own)
 
 
 def run_sweep(source: Source, options: argparse.Namespace, config: DictConfig) -> None:
     """Run the jobs by Hydra's sweeper and launcher; print the summary even if some failed."""
-    with claimed_directory(config.hydra.sweep, "hydra.sweep.dir") as directory, termination_exits():
+    with locked(Path(config.hydra.sweep.dir), "hydra.sweep.dir") as directory, termination_exits():
         try:
             where = f"hydra.sweep.dir={quoted(str(directory))}"
             run_by_hydra(Job(), source, options, where)
@@ -236,10 +233,12 @@ class Job:
     """The function that Hydra calls for each job.
 
     Attributes:
-        error: The error of a single run. Hydra would print a line of its own before it.
+        error: The first error of a job in this process. Hydra would print a line of its own before it.
     """
 
-    error: Exception | None = None
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self._process = os.getpid()
 
     def __call__(self, config: DictConfig) -> float | None:
         """Run a job."""
@@ -248,9 +247,10 @@ class Job:
         try:
             return run(config, list(HydraConfig.get().overrides.task)).optimized
         except Exception as error:
-            if in_sweep():
+            if os.getpid() != self._process:
+                # A launcher's worker has a copy of this object.
                 raise
-            self.error = error
+            self.error = self.error or error
             return None
 
 

@@ -1,7 +1,6 @@
 """Clear one-line messages for errors that invalid input causes in libraries."""
 
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -69,13 +68,6 @@ def type_error(key: str, problems: Sequence[Mapping[str, Any]]) -> PolicyError:
     index = "".join(f"[{part}]" for part in problems[0]["loc"] if isinstance(part, int))
     text = brief(" or ".join(wanted), most=200)
     return PolicyError(f"{key}{index}: {text}, got {shown(problems[0]['input'])}")
-
-
-def report_error(error: BaseException, show_traceback: bool) -> None:
-    """Print a message for invalid input to stderr, with a traceback if requested."""
-    if show_traceback:
-        traceback.print_exception(error)
-    print(f"error: {explain(error)}", file=sys.stderr)
 
 
 def root_cause(error: BaseException) -> BaseException:

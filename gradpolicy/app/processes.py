@@ -6,10 +6,9 @@ import signal
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime, timedelta
-from importlib.machinery import ModuleSpec
+from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -49,26 +48,6 @@ def under_srun() -> bool:
     return int(os.environ.get("SLURM_NTASKS", 1)) > 1 and "SLURM_STEP_ID" in os.environ
 
 
-def agreed(key: str, value: Callable[[], str]) -> str:
-    """Return the value that the first process of a torchrun computed, on all processes, also after a restart.
-
-    Args:
-        key: The name of the value in the store that torchrun's agent keeps.
-        value: A function that computes it, called on the first rank if the store does not have the value.
-    """
-    import torch.distributed as dist
-
-    store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=False,
-        timeout=timedelta(minutes=5),
-    )
-    if os.environ.get("RANK", "0") == "0" and not store.check([key]):
-        store.set(key, value())
-    return store.get(key).decode()
-
-
 def in_sweep() -> bool:
     """Return True if this process runs a job of a sweep."""
     # Hydra numbers the jobs of a sweep. Their mode is that of a single run, unless a config sets it.
@@ -78,10 +57,15 @@ def in_sweep() -> bool:
 def started() -> str:
     """Return the start time of this run, the same on all its processes, for the name of its directory.
 
-    Under Slurm's `srun` it is the job and step number, so that a requeued job finds its directory.
+    Under torchrun it is in the store of its agent, also after a restart. Under Slurm's `srun` it is the job
+    and step number, so that a requeued job finds its directory.
     """
     if under_torchrun():
-        return agreed("gradpolicy/started", _now)
+        import torch.distributed as dist
+
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(*address, is_master=False)  # type: ignore[attr-defined]
+        return str(store.compare_set("gradpolicy/started", "", _now()).decode())
     if under_srun():
         return f"slurm-{os.environ['SLURM_JOB_ID']}-{os.environ['SLURM_STEP_ID']}"
     return _now()
@@ -152,7 +136,7 @@ def own_command_line(checkpoint: Path | None = None) -> Iterator[None]:
     if checkpoint is not None:
         sys.argv.append(f"ckpt_path={quoted(str(checkpoint.absolute()))}")
     # Lightning uses `python -m` again if the program was started so.
-    main.__spec__ = spec if _is_package(spec) else None
+    main.__spec__ = spec if getattr(spec, "name", "") == f"{COMMAND}.__main__" else None
     with read_write(hydra), open_dict(hydra):
         hydra.run.dir = hydra.runtime.output_dir
     try:
@@ -186,8 +170,3 @@ def program(hydra: Any) -> Path:
     configs = next(Path(source.path) for source in hydra.runtime.config_sources if source.provider == "main")
     beside = configs.parent / "train.py"
     return beside if beside.is_file() else Path(sysconfig.get_path("scripts")) / COMMAND
-
-
-def _is_package(spec: ModuleSpec | None) -> bool:
-    """Return True if the program was started by ``python -m gradpolicy``."""
-    return spec is not None and spec.name == f"{COMMAND}.__main__"

@@ -1,59 +1,152 @@
-"""Resumes a run: `gradpolicy resume [RUN] [OVERRIDE ...]`."""
+"""Finds the run that a checkpoint continues, its command line, and its logs."""
 
-import argparse
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from gradpolicy.app.launch import main as train
-from gradpolicy.app.processes import quoted
-from gradpolicy.errors import PolicyError
-from gradpolicy.train.lightning.runs import LAST, RunRecord, find_checkpoint, run_of
+import yaml
+from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.utilities import rank_zero_warn
+
+from gradpolicy.app.config import Settings
+from gradpolicy.app.processes import in_sweep, is_first_rank, quoted
+from gradpolicy.errors import PolicyError, shown
+from gradpolicy.insight.run_files import flat
+from gradpolicy.train.lightning.checkpoints import BY_INITIAL_WEIGHTS
+from gradpolicy.train.lightning.resumed_files import append_rows
+from gradpolicy.train.lightning.runs import LAST, RunRecord, find_checkpoint, last_checkpoint, run_of, step_of
+
+CONFIG = "config.yaml"
+# What a run keeps whenever it is resumed.
+KEPT = ("seed", "data._target_", "model._target_")
+# The argument of each logger that identifies a stored run.
+LOGGER_IDS = {
+    "CSVLogger": "version",
+    "TensorBoardLogger": "version",
+    "WandbLogger": "id",
+    "MLFlowLogger": "run_id",
+}
 
 
-def main(arguments: Sequence[str], config_dir: Path) -> int:
-    """Run the program.
+@dataclass(frozen=True)
+class Resumed:
+    """The checkpoint from which a run continues or starts.
 
     Args:
-        arguments: The command line.
-        config_dir: The directory of configs.
+        checkpoint: The checkpoint.
+        directory: The directory of the run that is continued; None if this is a new run.
+    """
 
-    Returns:
-        The exit code of the run.
+    checkpoint: Path
+    directory: Path | None
+
+    def __str__(self) -> str:
+        return f"{'a new run' if self.directory is None else 'going on'} from {self.checkpoint}"
+
+
+def chosen_checkpoint(settings: Settings, own: Path | None) -> Path | None:
+    """Return the checkpoint to resume from or to test; None if there is none.
+
+    Args:
+        settings: The config.
+        own: The directory that the run must have; None if it may have any.
+    """
+    asked = settings.ckpt_path
+    requeued = asked is None and int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0
+    if own is not None and (requeued or (asked == LAST and in_sweep())):
+        found, bad = last_checkpoint(own)
+        if found is None:
+            rank_zero_warn("; ".join([f"{own} has no good checkpoint, so that this job starts", *bad]))
+        return found
+    return find_checkpoint(asked, Path(settings.paths.log_dir), task=settings.task_name, own=own)
+
+
+def resumed_run(settings: Settings, checkpoint: Path, own: Path | None) -> Resumed:
+    """Return the run that a checkpoint continues: the one that wrote it, unless another directory is named.
+
+    Args:
+        settings: The config.
+        checkpoint: The checkpoint.
+        own: The directory that the run must have; None if it may have any.
+
+    Raises:
+        PolicyError: If the run has another seed, or another class of model or data.
+    """
+    directory = run_of(checkpoint)
+    if directory is None or (own is not None and own.resolve() != directory.resolve()):
+        return Resumed(checkpoint, None)
+    saved, given = flat(_saved_config(directory)), flat(dict(settings))
+    for key in KEPT:
+        if saved.get(key, given.get(key)) != given.get(key):
+            raise PolicyError(
+                f"{key}: {shown(given.get(key))} given, and the run that ckpt_path goes on with has"
+                f" {shown(saved[key])}; a new run starts from its weights by {BY_INITIAL_WEIGHTS}"
+            )
+    return Resumed(checkpoint, directory)
+
+
+def _saved_config(directory: Path) -> Mapping[str, Any]:
+    """Return the config of the run in a directory; empty if it cannot be read."""
+    try:
+        saved = yaml.safe_load((directory / CONFIG).read_text("utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return saved if isinstance(saved, Mapping) else {}
+
+
+def command_of(named: Sequence[str], changes: Sequence[str]) -> list[str]:
+    """Return the command line that resumes a run, and change to the working directory of its first one.
+
+    Args:
+        named: The directory of the run; empty: the newest run.
+        changes: Overrides that the resumed run has besides.
 
     Raises:
         PolicyError: If there is no such run.
     """
-    parser = argparse.ArgumentParser(
-        prog="gradpolicy resume", description="Resumes a run, with its original command line."
-    )
-    parser.add_argument(
-        "words", nargs="*", metavar="RUN, OVERRIDE", help="its directory; overrides to change"
-    )
-    words = parser.parse_args(arguments).words
-    names = [word for word in words if "=" not in word]
-    if len(names) > 1:
-        raise PolicyError(f"resume: takes one directory of a run, got {', '.join(names)}")
-    run, command = _run(Path(names[0]) if names else None)
-    return train(
-        config_dir, [*command, *(w for w in words if "=" in w), f"ckpt_path={quoted(str(run.absolute()))}"]
-    )
-
-
-def _run(directory: Path | None) -> tuple[Path, list[str]]:
-    """Return a run, by default the newest, and its command line; change to its working directory.
-
-    Raises:
-        PolicyError: If there is none.
-    """
-    if directory is not None and not directory.is_dir():
-        raise PolicyError(f"resume: {directory} is no directory of a run")
-    checkpoint = find_checkpoint(LAST if directory is None else str(directory), Path("outputs"))
+    if len(named) > 1:
+        raise PolicyError(f"resume: takes one directory of a run, got {', '.join(named)}")
+    is_run = not named or Path(named[0]).is_dir()
+    checkpoint = find_checkpoint(named[0] if named else LAST, Path("outputs")) if is_run else None
     run = None if checkpoint is None else run_of(checkpoint)
     record = None if run is None else RunRecord.load(run)
     if run is None or record is None:
-        raise PolicyError(f"resume: {directory} is no directory of a run")
-    run = run.absolute()
+        raise PolicyError(f"resume: {named[0]} is no directory of a run")
+    resumed = f"ckpt_path={quoted(str(run.absolute()))}"
     if Path(record.started_in).is_dir():
         os.chdir(record.started_in)
-    return run, [word for word in record.command if not word.startswith("ckpt_path=")]
+    return [*(each for each in record.command if not each.startswith("ckpt_path=")), *changes, resumed]
+
+
+# ---- loggers
+
+
+def name_stored_runs(settings: Settings, resumed: Resumed) -> None:
+    """Make each logger of a config continue its stored run."""
+    record = RunRecord.load(resumed.directory) if resumed.directory is not None else None
+    for name, node in (settings.logger or {}).items():
+        kind = str((node or {}).get("_target_")).rpartition(".")[2]
+        argument, stored = LOGGER_IDS.get(kind), (record.loggers if record else {}).get(name)
+        if node and argument and re.fullmatch(r"[\w-]+", str(stored)) and node.get(argument) is None:
+            node[argument] = stored
+            if kind == "TensorBoardLogger":
+                node["purge_step"] = step_of(resumed.checkpoint)
+
+
+def append_to_stored_runs(loggers: Mapping[str, Logger]) -> None:
+    """Make the loggers of a continued run append to its files."""
+    for logger in loggers.values():
+        if isinstance(logger, CSVLogger) and is_first_rank():
+            append_rows(logger)
+
+
+def stored_runs(loggers: Mapping[str, Logger]) -> dict[str, int | str]:
+    """Return the ids of a run in its loggers."""
+    return {
+        name: version
+        for name, logger in loggers.items()
+        if type(logger).__name__ in LOGGER_IDS and (version := logger.version) is not None
+    }

@@ -24,7 +24,7 @@ from gradpolicy.app.processes import (
     program_name,
     termination_exits,
 )
-from gradpolicy.app.resumed import Resumed, chosen_checkpoint, resumed_run
+from gradpolicy.app.resume import CONFIG, Resumed, chosen_checkpoint, resumed_run
 from gradpolicy.app.run_directory import RunDirectory, run_directory
 from gradpolicy.app.targets import build, build_all
 from gradpolicy.app.trainer import build_trainer, finished_loggers
@@ -50,19 +50,6 @@ class Subject:
     data: LightningDataModule
     model: LightningModule
     policies: dict[str, Policy]
-
-
-def build_subject(container: Mapping[str, Any]) -> Subject:
-    """Build the data module, the model and the policies of a resolved config.
-
-    Raises:
-        PolicyError: If one cannot be built, or has the wrong type.
-    """
-    return Subject(
-        build(container["data"], "data", LightningDataModule),
-        build(container["model"], "model", LightningModule),
-        build_all(container.get("policy"), "policy", Policy),
-    )
 
 
 def run(config: DictConfig, overrides: list[str]) -> Result:
@@ -96,7 +83,7 @@ def run(config: DictConfig, overrides: list[str]) -> Result:
             has_files = directory.started
             # The summary of a sweep names the jobs that failed before they started.
             if is_first_rank() and (has_files or (in_sweep() and result.status != "planned")):
-                directory.start()
+                directory.started = True
                 result.save(path / RESULT)
                 if has_files and config.extras.report:
                     write_report([path], path / REPORT, console)
@@ -120,7 +107,11 @@ def plan_and_run(settings: Settings, result: Result, directory: RunDirectory, co
     own = None if settings.plan_only else directory.path
     checkpoint = chosen_checkpoint(settings, own)
     resumed = resumed_run(settings, checkpoint, own) if checkpoint is not None and settings.train else None
-    subject = build_subject(container)
+    subject = Subject(
+        build(container["data"], "data", LightningDataModule),
+        build(container["model"], "model", LightningModule),
+        build_all(container.get("policy"), "policy", Policy),
+    )
     if checkpoint is not None:
         check_fits(checkpoint, subject.model)
     elif not settings.train and not settings.plan_only:
@@ -141,10 +132,11 @@ def plan_and_run(settings: Settings, result: Result, directory: RunDirectory, co
             console.print(reporter.plan)
             policies.run.notices.layers = False  # the plan has them
         if settings.plan_only:
-            directory.clear_unless_started()
             return replace(result, status="planned", error="")
         if is_first_rank():
-            save_settings(container, reporter.plan, directory.path)
+            write_text(directory.path / CONFIG, yaml.safe_dump(container, sort_keys=False))
+            if reporter.plan is not None:
+                write_plan(reporter.plan, directory.path)
         metrics = train_and_test(settings, subject, trainer, checkpoint)
     value = optimized_value(settings, metrics)
     return replace(result, status="completed", error="", metrics=metrics, optimized=value)
@@ -205,14 +197,6 @@ def record_of(settings: Settings, directory: RunDirectory, resumed: Resumed | No
     command = job_arguments(HydraConfig.get())
     record = RunRecord.begin(directory.path, settings.task_name, former.kind if former else kind, command)
     return replace(record, checkpoints=former.checkpoints) if former else record
-
-
-def save_settings(container: Mapping[str, Any], planned: Plan | None, directory: Path) -> None:
-    """Write the config and the plan to the run directory."""
-    directory.mkdir(parents=True, exist_ok=True)
-    write_text(directory / "config.yaml", yaml.safe_dump(dict(container), sort_keys=False))
-    if planned is not None:
-        write_plan(planned, directory)
 
 
 def optimized_metrics(settings: Settings) -> list[str]:

@@ -4,15 +4,16 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from gradpolicy.app.messages import wrong_input_errors
-from gradpolicy.app.processes import is_first_rank, under_srun, under_torchrun
+from gradpolicy.app.processes import is_first_rank
 from gradpolicy.atomic_file import is_inside
 from gradpolicy.errors import PolicyError, brief, warn_user
 
@@ -30,66 +31,43 @@ _locked: set[Path] = set()
 
 
 @contextmanager
-def claimed_directory(node: DictConfig, key: str) -> Iterator[Path]:
-    """Create and lock the directory of a run or of a sweep, and remove it if it is empty at the end.
+def locked(directory: Path, key: str) -> Iterator[Path]:
+    """Create the directory of a run or of a sweep, and lock it as long as this process lives.
 
-    A directory named after the time belongs to one run. All processes of the run share it, and a requeued
-    Slurm job uses the same one.
+    Only the first rank does, for all ranks; a process that has locked it may do so again.
 
     Args:
-        node: The config node with the directory as ``dir``.
-        key: The key of that directory, for messages.
+        directory: The directory; removed at the end, with its new parents, if it is empty then.
+        key: The config key that names it, for messages.
 
     Raises:
-        PolicyError: If it cannot be created or written to, another process runs in it, it is named after the
-            time and holds another run, or a link in it leads out of it.
+        PolicyError: If another process has locked it, it cannot be created, or a link in it leads out of it.
     """
-    wanted = Path(node.dir).absolute()
-    may_hold_run = under_srun() or under_torchrun() or is_fixed(node)
-    with locked(wanted, key):
-        if not (may_hold_run or is_unused(wanted)):
-            raise PolicyError(f"{key}: {brief(str(wanted), most=120)} has another run; start this one again")
-        check_links(wanted, key)
-        yield wanted
+    directory = directory.absolute()
+    is_first = is_first_rank() and os.environ.get("NODE_RANK", "0") == "0"
+    if not is_first or directory in _locked:
+        yield directory
+        return
+    # Not Path.exists, which raises if a name is too long for the file system.
+    missing = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
+    with ExitStack() as block:
+        block.callback(_remove_empty, missing)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            block.enter_context(_lock(directory, key))
+        except OSError as error:
+            raise PolicyError(f"{key}: {brief(str(error), most=160)}") from error
+        block.callback((directory / LOCK).unlink, missing_ok=True)
+        block.callback(_locked.discard, directory)
+        _locked.add(directory)
+        check_links(directory, key)
+        yield directory
 
 
 def is_fixed(node: DictConfig) -> bool:
     """Return True if a directory is not named after the time, so that it may already contain a run."""
     template: Any = OmegaConf.to_container(node, resolve=False)
     return not any(word in template["dir"] for word in TIME_IN_NAME)
-
-
-@contextmanager
-def locked(directory: Path, key: str) -> Iterator[None]:
-    """Create a directory and lock it against other processes, as long as this process lives.
-
-    Only the first rank locks it, for all ranks.
-
-    Args:
-        directory: The directory; removed at the end if it did not exist and is empty.
-        key: The config key that names it, for messages.
-
-    Raises:
-        PolicyError: If another process has locked it, or it cannot be created.
-    """
-    directory = directory.absolute()
-    is_first = is_first_rank() and os.environ.get("NODE_RANK", "0") == "0"
-    with empty_directories_removed(directory):
-        if not is_first or directory in _locked:
-            yield
-            return
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            file = _lock(directory, key)
-        except OSError as error:
-            raise PolicyError(f"{key}: {brief(str(error), most=160)}") from error
-        _locked.add(directory)
-        try:
-            yield
-        finally:
-            _locked.discard(directory)
-            (directory / LOCK).unlink(missing_ok=True)
-            file.close()
 
 
 def _lock(directory: Path, key: str) -> IO[bytes]:
@@ -124,8 +102,7 @@ def check_links(directory: Path, key: str) -> None:
     Raises:
         PolicyError: For a link that leads out of the directory, and for what is no file.
     """
-    here = directory.iterdir() if directory.is_dir() else ()
-    written = (path for path in here if WRITTEN.fullmatch(path.name))
+    written = (path for path in directory.iterdir() if WRITTEN.fullmatch(path.name))
     for path in (below for each in written for below in (each, *each.rglob("*"))):
         inside = is_inside(path, directory)
         if not inside or (os.path.exists(path) and not (path.is_file() or path.is_dir())):
@@ -133,27 +110,41 @@ def check_links(directory: Path, key: str) -> None:
             raise PolicyError(f"{key}: {brief(str(path), most=160)} {what}; a run would write to it")
 
 
+@dataclass
 class RunDirectory:
-    """A run's directory, whose files are kept once the run has started.
+    """A run's directory.
+
+    Args:
+        path: The directory.
+        started: True if the run has started, so that its files are kept.
+    """
+
+    path: Path
+    started: bool = False
+
+
+@contextmanager
+def run_directory(path: Path) -> Iterator[RunDirectory]:
+    """Lock a run's directory, and remove what it writes if it ends before it has started.
+
+    A directory that was not empty before keeps its files, as does that of a run that fails for another reason
+    than invalid input.
 
     Args:
         path: The directory.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.started = False
-        self._was_unused = is_unused(path)
-
-    def start(self) -> None:
-        """Mark the run as started, so that its files are kept."""
-        self.started = True
-
-    def clear_unless_started(self) -> None:
-        """Remove the files of this run, unless it has started or the directory was not empty before."""
-        if not self.started and self._was_unused and is_first_rank() and self.path.is_dir():
-            for entry in (entry for entry in self.path.iterdir() if entry.name != LOCK):
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    with locked(path, KEY):
+        directory, was_unused = RunDirectory(path), is_unused(path)
+        keeps = False
+        try:
+            yield directory
+        except BaseException as error:
+            keeps = not isinstance(error, wrong_input_errors())
+            raise
+        finally:
+            if was_unused and is_first_rank() and not (directory.started or keeps):
+                for entry in (entry for entry in path.glob("*") if entry.name != LOCK):
+                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def is_unused(path: Path) -> bool:
@@ -164,31 +155,7 @@ def is_unused(path: Path) -> bool:
     )
 
 
-@contextmanager
-def run_directory(path: Path) -> Iterator[RunDirectory]:
-    """Lock a run's directory, and remove the run's files if invalid input ends it before it has started.
-
-    Args:
-        path: The directory.
-    """
-    with locked(path, KEY):
-        directory = RunDirectory(path)
-        try:
-            yield directory
-        except wrong_input_errors():
-            directory.clear_unless_started()
-            raise
-
-
-@contextmanager
-def empty_directories_removed(directory: Path) -> Iterator[None]:
-    """Remove a directory and its parents at the end, if they did not exist at the start and are empty."""
-    # Not Path.exists, which raises if a name is too long for the file system.
-    missing = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
-    try:
-        yield
-    finally:
-        if is_first_rank():
-            for path in missing:
-                if os.path.isdir(path) and not any(path.iterdir()):
-                    path.rmdir()
+def _remove_empty(directories: Iterable[Path]) -> None:
+    for path in directories:
+        if os.path.isdir(path) and not any(path.iterdir()):
+            path.rmdir()

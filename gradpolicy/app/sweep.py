@@ -1,17 +1,8 @@
-"""Searches the space of a sweep config with Optuna.
+"""Searches the space of a sweep config with Optuna."""
 
-    gradpolicy sweep sweep=learning_rate --trials 20
-    gradpolicy sweep sweep=learning_rate --trials 20 trainer.max_epochs=5    # any override of a run
-
-The study is in an sqlite file: run the same command again to continue it, run it twice at the same time to
-search with two processes, open it with `optuna-dashboard sqlite:///outputs/study.db`. Ctrl-C and SIGTERM stop
-the search: the current trial counts as failed, and the next call starts with its values.
-"""
-
-import argparse
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +14,10 @@ from optuna_integration import PyTorchLightningPruningCallback
 
 from gradpolicy.app.config import Source, check_job, compose_job, hydra_at
 from gradpolicy.app.launch import main as train
-from gradpolicy.app.messages import INTERRUPTED, TERMINATED, WRONG_INPUT, report_error, wrong_input_errors
+from gradpolicy.app.messages import INTERRUPTED, TERMINATED, WRONG_INPUT
 from gradpolicy.app.processes import quoted, termination_exits
 from gradpolicy.errors import PolicyError, shown, unknown
 from gradpolicy.insight.run_files import RESULT, Result
-from gradpolicy.insight.run_log import replace_unencodable
 from gradpolicy.insight.sweep_summary import summarize
 
 
@@ -88,50 +78,33 @@ class Search:
     config_dir: Path
 
 
-def main(arguments: Sequence[str], config_dir: Path) -> int:
-    """Run the program.
+def search(config_dir: Path, overrides: list[str], directory: Path, trials: int, seed: int) -> int:
+    """Search the space that the overrides name.
 
     Args:
-        arguments: The command line.
         config_dir: The directory of configs.
+        overrides: The overrides of all trials.
+        directory: The directory of the trials and of the study.
+        trials: The total number of trials, including earlier ones.
+        seed: The seed of the sampler.
 
     Returns:
-        The exit code: 0, 2 for invalid input, 130 for Ctrl-C, 143 for SIGTERM.
+        The exit code: 0, 2 for invalid input, 143 for SIGTERM.
+
+    Raises:
+        PolicyError: For invalid input.
     """
-    replace_unencodable()
-    options = parse(arguments)
-    code = 0
-    try:
-        with termination_exits():
-            search = prepare(options, config_dir)
-            code = run_trials(search, options.trials)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except wrong_input_errors() as error:
-        report_error(error, show_traceback=False)
-        return WRONG_INPUT
+    with termination_exits():
+        found = prepare(config_dir, overrides, directory.absolute(), seed)
+        code = run_trials(found, trials)
     if code != WRONG_INPUT:
-        summarize(search.directory, search.metric, search.mode, report=True)
+        summarize(found.directory, found.metric, found.mode, report=True)
     return code
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="gradpolicy sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("overrides", nargs="*", help="sweep=NAME of conf/sweep, and overrides of a run")
-    parser.add_argument(
-        "--trials", type=int, default=20, help="the total number of trials, including earlier ones"
-    )
-    parser.add_argument("--directory", default="outputs", help="the directory of the trials and the study")
-    parser.add_argument("--seed", type=int, default=0, help="the seed of the sampler")
-    return parser.parse_intermixed_args(arguments)
-
-
-def prepare(options: argparse.Namespace, config_dir: Path) -> Search:
+def prepare(config_dir: Path, overrides: list[str], directory: Path, seed: int) -> Search:
     """Read the search space, and open the study or create it."""
-    source, overrides = Source(config_dir), options.overrides
+    source = Source(config_dir)
     with hydra_at(source):
         config = compose_job(source, overrides)
         sweep = config.get("sweep")
@@ -145,14 +118,13 @@ def prepare(options: argparse.Namespace, config_dir: Path) -> Search:
         # Check the overrides with one value of each parameter.
         first = [f"{key}={json.dumps(check_space(key, each))}" for key, each in parameters.items()]
         settings = check_job(compose_job(source, [*overrides, *first]))
+        name = str(config.hydra.runtime.choices.sweep)
     metric, mode = settings.optimized_metric, settings.optimized_mode
     if metric is None:
         raise PolicyError("optimized_metric: must name the metric that the search compares, got None")
-    directory = Path(options.directory).absolute()
     directory.mkdir(parents=True, exist_ok=True)
     url = f"sqlite:///{directory / 'study.db'}"
-    name = str(config.hydra.runtime.choices.sweep)
-    study = open_study(url, name, metric, mode, options.seed)
+    study = open_study(url, name, metric, mode, seed)
     return Search(study, url, parameters, overrides, directory / name, metric, mode, config_dir)
 
 
@@ -233,7 +205,7 @@ def run_trial(trial: Trial, search: Search) -> float:
     words = [
         *search.overrides,
         *(f"{key}={json.dumps(draw(trial, key, each))}" for key, each in search.parameters.items()),
-        f"+callbacks.study={as_override(report)}",
+        *(f"+callbacks.study.{key}={json.dumps(value)}" for key, value in report.items()),
         f"hydra.run.dir={quoted(str(directory))}",
     ]
     try:
@@ -254,9 +226,3 @@ def run_trial(trial: Trial, search: Search) -> float:
     if result.optimized is None:
         raise unknown("metric", search.metric, result.metrics, key="optimized_metric")
     return result.optimized
-
-
-def as_override(node: Mapping[str, Any]) -> str:
-    """Return a config node as a Hydra override."""
-    inner = (f"{key}: {quoted(value) if isinstance(value, str) else value}" for key, value in node.items())
-    return f"{{{', '.join(inner)}}}"

@@ -7,6 +7,7 @@ runs, for any `_target_`. :func:`hydra.utils.instantiate` builds.
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from hydra.errors import InstantiationException
@@ -16,10 +17,17 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
 from gradpolicy.app.messages import LINE, root_cause, type_error
-from gradpolicy.errors import NAMED, PolicyError, brief, constructors, nearest, under
+from gradpolicy.errors import (
+    NAMED,
+    KnowsItsArguments,
+    PolicyError,
+    brief,
+    known_arguments,
+    nearest,
+    under,
+)
 from gradpolicy.imports import import_by_name, to_install
 from gradpolicy.masks import MaskSource
-from gradpolicy.policies import Policy
 
 TARGET = "_target_"
 # Hydra's own keys of a node.
@@ -52,51 +60,34 @@ def check_arguments(config: Any, key: str) -> None:
             _check_call(target, config, key)
 
 
-def _signature(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
     """Return the parameters of a function or class; None if Python does not know them."""
+    # An annotation may use a name that is imported for type checking only.
     for evaluated in (True, False):
-        try:
-            return list(inspect.signature(function, eval_str=evaluated).parameters.values())
-        except NameError:
-            # An annotation uses a name that is imported for type checking only.
-            continue
-        except (TypeError, ValueError):
-            break
+        with suppress(NameError, TypeError, ValueError):
+            return inspect.signature(function, eval_str=evaluated).parameters
     return None
 
 
-def argument_names(target: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
-    """Return the arguments of a target by name, and True if it also takes others.
-
-    A policy or a mask source passes arguments on to its base classes, so theirs are included.
-    """
-    passes_on = isinstance(target, type) and issubclass(target, Policy | MaskSource)
-    known: dict[str, inspect.Parameter] = {}
-    takes_any = True
-    for function in constructors(target) if passes_on else [target]:  # type: ignore[arg-type]
-        parameters = _signature(function)
-        if parameters is None:
-            break
-        for parameter in parameters:
-            if parameter.kind in NAMED and parameter.name != "self":
-                known.setdefault(parameter.name, parameter)
-        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-    return known, takes_any
-
-
 def _check_call(target: Callable[..., Any], config: Mapping[str, Any], key: str) -> None:
-    parameters, takes_any = argument_names(target)
+    parameters = _parameters(target)
+    if parameters is None:
+        return
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    known = [name for name, each in parameters.items() if each.kind in NAMED]
+    # Policies, mask sources and schedules check the values themselves.
+    checks_itself = isinstance(target, type) and issubclass(target, KnowsItsArguments | MaskSource)
+    if checks_itself:
+        takes_any, known = False, known_arguments(target)  # type: ignore[arg-type]
     for name, value in config.items():
         full_key = brief(f"{key}.{name}")
-        if name in parameters:
+        if name not in known and name not in OWN_KEYS and not takes_any:
+            raise PolicyError(f"{full_key}: {config[TARGET]} takes no such argument; {nearest(name, known)}")
+        if name in known and not checks_itself:
             annotation, default = parameters[name].annotation, parameters[name].default
-            known = annotation is not inspect.Parameter.empty and not isinstance(annotation, str)
-            if known and value != default and not _has_target(value):
+            checkable = annotation is not inspect.Parameter.empty and not isinstance(annotation, str)
+            if checkable and value != default and not _has_target(value):
                 check_value(full_key, annotation, value)
-        elif not takes_any and name not in OWN_KEYS:
-            raise PolicyError(
-                f"{full_key}: {config[TARGET]} takes no such argument; {nearest(str(name), parameters)}"
-            )
 
 
 def check_value(key: str, annotation: Any, value: Any) -> None:

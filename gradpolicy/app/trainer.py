@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from gradpolicy.app.config import Settings
-from gradpolicy.app.resumed import Resumed, RunState, append_to_stored_runs, name_stored_runs, stored_runs
+from gradpolicy.app.resume import Resumed, append_to_stored_runs, name_stored_runs, stored_runs
 from gradpolicy.app.run_directory import RunDirectory
 from gradpolicy.app.targets import build, build_all
 from gradpolicy.errors import PolicyError
@@ -46,11 +46,11 @@ class RunBegins(Callback):
 
     def on_train_batch_end(self, *arguments: Any) -> None:
         """Keep the directory after the first step."""
-        self.directory.start()
+        self.directory.started = True
 
     def on_test_end(self, *arguments: Any) -> None:
         """Keep the directory after a test."""
-        self.directory.start()
+        self.directory.started = True
 
 
 def build_trainer(
@@ -84,7 +84,6 @@ def build_trainer(
         append_to_stored_runs(loggers)
     callbacks = [
         ExactResume(directory.path),
-        RunState(settings),
         *chosen,
         policies,
         RunBegins(directory, record, loggers),

@@ -21,6 +21,7 @@ from gradpolicy.tensors.sharding import local_shard
 from gradpolicy.train.agreement import of_every_rank
 from gradpolicy.train.json_file import write_json
 from gradpolicy.train.lightning.callback import GradientPolicies
+from gradpolicy.train.lightning.resume import starts_new_run
 from gradpolicy.train.lightning.trainer_parts import callbacks_of
 
 # The smallest number of updates between copies, since finding out which entries are frozen takes time.
@@ -111,7 +112,8 @@ class Audit(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Load the counts from before the run was resumed."""
-        if trainer.state.fn is TrainerFn.FITTING and trainer.is_global_zero and self.KEY in checkpoint:
+        goes_on = trainer.state.fn is TrainerFn.FITTING and not starts_new_run(trainer)
+        if goes_on and trainer.is_global_zero and self.KEY in checkpoint:
             self._counted = AuditFile.model_validate(checkpoint[self.KEY], strict=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

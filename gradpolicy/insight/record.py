@@ -27,6 +27,7 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.insight.run_files import Count
 from gradpolicy.train.json_file import parse_json
 from gradpolicy.train.lightning.callback import GradientPolicies
+from gradpolicy.train.lightning.resume import starts_new_run
 from gradpolicy.train.lightning.trainer_parts import callbacks_of
 from gradpolicy.train.measurements import NORMS, SUMS, Measured
 
@@ -75,7 +76,7 @@ class Record(Callback):
         """Start the file, or truncate it to its length in the checkpoint."""
         # A second fit by the same callback continues the file.
         if self.file is not None and (self._restored is not None or not self.file.size):
-            self.file.begin(self._restored or 0)
+            self.file.begin(0 if starts_new_run(trainer) else self._restored or 0)
         self._restored = None
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,6 +1,5 @@
 """The output of a run: tables, warnings, results, and the error that ended it."""
 
-import io
 import logging
 import sys
 import traceback
@@ -163,10 +162,3 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def replace_unencodable() -> None:
-    """Print ``?`` for characters that the encoding of an output stream does not have."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")

@@ -1,6 +1,5 @@
 """Hypothesis strategies of wrong values in Python: for arguments of policies, masks and schedules."""
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import nn
 
 import gradpolicy as gp
 from fuzzing.running import REFUSED, Case
-from gradpolicy.errors import NAMED, constructors
+from gradpolicy.errors import known_arguments
 from gradpolicy.masks import SOURCES
 
 Arguments = Mapping[str, Any]
@@ -76,12 +75,7 @@ def cases(draw: st.DrawFn) -> Case:
     home, table = draw(st.sampled_from(((gp, POLICIES), (gp.masks, MASKS), (gp.schedules, SCHEDULES))))
     name = draw(st.sampled_from(sorted(table)))
     kind = getattr(home, name)
-    names = [
-        each.name
-        for constructor in constructors(kind)
-        for each in inspect.signature(constructor).parameters.values()
-        if each.kind in NAMED and each.name not in ("self", "rule", "parameters")
-    ]
+    names = [each for each in known_arguments(kind) if each not in ("rule", "parameters")]
     odd = draw(st.dictionaries(st.sampled_from(names), st.sampled_from(ODD), min_size=1, max_size=2))
     misspelt = draw(st.sampled_from((False, False, False, True)))
     given = {**table[name], **({f"{names[0]}_": 1} if misspelt else odd)}

@@ -6,7 +6,7 @@ from unittest.mock import Mock, call
 
 import pytest
 
-from gradpolicy.app import cli, report
+from gradpolicy.app import cli
 
 
 def main(arguments: list[str]) -> int:
@@ -33,7 +33,7 @@ def test_one_run_gets_its_report_in_its_directory(runs: list[Path]) -> None:
 
 def test_a_folder_stands_for_the_runs_in_it(runs, tmp_path: Path, monkeypatch) -> None:
     write = Mock()
-    monkeypatch.setattr(report, "write", write)
+    monkeypatch.setattr("gradpolicy.insight.report.write", write)
     assert main([str(tmp_path / "multiruns")]) == 0
     assert main([*map(str, runs), str(runs[0])]) == 0
     assert main([str(runs[1]), "--output", str(tmp_path / "other.html")]) == 0

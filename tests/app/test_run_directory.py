@@ -11,15 +11,15 @@ import pytest
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import OmegaConf
 
-from gradpolicy.app.run_directory import LOCK, claimed_directory, run_directory
+from gradpolicy.app.run_directory import LOCK, locked, run_directory
 from gradpolicy.errors import PolicyError
 
 
 @contextmanager
 def claimed(template: str | Path) -> Iterator[Path]:
-    """Claims the directory that a config names."""
+    """Locks the directory that a config names."""
     node = OmegaConf.create({"run": {"dir": str(template)}}).run
-    with claimed_directory(node, "hydra.run.dir") as directory:
+    with locked(Path(node.dir), "hydra.run.dir") as directory:
         yield directory
 
 
@@ -28,7 +28,7 @@ def fail(path: Path, error: Exception, started: bool = False) -> None:
         path.mkdir(parents=True, exist_ok=True)
         (path / "half.txt").touch()
         if started:
-            directory.start()
+            directory.started = True
         raise error
 
 
@@ -145,16 +145,6 @@ def test_one_process_may_run_in_its_directory_again_and_its_other_ranks_beside_i
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     with run_directory(tmp_path / "taken") as directory:
         assert directory.path == tmp_path / "taken"
-
-
-def test_two_runs_of_one_time_stamp_never_share_a_directory(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("gradpolicy.app.processes._now", lambda: "2026-01-01_00-00-00-000")
-    template = f"{tmp_path}/runs/${{started:}}"
-    with claimed(template) as directory:
-        (directory / "file").touch()
-    with pytest.raises(PolicyError, match=r"^hydra\.run\.dir: .* has another run"), claimed(template):
-        pass
-    assert [path.name for path in directory.iterdir()] == ["file"]
 
 
 def test_a_requeued_slurm_job_finds_its_directory_again(

@@ -61,6 +61,7 @@ def test_a_job_that_is_not_known_beforehand_is_checked_where_it_begins(train, mo
     monkeypatch.setattr("gradpolicy.app.launch.sweep_values", lambda *given: [])
     ended = train("-m", "optimizer.lr=abc,0.1", "plan_only=true")
     assert ended.message == "optimizer.lr: must be a valid number or an instance of Tensor, got 'abc'"
+    assert ended.err.count("\n") == 1
 
 
 def start_search(folder: Path, *arguments: str) -> Popen:

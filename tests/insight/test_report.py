@@ -135,7 +135,7 @@ def test_constants_are_in_a_table_and_not_in_charts(run: Path) -> None:
 
 
 def test_the_command_that_repeats_a_trial_has_no_keys_of_the_search(run: Path) -> None:
-    added = ["+callbacks.study={_target_: x, trial: 3}", "hydra.run.dir='/a b'"]
+    added = ["+callbacks.study._target_=x", "+callbacks.study.trial=3", "hydra.run.dir='/a b'"]
     edit_json(run / "result.json", overrides=["optimizer.lr=0.00375619614449984", *added])
     assert read_run(run).command == "python train.py optimizer.lr=0.00375619614449984"
 

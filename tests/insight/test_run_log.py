@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
+from gradpolicy.app.cli import replace_unencodable
 from gradpolicy.errors import PolicyError
-from gradpolicy.insight.run_log import logged_run, quieter, replace_unencodable, say
+from gradpolicy.insight.run_log import logged_run, quieter, say
 
 
 @pytest.fixture
