@@ -90,8 +90,9 @@ def resumed_run(settings: Settings, checkpoint: Path, own: Path | None) -> Resum
 
 def _saved_config(directory: Path) -> Mapping[str, Any]:
     """Return the config of the run in a directory; empty if it cannot be read."""
+    path = directory / CONFIG
     try:
-        saved = yaml.safe_load((directory / CONFIG).read_text("utf-8"))
+        saved = yaml.safe_load(path.read_text("utf-8")) if path.is_file() else None
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return saved if isinstance(saved, Mapping) else {}
