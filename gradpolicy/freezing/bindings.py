@@ -12,7 +12,7 @@ from gradpolicy.freezing.combination import check_same_options
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.freezing.still import check_not_renormalised
 from gradpolicy.optim import MaskedOptimizer
-from gradpolicy.optim.own_settings import check_settings
+from gradpolicy.optim.wrapped import check_settings
 from gradpolicy.policies import Freeze
 from gradpolicy.rates import Rates, Settings
 from gradpolicy.where import named_parameters, pick

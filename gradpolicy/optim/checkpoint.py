@@ -31,7 +31,7 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim.masked_parameter import MaskedParameter, Options
-from gradpolicy.optim.put_back import is_torchs_own, tried_state
+from gradpolicy.optim.put_back import first_state, is_torchs_own
 from gradpolicy.optim.update_rules.base import step_count
 from gradpolicy.tensors.packed_mask import pack, unpack
 from gradpolicy.tensors.sharding import is_sharded, plain_parts
@@ -111,7 +111,7 @@ def _filled(masked: MaskedParameter, inner: torch.optim.Optimizer) -> dict[str, 
         state = {**masked.state.initial(masked.group, masked.updates), **state}
         return masked.rule.dense_state(state, masked.parameter.detach())
     if not state and (is_sharded(masked.parameter) or is_torchs_own(inner)):
-        return tried_state(inner, masked.group, masked.parameter) or {}
+        return first_state(inner, masked.group, masked.parameter) or {}
     return state
 
 
@@ -344,17 +344,8 @@ def take_out(inner: torch.optim.Optimizer) -> None:
     """Make state dense that a plain optimizer has loaded, and remove the records from its groups."""
     if not any(KEY in group for group in inner.param_groups):
         return
-    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
-    groups = [{**group, "params": [id(each) for each in group["params"]]} for group in inner.param_groups]
-    state = {id(each): inner.state.get(each, {}) for each in parameters}
-    own, _, records = split({"state": state, "param_groups": groups})
-    for index, parameter in enumerate(parameters):
-        loaded = own["state"][id(parameter)]
-        if index in records:
-            loaded = _widened(records[index], loaded, f"parameter {index}")
-        inner.state[parameter] = loaded
-    for group in inner.param_groups:
-        group.pop(KEY, None)
+    own, _, _ = split(dense(inner.state_dict()))
+    inner.load_state_dict(own)
 
 
 def fitting_records(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial, partialmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -13,12 +14,12 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.optim import checkpoint
-from gradpolicy.optim.masked_parameter import MaskedParameter, Options
-from gradpolicy.optim.optimizers import Optimizers
-from gradpolicy.optim.own_settings import as_settings, check_settings
-from gradpolicy.optim.put_back import mask_gradient
-from gradpolicy.optim.step import refuse_sparse, switch, update
+from gradpolicy.optim import checkpoint, moving
+from gradpolicy.optim.masked_parameter import MaskedParameter, Mode, Options
+from gradpolicy.optim.parameter_state import stand_ins
+from gradpolicy.optim.put_back import mask_gradient, restore_frozen, save_frozen
+from gradpolicy.optim.shapes import local_entries
+from gradpolicy.optim.update_rules import Group, UpdateRule
 from gradpolicy.optim.wrapped import Wrapped
 from gradpolicy.tensors.sharding import plain_parts
 
@@ -91,7 +92,6 @@ class MaskedOptimizer(torch.optim.Optimizer):
     effective_steps: int
     _options: Options
     _wrapped: Wrapped
-    _parts: list[Wrapped]
     # True if an engine reduces the gradients, and frozen parameters need not have any.
     allows_unused_parameters = False
     # True for an optimizer whose engine steps and clips partitions of the parameters.
@@ -112,27 +112,25 @@ class MaskedOptimizer(torch.optim.Optimizer):
     def __init__(
         self, inner: torch.optim.Optimizer, frozen_state: str = "keep", bias_correction: str = "entry"
     ) -> None:
-        # The optimizers that step: the wrapped one, or those that it consists of.
-        joined = inner.optimizers if isinstance(inner, Optimizers) else []
-        for each in (inner, *joined):
-            _check_inner(each)
-        options = Options().changed(frozen_state=frozen_state, bias_correction=bias_correction)
+        _check_inner(inner)
         wrapped = Wrapped(inner)
-        parts = [Wrapped(each) for each in joined] or [wrapped]
+        for part in wrapped.parts:
+            _check_inner(part.optimizer)
+        options = Options().changed(frozen_state=frozen_state, bias_correction=bias_correction)
         # A plain optimizer that has loaded a state_dict of this class keeps what it does not know.
         checkpoint.take_out(inner)
-        own = {"inner": inner, "_options": options, "_wrapped": wrapped, "_parts": parts}
+        own = {"inner": inner, "_options": options, "_wrapped": wrapped}
         self.__setstate__({**own, "masked": {}, "effective_steps": 0})
         wrapped.begin_state()
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("inner", "_options", "_wrapped", "_parts", "masked", "effective_steps")
+        names = ("inner", "_options", "_wrapped", "masked", "effective_steps")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # what `Optimizer.__init__` would set up
         self.steps_inner = False
-        for each in {self.inner, *(part.optimizer for part in self._parts)}:
+        for each in {self.inner, *(part.optimizer for part in self._wrapped.parts)}:
             _WRAPPERS[each] = weakref.ref(self)
             guard = each.register_step_pre_hook(partial(_refuse_to_pass_masks, weakref.ref(self)))
             weakref.finalize(self, guard.remove)
@@ -149,9 +147,13 @@ class MaskedOptimizer(torch.optim.Optimizer):
         """
         return nullcontext()
 
-    # Schedule-free optimizers switch between the weights of training and those of evaluation; frozen entries
-    # do not change.
-    train, eval = partialmethod(switch, "train"), partialmethod(switch, "eval")
+    def train(self) -> None:
+        """Switch schedule-free optimizers to the weights of training; frozen entries do not change."""
+        _switch(self._wrapped, self.masked, "train")
+
+    def eval(self) -> None:
+        """Switch schedule-free optimizers to the weights of evaluation; frozen entries do not change."""
+        _switch(self._wrapped, self.masked, "eval")
 
     # --- masks and settings
 
@@ -167,18 +169,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
             PolicyError: If there is no such setting, or the optimizer is LBFGS, which has one param group, or
                 Rprop, which reads its rate at the first step only.
         """
-        groups = [(p, group) for group in self.param_groups for p in group["params"] if p in settings]
-        for parameter, group in groups:
-            check_settings(settings[parameter], group)
-        for part in self._parts if groups else ():
-            if isinstance(part.optimizer, torch.optim.LBFGS | torch.optim.Rprop):
-                kind = type(part.optimizer).__name__
-                raise PolicyError(
-                    f"{kind} cannot give parameters rates of their own; use another, such as AdamW"
-                )
-        own = {p: as_settings(settings[p], group) for p, group in groups}
-        for part in {self._wrapped, *self._parts}:
-            part.settings = own
+        self._wrapped.set_settings(settings)
 
     def set_mask(
         self,
@@ -257,9 +248,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         """Return the masked parameter; a new one, with every entry active, if it never had a mask."""
         if parameter in self.masked:
             return self.masked[parameter]
-        self._wrapped.name_of(parameter)  # raises if it is not the optimizer's
-        part = next((each for each in self._parts if each.has(parameter)), self._wrapped)
-        return MaskedParameter(parameter, part, self._options)
+        return MaskedParameter(parameter, self._wrapped.part_of(parameter), self._options)
 
     # --- steps
 
@@ -284,7 +273,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         if masked.frozen_everywhere:
             gradient.zero_()
             return
-        refuse_sparse(gradient, masked.name)
+        _refuse_sparse(gradient, masked.name)
         mask_gradient(masked, gradient)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -329,20 +318,16 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
         Once all are, call `step`, which counts the update; parameters without a gradient do not change in it.
         """
-        before, updates = self.steps_inner, self.effective_steps
-        self.steps_inner = True
+        before, self.steps_inner = self.steps_inner, True
         try:
-            with ExitStack() as stack:
-                for each in dict.fromkeys((self._wrapped, *self._parts)):
-                    stack.enter_context(each.restricted_to(parameter))
-                self._update(None)
+            _update(self._wrapped, self.masked, {}, only=parameter)
         finally:
-            self.steps_inner, self.effective_steps = before, updates
+            self.steps_inner = before
 
     @torch.no_grad()
     def _update(self, closure: Callable[[], Any] | None) -> Any:
         scaling = {name: getattr(self, name) for name in ("grad_scale", "found_inf") if hasattr(self, name)}
-        result = update(self._wrapped, self._parts, self.masked, scaling, closure)
+        result = _update(self._wrapped, self.masked, scaling, closure)
         self.effective_steps += 1
         return result
 
@@ -399,6 +384,175 @@ class MaskedOptimizer(torch.optim.Optimizer):
         self.effective_steps = self.effective_steps if steps is None else steps
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+
+# --- one update
+
+Member = tuple[MaskedParameter, Any]
+"""A parameter and its gradient; None where the wrapped optimizer makes it."""
+ByRule = list[tuple[UpdateRule, Group, list[Member]]]
+"""The parameters that update rules move, by param group."""
+
+
+def _update(
+    wrapped: Wrapped,
+    masked: Mapping[Tensor, MaskedParameter],
+    scaling: Mapping[str, Any],
+    closure: Callable[[], Any] | None = None,
+    only: Tensor | None = None,
+) -> Any:
+    """Update once: by the wrapped optimizer where that is exact, then by the rule for the rest.
+
+    Args:
+        wrapped: The wrapped optimizer.
+        masked: The parameters that have, or once had, a mask.
+        scaling: What GradScaler has set on the masked optimizer.
+        closure: Passed to the wrapped optimizer, which then makes the gradients itself.
+        only: The one parameter that is updated; None: all.
+
+    Returns:
+        The result of the wrapped optimizer's step.
+
+    Raises:
+        PolicyError: If a gradient is sparse.
+    """
+    by_rule, others = _sorted(wrapped, masked, closure is not None, only)
+    hidden = [member for *_, members in by_rule for member in members]
+    hidden += [*others[Mode.BY_PART], *others[Mode.FROZEN], *others[Mode.ON_OTHERS]]
+    by_optimizer = [each for each, _ in (*others[Mode.PLAIN], *others[Mode.PUT_BACK])]
+    stepped = masked.values() if wrapped.needs_closure else by_optimizer
+    saved = [(each, save_frozen(each)) for each in stepped if not each.is_full]
+    with ExitStack() as stack:
+        stack.enter_context(_hidden_gradients(hidden))
+        stack.enter_context(_passed_on(scaling, wrapped.optimizer))
+        in_place = stack.enter_context(stand_ins(others[Mode.BY_PART]))
+        for part in wrapped.parts:
+            stack.enter_context(part.stepping(in_place, only))
+        step = wrapped.optimizer.step
+        result = step(closure) if closure is not None else step()
+    for each, values in saved:
+        restore_frozen(each, values)
+    for each in (*by_optimizer, *(each for each, _ in others[Mode.BY_PART])):
+        each.count_update()
+    for each, _ in others[Mode.ON_OTHERS]:
+        each.set_count(each.updates + 1)
+    given = scaling.get("grad_scale")
+    _move(by_rule, 1.0 if given is None else float(given))
+    return result
+
+
+def _sorted(
+    wrapped: Wrapped, masked: Mapping[Tensor, MaskedParameter], makes_gradients: bool, only: Tensor | None
+) -> tuple[ByRule, dict[Mode, list[Member]]]:
+    """Sort masked parameters by how this step treats them."""
+    by_rule: ByRule = []
+    others: dict[Mode, list[Member]] = defaultdict(list)
+    for rule, group, parameters in wrapped.groups(only):
+        members: list[Member] = []
+        for parameter in parameters:
+            gradient, each = parameter.grad, masked.get(parameter)
+            if gradient is not None and gradient.layout is not torch.strided:
+                _refuse_sparse(gradient, wrapped.name_of(parameter))
+            if each is not None and (gradient is not None or makes_gradients):
+                mode = each.mode
+                (members if mode is Mode.BY_RULE else others[mode]).append((each, gradient))
+        if rule is not None and members:
+            by_rule.append((rule, group, members))
+    return by_rule, others
+
+
+def _refuse_sparse(gradient: Tensor, name: str) -> None:
+    """Check that a gradient is dense.
+
+    Raises:
+        PolicyError: If it is not.
+    """
+    if gradient.layout is not torch.strided:
+        raise PolicyError(
+            f"{name} has a sparse gradient; MaskedOptimizer needs dense ones "
+            "(for an embedding: sparse=False, and a mask of rows)"
+        )
+
+
+def _move(work: ByRule, scale: float) -> None:
+    """Update the active entries of parameters by their rules, and count the update."""
+    steps: list[Tensor] = []
+    for rule, group, members in work:
+        together: dict[tuple[torch.dtype, torch.device], list[Member]] = {}
+        for member in members:
+            parameter = member[0].parameter
+            together.setdefault((parameter.dtype, parameter.device), []).append(member)
+        for alike in together.values():
+            moving.update(rule, group, scale, [_entries(group, *member) for member in alike])
+        counts = rule.tensor_state(group, 0).keys()
+        for masked, _ in members:
+            masked.count_update()
+            if counts - {"step"}:
+                masked.state.set_count(masked.updates)
+            elif counts:
+                steps.append(masked.state.values["step"])
+    if steps:
+        # On a CPU a Python number would be converted to a tensor for each of them.
+        on_cpu = all(step.is_cpu for step in steps)
+        torch._foreach_add_(steps, torch.tensor(1.0, device="cpu") if on_cpu else 1.0)
+    # Autograd must detect that values it may have saved have changed.
+    torch.autograd.graph.increment_version([m.parameter for *_, members in work for m, _ in members])
+
+
+def _entries(group: Group, masked: MaskedParameter, gradient: Tensor) -> moving.Entries:
+    masked.follow()
+    return moving.Entries(
+        local_entries(masked.parameter),
+        local_entries(gradient),
+        masked.state.completed(group, masked.ages, masked.updates),
+        masked.ages,
+        masked.updates if masked.options.bias_correction == "tensor" else None,
+        masked.weights,
+    )
+
+
+@contextmanager
+def _hidden_gradients(members: Iterable[Member]) -> Iterator[None]:
+    """Hide the gradients of parameters while the wrapped optimizer steps."""
+    try:
+        for masked, _ in members:
+            masked.parameter.grad = None
+        yield
+    finally:
+        for masked, gradient in members:
+            masked.parameter.grad = gradient
+
+
+@contextmanager
+def _passed_on(scaling: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Set what GradScaler passes on as attributes of the optimizer while it steps."""
+    try:
+        for name, value in scaling.items():
+            setattr(optimizer, name, value)
+        yield
+    finally:
+        for name in scaling:
+            delattr(optimizer, name)
+
+
+@torch.no_grad()
+def _switch(wrapped: Wrapped, masked: Mapping[Tensor, MaskedParameter], name: str) -> None:
+    """Call the `train` or `eval` of the wrapped optimizers that have it; frozen entries do not change."""
+    for part in wrapped.parts:
+        optimizer: Any = part.optimizer
+        if not hasattr(optimizer, name):
+            continue
+        state = optimizer.state
+        before = {p: p.detach().clone() for p, each in masked.items() if not each.is_full}
+        dense = {p: masked[p].state.dense(masked[p].ages) if p in masked else own for p, own in state.items()}
+        optimizer.state = defaultdict(dict, dense)
+        getattr(optimizer, name)()
+        optimizer.state = state
+        for parameter, value in before.items():
+            parameter.copy_(torch.where(masked[parameter].mask(), parameter, value))
+
+
+# --- wrapped optimizers
 
 
 def _bytes_of(state: Mapping[Any, Any]) -> int:

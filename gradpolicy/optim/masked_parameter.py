@@ -11,11 +11,11 @@ from torch import Tensor
 from gradpolicy.checks import BIAS_CORRECTIONS, FROZEN_STATES, check_choice
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim.ages import Ages
+from gradpolicy.optim.parameter_state import ParameterState, SubmatrixState, rows_differ
 from gradpolicy.optim.put_back import check_entries_can_freeze, reset_frozen, warn_of_putting_back
 from gradpolicy.optim.shapes import as_logical, coarse_mask, fitting_mask, local_entries, local_mask
-from gradpolicy.optim.submatrix import SubmatrixState, rows_differ
 from gradpolicy.optim.update_rules import ActiveRows, Group
-from gradpolicy.optim.wrapped import ParameterState, Wrapped
+from gradpolicy.optim.wrapped import Wrapped
 from gradpolicy.tensors.sharding import full_tensor, is_sharded
 
 
@@ -114,8 +114,10 @@ class MaskedParameter:
         if self.state.part is not None:
             return Mode.BY_PART
         if ages.active == ages.entries:
+            if rule is None:
+                return Mode.PLAIN
             differs = self.options.bias_correction == "entry" and ages.one is None
-            by_rule = rule is not None and (differs or rule.counts_in_group)
+            by_rule = differs or rule.counts_in_group or rule.begins_alone(self.state.values, self.group)
             return Mode.BY_RULE if by_rule else Mode.PLAIN
         if rule is None:
             return Mode.PUT_BACK
@@ -240,7 +242,10 @@ class MaskedParameter:
         # Without a rule there is one count for the whole tensor, the same on every process.
         restarts = self.options.bias_correction == "entry" and (exact or self.frozen_everywhere)
         if not (restarts and (drops or not exact) and self.state.remove()):
-            self.state.empty(drop=drops)
+            if exact or self.submatrix is not None:
+                self.state.empty(drop=drops)
+            else:
+                reset_frozen(self)
         if restarts:
             self.set_count(0)
 

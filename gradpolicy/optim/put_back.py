@@ -19,7 +19,7 @@ from torch import Tensor
 from gradpolicy.errors import PolicyError, under, warn_user
 from gradpolicy.optim.shapes import local_entries
 from gradpolicy.optim.update_rules import Group, rule_for, submatrix_rule_for
-from gradpolicy.tensors.sharding import is_composed, is_sharded, local_shard
+from gradpolicy.tensors.sharding import is_composed, is_sharded
 
 OF_THE_TENSOR = ("step", "mu_product", "eta", "mu")
 """State that torch's optimizers keep once per tensor, even if the tensor is a scalar."""
@@ -74,50 +74,35 @@ def initial_values(
     if is_torchs_own(optimizer):
         starts = {"step_size": float(group["lr"])} if isinstance(optimizer, torch.optim.Rprop) else {}
         return {key: torch.tensor(starts.get(key, 0.0), dtype=torch.float64, device="cpu") for key in state}
-    found = tried_state(optimizer, group, parameter)
+    found = first_state(optimizer, group, parameter)
     if found is None:
         return {}
     first = entry_state(found, parameter)
     return {key: first.get(key, torch.zeros((), device="cpu")) for key in state}
 
 
-def reset_state(
-    optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor, state: Mapping[str, Any]
-) -> None:
-    """Reset the state of all entries of a parameter to its initial values, in place."""
-    own = entry_state(state, parameter)
-    for key, start in initial_values(optimizer, group, parameter, own).items():
-        value = local_shard(own[key])
-        if start.dim():
-            value.copy_(local_shard(start))
-        else:
-            (torch.view_as_real(value) if value.is_complex() else value).fill_(float(start))
+def first_state(optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor) -> dict[str, Any] | None:
+    """Return the state that another optimizer of the class creates in a step with gradient 0.
 
-
-def first_state(optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor) -> dict[str, Any]:
-    """Return the state that another optimizer of the class creates in a step with gradient 0."""
+    Returns:
+        The state; None where another optimizer cannot be made: a third party's may need anything.
+    """
+    devices = [parameter.device] if parameter.device.type == "cuda" else []
     stand_in = parameter.detach().clone().requires_grad_()
     stand_in.grad = torch.zeros_like(stand_in)
     kind, still = type(optimizer), {"weight_decay": 0.0} if "weight_decay" in group else {}
-    accepted = inspect.signature(kind).parameters
-    settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
     own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    other: Any = kind([{**own, **still, "params": [stand_in]}], **settings)
-    if callable(getattr(other, "train", None)):
-        other.train()
-    other.step()
-    return dict(other.state[stand_in])
-
-
-def tried_state(optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor) -> dict[str, Any] | None:
-    """Return the result of `first_state`; None where another optimizer of the class cannot be made."""
-    devices = [parameter.device] if parameter.device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return first_state(optimizer, group, parameter)
+            accepted = inspect.signature(kind).parameters
+            settings = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+            other: Any = kind([{**own, **still, "params": [stand_in]}], **settings)
+            if callable(getattr(other, "train", None)):
+                other.train()
+            other.step()
+            return dict(other.state[stand_in])
     except Exception:
-        # A third party's constructor or step may need anything.
         return None
 
 
@@ -189,7 +174,7 @@ def check_entries_can_freeze(optimizer: torch.optim.Optimizer, group: Group, par
             raise _refused(optimizer, why)
     state = optimizer.state.get(parameter)
     if not state and not is_torchs_own(optimizer):
-        state = tried_state(optimizer, group, parameter)
+        state = first_state(optimizer, group, parameter)
     check_state_of_entries(optimizer, state or {})
 
 

@@ -1,4 +1,4 @@
-"""The table of update rules: one file an optimizer."""
+"""The table of update rules: one file a family of optimizers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ import torch
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim.update_rules.adagrad import Adagrad
-from gradpolicy.optim.update_rules.adam import Adam
-from gradpolicy.optim.update_rules.adamax import Adamax
+from gradpolicy.optim.update_rules.adam import Adam, Adamax, NAdam, RAdam
 from gradpolicy.optim.update_rules.base import Group, State, UpdateRule
 from gradpolicy.optim.update_rules.by_rows import ActiveRows, Adafactor, Muon, SubmatrixRule
 from gradpolicy.optim.update_rules.lion import Lion
-from gradpolicy.optim.update_rules.nadam import NAdam
-from gradpolicy.optim.update_rules.radam import RAdam
 from gradpolicy.optim.update_rules.rmsprop import RMSprop
 from gradpolicy.optim.update_rules.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
 from gradpolicy.optim.update_rules.sgd import SGD

@@ -63,6 +63,10 @@ class UpdateRule(ABC):
         """Return the state of a whole parameter as the optimizer itself would have it."""
         return state
 
+    def begins_alone(self, state: dict[str, Any], group: Group) -> bool:
+        """Return True if the first update of a parameter that has had a mask must be made by the rule."""
+        return False
+
     def updates(self, state: dict[str, Any], group: Group) -> int:
         """Return the number of updates of a tensor, by the optimizer's state."""
         return step_count(state)

@@ -6,10 +6,8 @@ d = b, with Nesterov  g + mu b, without momentum  g
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gradpolicy.optim.update_rules.base import Group, Numbers, Settings, State, UpdateRule, sign_of
@@ -31,6 +29,11 @@ class SGD(UpdateRule):
     def updates(self, state: dict[str, Any], group: Group) -> int:
         """Return 1 if there is a momentum: a higher count makes no difference."""
         return int(state.get("momentum_buffer") is not None)
+
+    def begins_alone(self, state: dict[str, Any], group: Group) -> bool:
+        """Return True for a fused step, which needs the momenta of a group to exist all or not at all."""
+        fused = bool(group["fused"] and group["momentum"])
+        return fused and state.get("momentum_buffer") is None
 
     def settings(self, group: Group) -> tuple[float, ...]:
         """See `UpdateRule.settings`."""
@@ -57,28 +60,3 @@ class SGD(UpdateRule):
         buffer = momentum * state["momentum_buffer"] + numbers[0] * gradient
         direction = of_gradient * gradient + of_momentum * buffer
         return parameter - lr * direction, {"momentum_buffer": buffer}
-
-
-def begin_momenta(optimizer: torch.optim.SGD, group_of: Callable[[Tensor], Group], scale: float) -> None:
-    """Create momentum buffers of parameters whose first gradient comes later than that of others.
-
-    Torch's fused step needs the momentum buffers of a group to exist all or not at all. The buffer created
-    here has ``mu b + (1 - tau) g = g``, as after a first update.
-
-    Args:
-        optimizer: The optimizer, before its step.
-        group_of: Returns the param group of a parameter, with its own settings in it.
-        scale: The factor that the gradients are multiplied by.
-    """
-    for group in optimizer.param_groups:
-        moving = [parameter for parameter in group["params"] if parameter.grad is not None]
-        new = [p for p in moving if optimizer.state.get(p, {}).get("momentum_buffer") is None]
-        if not (group["fused"] and group["momentum"]) or len(new) in (0, len(moving)):
-            continue
-        for parameter in new:
-            buffer = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            if group["dampening"]:
-                buffer.add_(parameter.grad, alpha=sign_of(group) / scale)
-                buffer.add_(parameter, alpha=group_of(parameter)["weight_decay"])
-                buffer.mul_(group["dampening"] / group["momentum"])
-            optimizer.state[parameter]["momentum_buffer"] = buffer

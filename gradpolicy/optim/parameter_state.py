@@ -1,0 +1,346 @@
+"""The state that the wrapped optimizer keeps of a parameter: dense, or of what is active alone.
+
+Where a `SubmatrixRule` describes the optimizer, a step gathers the active rows or columns of the parameter,
+of its gradient and of its state, lets the optimizer step them as a parameter of their own, and puts them
+back. So whatever it computes from many entries it computes from active ones, and the state of frozen ones is
+not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradpolicy.errors import PolicyError
+from gradpolicy.optim.ages import Ages
+from gradpolicy.optim.shapes import local_entries
+from gradpolicy.optim.update_rules import ActiveRows, Group, SubmatrixRule
+from gradpolicy.optim.update_rules.base import step_count
+from gradpolicy.optim.wrapped import Wrapped
+from gradpolicy.tensors.sharding import local_shard
+
+
+class ParameterState:
+    """The state of a parameter that an update rule moves, or that is put back.
+
+    With an index in its ages, what the update rule keeps for each entry is a vector of the active entries.
+
+    Args:
+        parameter: The parameter.
+        wrapped: The optimizer.
+
+    Attributes:
+        part: The rows or columns that the optimizer steps alone; None where it does not.
+        held: The rows or columns that have state; None for all, and where single entries may have it.
+    """
+
+    part: ActiveRows | None = None
+    held: ActiveRows | None = None
+
+    def __init__(self, parameter: Tensor, wrapped: Wrapped) -> None:
+        self.parameter, self.wrapped = parameter, wrapped
+
+    def take_over(self) -> None:
+        """Make what a param group has counted so far each entry's own, where the rule counts for entries."""
+        rule, values = self.wrapped.rule, self.values
+        for name, value in rule.group_state(self.group).items() if rule is not None and values else ():
+            if values.get(name) is None:
+                values[name] = self._filled(value, None)
+
+    def to(self, device: torch.device) -> None:
+        """Follow the parameter to another device; the optimizer's state does so by itself."""
+        both = [
+            rows and rows._replace(positions=rows.positions.to(device)) for rows in (self.part, self.held)
+        ]
+        self.part, self.held = both
+
+    @property
+    def group(self) -> Group:
+        """The parameter's param group."""
+        return self.wrapped.group_of(self.parameter)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The optimizer's state of the parameter; empty before its first update."""
+        return self.wrapped.state_of(self.parameter)
+
+    def of_entries(self, ages: Ages) -> dict[str, Tensor]:
+        """Return the state that the update rule keeps for each entry, as far as it exists.
+
+        Returns:
+            Real numbers of this process in the shape of the ages or, with an index, of the active entries.
+
+        Raises:
+            PolicyError: If it was replaced by another of the wrong size, or is on another device.
+        """
+        names = () if self.wrapped.rule is None else self.wrapped.rule.names
+        values, device = self.values, self.parameter.device
+        shape = ages.shape if ages.stored is None else (ages.active,)
+        found: dict[str, Tensor] = {}
+        for name in names:
+            if (value := values.get(name)) is None:
+                continue
+            found[name] = local_entries(value) if value.device == device else value
+            if found[name].shape != shape or value.device != device:
+                raise PolicyError(
+                    f"the optimizer's state {name!r} of a parameter of shape {tuple(self.parameter.shape)} "
+                    f"on {device} has the shape {tuple(value.shape)} and is on {value.device}; "
+                    "load a state_dict of this model, or move the state along with it"
+                )
+        return found
+
+    def completed(self, group: Group, ages: Ages, updates: int) -> dict[str, Tensor]:
+        """Return the state of each entry, after creating what is missing of it and of the tensor's counts."""
+        assert self.wrapped.rule is not None
+        names = self.wrapped.rule.state(group)
+        counts = self.wrapped.rule.tensor_state(group, 0)
+        state = self.wrapped.optimizer.state[self.parameter]
+        if any(state.get(name) is None for name in (*names, *counts)):
+            state.update(self.initial(group, updates, ages.active if ages.stored is not None else None))
+        found = self.of_entries(ages)
+        return {name: found[name] for name in names}
+
+    def initial(self, group: Group, updates: int, packed: int | None = None) -> dict[str, Any]:
+        """Return the missing part of the state of a parameter.
+
+        Args:
+            group: The parameter's param group.
+            updates: Number of updates of the tensor.
+            packed: Number of entries with state; None: all of them, in the parameter's shape.
+        """
+        assert self.wrapped.rule is not None
+        counts, starts = self.counts(group, updates), self.wrapped.rule.state(group)
+        missing = [name for name in (*counts, *starts) if self.values.get(name) is None]
+        return {
+            name: counts[name] if name in counts else self._filled(starts[name], packed) for name in missing
+        }
+
+    def counts(self, group: Group, updates: int) -> dict[str, Tensor]:
+        """Return what the rule keeps once for the tensor, after a number of updates, as torch stores it."""
+        rule, fused = self.wrapped.rule, bool(group.get("fused"))
+        double = torch.get_default_dtype() == torch.float64 and not fused
+        dtype = torch.float64 if double else torch.float32
+        device = self.parameter.device if group.get("capturable") or fused else "cpu"
+        counts = {} if rule is None else rule.tensor_state(group, updates)
+        return {name: torch.tensor(value, dtype=dtype, device=device) for name, value in counts.items()}
+
+    def _filled(self, start: float, packed: int | None) -> Tensor:
+        own = local_shard(self.parameter)
+        if packed is not None:
+            dtype = own.dtype.to_real() if own.is_complex() else own.dtype
+            return torch.full((packed,), start, dtype=dtype, device=own.device)
+        value = torch.zeros_like(self.parameter, memory_format=torch.preserve_format)
+        return _fill(value, start) if start else value
+
+    def dense(self, ages: Ages) -> dict[str, Any]:
+        """Return the state as the wrapped optimizer itself would hold it."""
+        rule = self.wrapped.rule
+        state = {name: value for name, value in self.values.items() if value is not None}
+        if ages.stored is not None:
+            assert rule is not None
+            starts = rule.state(self.group)
+            for name, value in self.of_entries(ages).items():
+                state[name] = self._shaped(ages.stored.spread(value, starts.get(name, 0.0)))
+        return state if rule is None else rule.dense_state(state, self.parameter.detach())
+
+    def _shaped(self, values: Tensor) -> Tensor:
+        """Return real numbers of this process as a tensor like the parameter."""
+        complex_of = {torch.float32: torch.complex64, torch.float64: torch.complex128}
+        dtype = complex_of[values.dtype] if self.parameter.is_complex() else values.dtype
+        shaped = torch.zeros_like(self.parameter, dtype=dtype, memory_format=torch.preserve_format)
+        local_entries(shaped).copy_(values)
+        return shaped.detach()
+
+    def arrange(self, before: Ages, ages: Ages, forget: bool) -> None:
+        """Arrange the state of each entry for new ages, one tensor after the other.
+
+        Args:
+            before: The ages of the present state.
+            ages: The new ages.
+            forget: True if the state of frozen entries is emptied.
+        """
+        rule = self.wrapped.rule
+        repacks = before.stored is not None or ages.stored is not None
+        empties = forget and ages.stored is None and ages.active < ages.entries
+        if rule is None or not (repacks or empties):
+            return
+        starts, values = rule.state(self.group), self.values
+        for name, value in self.of_entries(before).items():
+            start = starts.get(name, 0.0)
+            dense = value if before.stored is None else before.stored.spread(value, start)
+            if empties:
+                dense.masked_fill_(~ages.mask, start)
+            if ages.stored is not None:
+                values[name] = ages.stored.take(dense).view(-1)
+            elif before.stored is not None:
+                values[name] = self._shaped(dense)
+
+    def set_count(self, updates: int) -> None:
+        """Set the tensor's own count of updates."""
+        rule = self.wrapped.rule
+        counts = {"step": float(updates)} if rule is None else rule.tensor_state(self.group, updates)
+        for name, value in counts.items():
+            if isinstance(self.values.get(name), Tensor):
+                self.values[name].fill_(value)
+
+    def count(self) -> int:
+        """Return the number of updates of the tensor, by its state."""
+        rule = self.wrapped.rule
+        return step_count(self.values) if rule is None else rule.updates(self.values, self.group)
+
+    def remove(self) -> bool:
+        """Remove all state; return False if the optimizer's step would not create it again."""
+        if isinstance(self.wrapped.optimizer, torch.optim.Adagrad):
+            return False  # torch 2.11 creates it in the constructor only
+        self.wrapped.optimizer.state[self.parameter] = {}
+        return True
+
+    def empty(self, drop: bool) -> None:
+        """Empty the state that the update rule keeps for each entry.
+
+        Args:
+            drop: True if it is to take no memory. Its names stay, with None, which tells it apart from
+                state that a caller removed.
+        """
+        assert self.wrapped.rule is not None
+        values, starts = self.values, self.wrapped.rule.state(self.group)
+        for name in self.wrapped.rule.names:
+            if values.get(name) is not None:
+                values[name] = None if drop else _fill(values[name], starts.get(name, 0.0))
+
+
+def _fill(value: Tensor, start: float) -> Tensor:
+    """Fill a tensor with a number, both parts of complex ones."""
+    local_entries(value).fill_(start)
+    return value
+
+
+# --- rows or columns that the optimizer steps alone
+
+
+class SubmatrixState(ParameterState):
+    """The state of a parameter whose rows or columns the optimizer can step alone.
+
+    Under "keep" and "zero" it is full, as the optimizer's own step makes it; under "drop" it is that of the
+    active slices.
+    """
+
+    def arrange(self, before: Ages, ages: Ages, forget: bool) -> None:
+        """Arrange the state for the active part, which `part` has by now; see ParameterState."""
+        if self.held is not None:
+            self.values.update(self._each(_spread, self.held))
+        self.held = self.part if ages.stored is not None else None
+        if self.part is not None and (forget or self.held is not None):
+            self.values.update(self._each(_cleared if self.held is None else _taken, self.part))
+
+    def dense(self, ages: Ages) -> dict[str, Any]:
+        """Return the state as the wrapped optimizer itself would hold it."""
+        return dict(self.values) if self.held is None else self.values | self._each(_spread, self.held)
+
+    def set_count(self, updates: int) -> None:
+        """Continue the tensor's own count from here."""
+        if (step := self.values.get("step")) is not None:
+            self.values["step"] = torch.full_like(step, updates) if isinstance(step, Tensor) else updates
+
+    def empty(self, drop: bool) -> None:
+        """Empty the state of every slice; that of the tensor stays."""
+        for name in self._rule.names(self.parameter):
+            if self.values.get(name) is not None:
+                self.values[name].zero_()
+
+    def of_part(self, rows: ActiveRows) -> dict[str, Any]:
+        """Return the state of the active slices, as that of a parameter of their shape."""
+        return dict(self.values) if self.held is not None else self.values | self._each(_taken, rows)
+
+    def take_back(self, rows: ActiveRows, state: dict[str, Any]) -> None:
+        """Take the state of the active slices after a step."""
+        names = self._rule.names(self.parameter)
+        values = self.wrapped.optimizer.state[self.parameter]
+        for name, value in state.items():
+            if name not in names or self.held is not None:
+                values[name] = value
+            elif values.get(name) is None:
+                values[name] = _spread(rows, self._count(rows), value)
+            else:
+                values[name].index_copy_(rows.dim, rows.positions, value)
+
+    @property
+    def _rule(self) -> SubmatrixRule:
+        assert self.wrapped.submatrix is not None
+        return self.wrapped.submatrix
+
+    def _count(self, rows: ActiveRows) -> int:
+        return self.parameter.shape[rows.dim]
+
+    def _each(self, function: Callable[..., Tensor], rows: ActiveRows) -> dict[str, Any]:
+        """Return what a function makes of the state that belongs to slices, given some and their number."""
+        names, values, count = self._rule.names(self.parameter), self.values, self._count(rows)
+        return {name: function(rows, count, values[name]) for name in names if values.get(name) is not None}
+
+
+@contextmanager
+def stand_ins(members: Iterable[tuple[Any, Tensor]]) -> Iterator[dict[Tensor, nn.Parameter]]:
+    """Yield the active parts of parameters as parameters of their own, which the optimizer steps.
+
+    Args:
+        members: The masked parameters, with their gradients.
+    """
+    made = {masked.parameter: _stand_in(masked, gradient) for masked, gradient in members}
+    states = {}
+    try:
+        yield made
+    finally:
+        for masked, _ in members:
+            state = masked.state.wrapped.optimizer.state
+            states[masked.parameter] = state.pop(made[masked.parameter], {})
+    for masked, _ in members:
+        rows, parameter = masked.state.part, masked.parameter
+        parameter.index_copy_(rows.dim, rows.positions, made[parameter].detach())
+        masked.state.take_back(rows, states[parameter])
+
+
+def _stand_in(masked: Any, gradient: Tensor) -> nn.Parameter:
+    """Return the active slices of a parameter as a parameter with a gradient, and with state."""
+    rows, rule = masked.state.part, masked.submatrix
+    made = nn.Parameter(rows.select(masked.parameter.detach()))
+    made.grad = rows.select(gradient)
+    state: dict[str, Any] = masked.state.of_part(rows)
+    if state and rule.begins and masked.options.bias_correction == "entry":
+        # The age of a row is that of its oldest entry.
+        ages = masked.age().movedim(rows.dim, 0)
+        ages = ages.flatten(1).amax(1) if ages.dim() > 1 else ages
+        young = ages.expand(masked.parameter.shape[rows.dim])[rows.positions] == 0
+        if young.any():
+            rule.begin(state, made.grad, young)
+    if state:
+        masked.state.wrapped.optimizer.state[made] = state
+    return made
+
+
+def rows_differ(masked: Any) -> bool:
+    """Return True if the optimizer's own step would be wrong for some rows, all of which are active."""
+    if masked.submatrix is None or not masked.submatrix.begins or not masked.state.values:
+        return False
+    return masked.options.bias_correction == "entry" and bool((masked.age() == 0).any())
+
+
+def _taken(rows: ActiveRows, count: int, value: Tensor) -> Tensor:
+    """Return some of so many slices."""
+    return value.index_select(rows.dim, rows.positions)
+
+
+def _spread(rows: ActiveRows, count: int, value: Tensor) -> Tensor:
+    """Return so many slices, of which some are given and the others 0."""
+    shape, dim = list(value.shape), rows.dim
+    shape[dim] = count
+    return value.new_zeros(shape).index_copy_(dim, rows.positions, value)
+
+
+def _cleared(rows: ActiveRows, count: int, value: Tensor) -> Tensor:
+    """Set all but some of so many slices to 0, in place."""
+    others = torch.ones(count, dtype=torch.bool, device=value.device).index_fill_(0, rows.positions, False)
+    return value.index_fill_(rows.dim, others.nonzero().flatten(), 0)
