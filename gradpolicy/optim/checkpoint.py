@@ -283,16 +283,14 @@ def _with_names(record: Record, state: dict[str, Any]) -> dict[str, Any]:
 
 def _checksum(state: dict[str, Any]) -> int:
     """Return a checksum of some values of each tensor of a parameter's state."""
-    found = 0
+    sampled: list[Any] = []
     for key, value in sorted(state.items()):
-        value = plain_parts(value)[0] if isinstance(value, Tensor) and not is_sharded(value) else value
         if not isinstance(value, Tensor):
-            found = zlib.crc32(repr(value).encode(), found)
+            sampled.append(value)
         elif value.dim() or key == "step":  # torch casts other numbers to the parameter's dtype
-            places = torch.arange(0, value.numel(), max(value.numel() // _SAMPLED, 1), device=value.device)
-            sampled = value[torch.unravel_index(places, value.shape)] if value.dim() else value.reshape(1)
-            found = zlib.crc32(sampled.detach().cpu().view(torch.uint8).numpy().data, found)
-    return found
+            values = plain_parts(value)[0].detach().flatten()
+            sampled.append(values[:: max(len(values) // _SAMPLED, 1)].tolist())
+    return zlib.crc32(repr(sampled).encode())
 
 
 def _widened(record: Record, state: dict[str, Any], name: str) -> dict[str, Any]:

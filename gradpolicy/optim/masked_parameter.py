@@ -12,7 +12,7 @@ from gradpolicy.checks import BIAS_CORRECTIONS, FROZEN_STATES, check_choice
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim.ages import Ages
 from gradpolicy.optim.parameter_state import ParameterState, SubmatrixState, rows_differ
-from gradpolicy.optim.put_back import check_entries_can_freeze, reset_frozen, warn_of_putting_back
+from gradpolicy.optim.put_back import reset_frozen, warn_of_putting_back
 from gradpolicy.optim.shapes import as_logical, coarse_mask, fitting_mask, local_entries, local_mask
 from gradpolicy.optim.update_rules import ActiveRows, Group
 from gradpolicy.optim.wrapped import Wrapped
@@ -211,9 +211,7 @@ class MaskedParameter:
         self.options, ages = options, before.turned(own, forget=forget)
         part = _part(self, ages)
         if ages.is_partial and self.rule is None and part is None:
-            optimizer = self.state.wrapped.optimizer
-            check_entries_can_freeze(optimizer, self.group, self.parameter)
-            warn_of_putting_back(optimizer, forget)
+            warn_of_putting_back(self, forget)
         self.state.of_entries(before)  # raises before anything changes
         self.frozen_everywhere = frozen_everywhere or _has_none(self, ages)
         self._take(before, ages, part)

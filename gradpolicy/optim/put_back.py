@@ -10,7 +10,7 @@ import inspect
 import re
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -56,29 +56,6 @@ def entry_state(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor
         and not is_composed(value)
         and (value.dim() or key not in OF_THE_TENSOR)
     }
-
-
-def initial_values(
-    optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor, state: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return the values of the state of entries before their first update, as far as they are known.
-
-    Args:
-        optimizer: The optimizer.
-        group: The parameter's param group.
-        parameter: The parameter.
-        state: Its state, as from `entry_state`.
-    """
-    if not state:
-        return {}
-    if is_torchs_own(optimizer):
-        starts = {"step_size": float(group["lr"])} if isinstance(optimizer, torch.optim.Rprop) else {}
-        return {key: torch.tensor(starts.get(key, 0.0), dtype=torch.float64, device="cpu") for key in state}
-    found = first_state(optimizer, group, parameter)
-    if found is None:
-        return {}
-    first = entry_state(found, parameter)
-    return {key: first.get(key, torch.zeros((), device="cpu")) for key in state}
 
 
 def first_state(optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor) -> dict[str, Any] | None:
@@ -139,19 +116,23 @@ def restore_frozen(masked: Any, saved: Mapping[str, Tensor]) -> None:
     for key, tensor in {"": masked.parameter, **own}.items():
         if key in saved:
             _fill_frozen(masked, tensor, saved[key])
-    _reset(masked, {key: tensor for key, tensor in own.items() if key not in saved})
+    reset_frozen(masked, saved.keys())
 
 
-def reset_frozen(masked: Any) -> None:
-    """Set the state of frozen entries to its initial values, if these are known."""
-    _reset(masked, entry_state(masked.state.values, masked.parameter))
-
-
-def _reset(masked: Any, state: Mapping[str, Tensor]) -> None:
-    optimizer, parameter = masked.state.wrapped.optimizer, masked.parameter
-    for key, start in initial_values(optimizer, masked.group, parameter, state).items():
-        value = local_entries(start.to(state[key].dtype)) if start.dim() else start.to(state[key].device)
-        _fill_frozen(masked, state[key], value)
+def reset_frozen(masked: Any, kept: Collection[str] = ()) -> None:
+    """Set the state of frozen entries, except for some, to its initial values, if these are known."""
+    optimizer, parameter, first = masked.state.wrapped.optimizer, masked.parameter, {}
+    state = entry_state(masked.state.values, parameter)
+    state = {key: value for key, value in state.items() if key not in kept}
+    if state and not is_torchs_own(optimizer):
+        if (found := first_state(optimizer, masked.group, parameter)) is None:
+            return
+        first = entry_state(found, parameter)
+    for key, value in state.items():
+        rate = isinstance(optimizer, torch.optim.Rprop) and key == "step_size"
+        start = float(masked.group["lr"]) if rate else 0.0
+        number = torch.tensor(start, dtype=torch.float64, device=value.device)
+        _fill_frozen(masked, value, local_entries(first[key]) if key in first else number)
 
 
 def _fill_frozen(masked: Any, tensor: Tensor, values: Tensor) -> None:
@@ -160,22 +141,6 @@ def _fill_frozen(masked: Any, tensor: Tensor, values: Tensor) -> None:
 
 
 # --- masks on some entries
-
-
-def check_entries_can_freeze(optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor) -> None:
-    """Check that some entries of a parameter can be put back while others train.
-
-    Raises:
-        PolicyError: If the optimizer's state has no value for each entry.
-    """
-    names = " ".join(kind.__name__ for kind in type(optimizer).__mro__)
-    for pattern, why in _REFUSED.items():
-        if re.search(pattern, names, re.IGNORECASE):
-            raise _refused(optimizer, why)
-    state = optimizer.state.get(parameter)
-    if not state and not is_torchs_own(optimizer):
-        state = first_state(optimizer, group, parameter)
-    check_state_of_entries(optimizer, state or {})
 
 
 def check_state_of_entries(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -196,13 +161,26 @@ def _refused(optimizer: torch.optim.Optimizer, why: str) -> PolicyError:
     )
 
 
-def put_back_remark(optimizer: torch.optim.Optimizer, forget: bool) -> str:
-    """Return a remark on masks on some entries for an optimizer without an update rule.
+def put_back_remark(optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor, forget: bool) -> str:
+    """Return a remark on masks on some entries of a parameter whose optimizer has no update rule.
 
     Args:
         optimizer: The optimizer.
+        group: The parameter's param group.
+        parameter: The parameter.
         forget: True if an entry that freezes loses its state.
+
+    Raises:
+        PolicyError: If the optimizer's state has no value for each entry, which could be put back.
     """
+    names = " ".join(kind.__name__ for kind in type(optimizer).__mro__)
+    for pattern, why in _REFUSED.items():
+        if re.search(pattern, names, re.IGNORECASE):
+            raise _refused(optimizer, why)
+    state = optimizer.state.get(parameter)
+    if not state and not is_torchs_own(optimizer):
+        state = first_state(optimizer, group, parameter)
+    check_state_of_entries(optimizer, state or {})
     if forget:
         more = "; a step count is the whole tensor's, also for an entry that thaws with empty state"
     else:
@@ -217,11 +195,13 @@ def put_back_remark(optimizer: torch.optim.Optimizer, forget: bool) -> str:
     )
 
 
-def warn_of_putting_back(optimizer: torch.optim.Optimizer, forget: bool) -> None:
-    """Warn, once per optimizer, of the effects of a mask on some entries."""
+def warn_of_putting_back(masked: Any, forget: bool) -> None:
+    """Warn, once per optimizer, of the effects of a mask on some entries; see :func:`put_back_remark`."""
+    optimizer = masked.state.wrapped.optimizer
+    remark = put_back_remark(optimizer, masked.group, masked.parameter, forget)
     if optimizer not in _WARNED:
         _WARNED.add(optimizer)
-        warn_user(put_back_remark(optimizer, forget))
+        warn_user(remark)
 
 
 def put_back_remarks(
@@ -251,8 +231,7 @@ def put_back_remarks(
                 with under(f"policy.{policy}"):
                     if _steps_part(place[0], mask, parameters[name]):
                         continue
-                    check_entries_can_freeze(*place, parameters[name])
-                remarks[put_back_remark(place[0], forget)] = None
+                    remarks[put_back_remark(*place, parameters[name], forget)] = None
         yield from (f"{policy}: {remark}" for remark in remarks)
 
 

@@ -49,15 +49,6 @@ def shard_like(tensor: Tensor, other: Tensor) -> Tensor:
     return distribute_tensor(tensor, sharded.device_mesh, sharded.placements, src_data_rank=None)
 
 
-def finite_everywhere(tensors: Iterable[Tensor]) -> bool:
-    """Return True if every entry of every tensor is finite; all processes return the same."""
-    tensors = list(tensors)
-    plain = [tensor for tensor in tensors if not is_sharded(tensor)]
-    # Every process gets the sum over all shards, so that they agree; float64 does not overflow.
-    sums = [full_tensor(tensor.double().abs().sum()) for tensor in tensors if is_sharded(tensor)]
-    return all_finite([*plain, *sums])
-
-
 def mean_of_ranks(value: float) -> float:
     """Return the mean of a value over all processes; with one process, the value."""
     if not _has_processes():
@@ -122,18 +113,21 @@ def bounds(tensor: Tensor) -> Tensor:
     return torch.stack(torch.aminmax((dense.float() if dense.itemsize == 1 else dense).detach()))
 
 
-def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return True if no entry of any tensor is infinite or NaN.
+def finite_everywhere(tensors: Iterable[Tensor]) -> bool:
+    """Return True if no entry of any tensor is infinite or NaN; all processes return the same.
 
     Args:
         tensors: Tensors of floating or complex dtypes on any devices. Synchronises once per device and dtype.
 
     Example:
-        >>> all_finite([torch.zeros(2), torch.tensor([1.0, torch.nan])])
+        >>> finite_everywhere([torch.zeros(2), torch.tensor([1.0, torch.nan])])
         False
     """
     ends: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
+        if is_sharded(tensor):
+            # Every process gets the sum over all shards, so that they agree; float64 does not overflow.
+            tensor = full_tensor(tensor.double().abs().sum())
         if tensor.numel():
             both = bounds(tensor)
             ends.setdefault((both.device, both.dtype), []).append(both)

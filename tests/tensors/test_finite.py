@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from gradpolicy.tensors.sharding import all_finite
+from gradpolicy.tensors.sharding import finite_everywhere
 
 
 @pytest.mark.parametrize(
@@ -13,8 +13,10 @@ from gradpolicy.tensors.sharding import all_finite
 )
 def test_one_entry_that_is_not_finite_is_found_anywhere(dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max
-    assert all_finite([torch.tensor([largest, -largest, 0.0], dtype=dtype), torch.zeros(0, dtype=dtype)])
+    assert finite_everywhere(
+        [torch.tensor([largest, -largest, 0.0], dtype=dtype), torch.zeros(0, dtype=dtype)]
+    )
     for bad, place in itertools.product((torch.nan, torch.inf, -torch.inf), (0, 31, 62)):
         spoilt = torch.randn(7, 9).to(dtype)
         spoilt.view(-1)[place] = bad
-        assert not all_finite([torch.zeros(3), spoilt.T])
+        assert not finite_everywhere([torch.zeros(3), spoilt.T])
