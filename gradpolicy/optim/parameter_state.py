@@ -1,4 +1,4 @@
-"""The state that the wrapped optimizer keeps of a parameter: dense, or of what is active alone.
+"""The state that the optimizer keeps of a parameter, or of its active part.
 
 Where a `SubmatrixRule` describes the optimizer, a step gathers the active rows or columns of the parameter,
 of its gradient and of its state, lets the optimizer step them as a parameter of their own, and puts them
