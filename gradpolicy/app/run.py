@@ -52,6 +52,19 @@ class Subject:
     policies: dict[str, Policy]
 
 
+def build_subject(container: Mapping[str, Any]) -> Subject:
+    """Build the data module, the model and the policies of a resolved config.
+
+    Raises:
+        PolicyError: If one cannot be built, or has the wrong type.
+    """
+    return Subject(
+        build(container["data"], "data", LightningDataModule),
+        build(container["model"], "model", LightningModule),
+        build_all(container.get("policy"), "policy", Policy),
+    )
+
+
 def run(config: DictConfig, overrides: list[str]) -> Result:
     """Execute the run of a composed config; call it in a job of Hydra.
 
@@ -107,11 +120,7 @@ def plan_and_run(settings: Settings, result: Result, directory: RunDirectory, co
     own = None if settings.plan_only else directory.path
     checkpoint = chosen_checkpoint(settings, own)
     resumed = resumed_run(settings, checkpoint, own) if checkpoint is not None and settings.train else None
-    subject = Subject(
-        build(container["data"], "data", LightningDataModule),
-        build(container["model"], "model", LightningModule),
-        build_all(container.get("policy"), "policy", Policy),
-    )
+    subject = build_subject(container)
     if checkpoint is not None:
         check_fits(checkpoint, subject.model)
     elif not settings.train and not settings.plan_only:
