@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +50,10 @@ class Record(Callback):
     docs/insight.md#the-record describes the columns; :func:`gradpolicy.insight.record.load` reads the file as
     a table.
 
-    A checkpoint holds the length of the file. A resumed run truncates the file to that length, so that no row
-    is missing or written twice. With several processes the first one writes the values of all.
+    Each is one write to the operating system, so that no written line is lost if the process is killed. At
+    most the last line can be incomplete. A checkpoint holds the length of the file. A resumed run truncates
+    the file to that length, so that no row is missing or written twice. With several processes the first one
+    writes the values of all.
 
     Args:
         directory: The run's directory; None: the trainer's ``default_root_dir``.
@@ -59,15 +61,14 @@ class Record(Callback):
 
     def __init__(self, directory: str | Path | None = None) -> None:
         self.directory = None if directory is None else Path(directory)
-        self.file: RecordFile | None = None
-        # The length of the file in a checkpoint, until training starts.
+        # The length of the file, and that in a checkpoint, until training starts.
+        self._size = 0
         self._restored: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Subscribe to the measurements of the run's policies."""
         self._trainer = trainer
-        if self.file is None and trainer.is_global_zero:
-            self.file = RecordFile(Path(self.directory or trainer.default_root_dir))
+        self._path = Path(self.directory or trainer.default_root_dir).absolute() / RECORD
         for each in callbacks_of(trainer, GradientPolicies):
             if self._write not in each.sinks:
                 each.sinks.append(self._write)
@@ -75,8 +76,8 @@ class Record(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the file, or truncate it to its length in the checkpoint."""
         # A second fit by the same callback continues the file.
-        if self.file is not None and (self._restored is not None or not self.file.size):
-            self.file.begin(0 if starts_new_run(trainer) else self._restored or 0)
+        if trainer.is_global_zero and (self._restored is not None or not self._size):
+            self._size = truncate(self._path, 0 if starts_new_run(trainer) else self._restored or 0)
         self._restored = None
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -84,60 +85,34 @@ class Record(Callback):
         self.on_train_start(trainer, pl_module)
 
     def _write(self, step: int, measured: Measured) -> None:
-        """Append a line for each policy."""
-        rows = [{"kind": each["kind"], "policy": name, **each} for name, each in measured.items()]
-        if self.file is not None:
-            epoch = self._trainer.current_epoch
-            self.file.append({"kind": row["kind"], "step": step, "epoch": epoch, **row} for row in rows)
+        """Append a line for each policy; NaN and infinity become null."""
+        if not self._trainer.is_global_zero:
+            return
+        content = b""
+        for name, each in measured.items():
+            first = {"kind": each["kind"], "step": step, "epoch": self._trainer.current_epoch, "policy": name}
+            content += to_json({**first, **each}, inf_nan_mode="null") + b"\n"
+        with self._path.open("ab", buffering=0) as file:
+            file.write(content)
+        self._size += len(content)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the length of the file."""
-        return {"size": 0 if self.file is None else self.file.size}
+        return {"size": self._size}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Store the length until training starts."""
         self._restored = check_integer("the record in a checkpoint", state_dict["size"], least=0)
 
 
-# ---- the file
-
-
-class RecordFile:
-    """A record that is being written.
-
-    Each :meth:`append` is one write to the operating system, so that no written line is lost if the process
-    is killed. At most the last line can be incomplete.
-
-    Args:
-        directory: The run's directory.
-
-    Attributes:
-        path: The file.
-        size: Its length in bytes.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.path = directory.absolute() / RECORD
-        self.size = 0
-        self._has_begun = False
-
-    def begin(self, size: int = 0) -> None:
-        """Truncate the file to its length in a checkpoint; without one, empty it."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab") as file:
-            file.truncate(min(file.tell(), size))
-            self.size = len(_whole_lines(self.path.read_bytes()))
-            file.truncate(self.size)
-        self._has_begun = True
-
-    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows in one write, a line each; NaN and infinity become null."""
-        if not self._has_begun:
-            self.begin(self.path.stat().st_size if self.path.is_file() else 0)
-        content = b"".join(to_json(row, inf_nan_mode="null") + b"\n" for row in rows)
-        with self.path.open("ab", buffering=0) as file:
-            file.write(content)
-        self.size += len(content)
+def truncate(path: Path, size: int) -> int:
+    """Truncate a record to a length and to complete lines; return its length. An absent one is created."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.truncate(min(file.tell(), size))
+        complete = len(_whole_lines(path.read_bytes()))
+        file.truncate(complete)
+    return complete
 
 
 def _whole_lines(content: bytes) -> bytes:

@@ -1,6 +1,7 @@
 """The record tells what policies did, costs nothing where it is off, and resumes without gap or doubling."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import gradpolicy as gp
 from gradpolicy.insight import record
-from gradpolicy.insight.record import RECORD, Record, RecordFile
+from gradpolicy.insight.record import RECORD, Record
 
 
 def freeze(**settings: Any) -> gp.Freeze:
@@ -168,16 +169,23 @@ def test_a_resumed_run_has_the_record_of_the_undisturbed_one(tmp_path, accumulat
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path):
-    file = RecordFile(tmp_path)
-    file.begin()
-    file.append([{"kind": "flow", "policy": "p", "step": 1, "epoch": 0}])
-    file.append([{"kind": "flow", "policy": "q", "step": 2, "epoch": 0, "zeros_passed": float("nan")}])
+    def writer(size=None):
+        policies, callback = gp.GradientPolicies({}), Record(tmp_path)
+        trainer = SimpleNamespace(is_global_zero=True, current_epoch=0, callbacks=[policies], ckpt_path=None)
+        if size is not None:
+            callback.load_state_dict({"size": size})
+        callback.setup(trainer, None, "fit")
+        callback.on_train_start(trainer, None)
+        return policies.sinks[0]
+
+    write = writer()
+    write(1, {"p": {"kind": "flow"}})
+    write(2, {"q": {"kind": "flow", "zeros_passed": float("nan")}})
     whole = (tmp_path / RECORD).read_bytes()
     assert b"null" in whole
     (tmp_path / RECORD).write_bytes(whole + b'{"kind":"mem')
     assert list(record.load(tmp_path)["step"]) == [1, 2]
-    again = RecordFile(tmp_path)
-    again.append([{"kind": "flow", "policy": "q", "step": 3, "epoch": 0}])
+    writer(len(whole) + 3)(3, {"q": {"kind": "flow"}})
     assert list(record.load(tmp_path)["step"]) == [1, 2, 3]
 
 
