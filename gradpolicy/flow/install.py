@@ -306,7 +306,7 @@ class Installed(Displayed):
             )
             has_forward = getattr(type(module), "forward", None) is not nn.Module.forward
             expected = Expected(name, is_named, has_forward)
-            self._states[policy].row.expected[location_at(locations.side, name)] = expected
+            self._states[policy].row.expected[location_at(self.policies[policy].at, name)] = expected
         states = [self._states[policy] for policy in at_module]
         for method in methods:
             signature = Signature.of(getattr(module, method))

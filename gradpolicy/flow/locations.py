@@ -42,7 +42,6 @@ class Locations:
         modules: The modules that match the policy's patterns, by name.
         operations: The policy's operations.
         inside: For a policy on operations, the names of the modules in whose forward it acts, by id.
-        side: For a policy on modules, ``"input"``, ``"output"`` or ``"through"``; otherwise empty.
         boundaries: For a policy on modules, their ids.
         parameters: For a policy on parameters, the parameters by name.
     """
@@ -50,7 +49,6 @@ class Locations:
     modules: dict[str, nn.Module] = field(default_factory=dict)
     operations: tuple[Operation, ...] = ()
     inside: dict[int, str] = field(default_factory=dict)
-    side: str = ""
     boundaries: frozenset[int] = frozenset()
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
@@ -76,7 +74,7 @@ def find_locations(model: nn.Module, name: str, policy: RulePlacement) -> Locati
     with under(f"policy.{name}.modules"):
         modules = match_modules(model, policy.modules)
     if not policy.ops:
-        return Locations(modules, side=policy.at, boundaries=frozenset(map(id, modules.values())))
+        return Locations(modules, boundaries=frozenset(map(id, modules.values())))
     patterns = [p[1:] for p in policy.modules if isinstance(p, str) and p.startswith("!")]
     excluded = {name for pattern in patterns for name in match_modules(model, pattern)}
     return Locations(modules, operations, _inside(model, set(modules), excluded))
@@ -216,13 +214,12 @@ def _conflict(
         where = f"module {inside[0]!r}" if inside[0] else "the model"
         conflicts = _overlap(one.calls, other.calls) and not composes
         return f"both have a rule for operation {operations[0]!r} in {where}" if conflicts else ""
-    modules = [name for name, module in here.modules.items() if id(module) in there.boundaries]
-    if here.side != there.side:
-        modules = []
-    if modules and here.side == "through":
+    both = here.boundaries & there.boundaries if one.at == other.at else frozenset()
+    modules = [name for name, module in here.modules.items() if id(module) in both]
+    if modules and one.at == "through":
         conflicts = _overlap(one.output, other.output)
         return f"both make the gradient through module {modules[0]!r}" if conflicts else ""
-    shared = [] if apart else [f"the {here.side} of module {name!r}" for name in modules]
+    shared = [] if apart else [f"the {one.at} of module {name!r}" for name in modules]
     shared += [f"parameter {name!r}" for name in here.parameters if name in there.parameters]
     stops = [name for name, policy in zip(names, (one, other), strict=True) if policy.rule.name == "stop"]
     return (
