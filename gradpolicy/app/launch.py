@@ -89,12 +89,8 @@ def main(config_dir: Path, words: Sequence[str]) -> int:
         interrupts = any(isinstance(each, KeyboardInterrupt) for each in (leaving, leaving.__context__))
         code = INTERRUPTED if interrupts else getattr(leaving, "code", FAILED)
         if code in (INTERRUPTED, TERMINATED) and is_first_rank():
-            print(
-                "interrupted" if interrupts else "ended by SIGTERM",
-                _how_to_resume(words),
-                sep="; ",
-                file=sys.stderr,
-            )
+            said = "interrupted" if interrupts else "ended by SIGTERM"
+            print(f"{said}; {_how_to_resume(words)}", file=sys.stderr)
         return code if isinstance(code, int) else FAILED
     except wrong_input_errors() as error:
         # Under srun the first rank alone: all have made the same checks.
@@ -109,14 +105,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse a command line: Hydra's options and overrides, in any order."""
     parser = argparse.ArgumentParser(prog="gradpolicy", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
-    for flags in (("--help", "-h"), ("--run", "-r"), ("--multirun", "-m"), ("--shell-completion", "-sc")):
-        parser.add_argument(*flags, action="store_true")
+    for flags in ("--help -h", "--run -r", "--multirun -m", "--shell-completion -sc"):
+        parser.add_argument(*flags.split(), action="store_true")
     for flag in ("--hydra-help", "--version", "--resolve"):
         parser.add_argument(flag, action="store_true")
-    for flags in (("--config-path", "-cp"), ("--config-name", "-cn"), ("--config-dir", "-cd")):
-        parser.add_argument(*flags)
-    for flags in (("--cfg", "-c"), ("--package", "-p")):
-        parser.add_argument(*flags)
+    for flags in ("--config-path -cp", "--config-name -cn", "--config-dir -cd", "--cfg -c", "--package -p"):
+        parser.add_argument(*flags.split())
     parser.add_argument("--info", "-i", nargs="?", const="all")
     return parser.parse_intermixed_args(words)
 

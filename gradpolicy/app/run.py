@@ -29,7 +29,7 @@ from gradpolicy.app.run_directory import RunDirectory, run_directory
 from gradpolicy.app.targets import build, build_all
 from gradpolicy.app.trainer import build_trainer, finished_loggers
 from gradpolicy.atomic_file import write_text
-from gradpolicy.errors import PolicyError, nearest
+from gradpolicy.errors import nearest
 from gradpolicy.insight.loggers import LogRun, name_loggers, write_plan
 from gradpolicy.insight.report import write_report
 from gradpolicy.insight.run_files import REPORT, RESULT, STOPPED, Result
@@ -37,7 +37,6 @@ from gradpolicy.insight.run_log import logged_run, print_results, quieter
 from gradpolicy.planning.plan import plan, training_loss
 from gradpolicy.planning.plan_table import Plan
 from gradpolicy.policies import Policy
-from gradpolicy.tasks.task import Task
 from gradpolicy.train.lightning.callback import GradientPolicies
 from gradpolicy.train.lightning.checkpoints import check_fits, check_resumable, checked_restore
 from gradpolicy.train.lightning.runs import Kind, RunRecord, best_checkpoint, best_scores
@@ -125,8 +124,6 @@ def plan_and_run(settings: Settings, result: Result, directory: RunDirectory, co
         check_fits(checkpoint, subject.model)
     elif not settings.train and not settings.plan_only:
         rank_zero_warn("train=false without ckpt_path: the weights that are tested were never trained")
-    if settings.train:
-        check_optimizer(subject.model)
     if resumed is not None:
         check_resumable(resumed.checkpoint)
         console.print(str(resumed), markup=False, soft_wrap=True)
@@ -149,19 +146,6 @@ def plan_and_run(settings: Settings, result: Result, directory: RunDirectory, co
         metrics = train_and_test(settings, subject, trainer, checkpoint)
     value = optimized_value(settings, metrics)
     return replace(result, status="completed", error="", metrics=metrics, optimized=value)
-
-
-def check_optimizer(model: LightningModule) -> None:
-    """Create the optimizer of a task once, to check its arguments before training.
-
-    Raises:
-        PolicyError: For invalid arguments of the optimizer.
-    """
-    if isinstance(model, Task):
-        try:
-            model.build_optimizer()
-        except (TypeError, ValueError) as error:
-            raise PolicyError(f"optimizer: {error}") from error
 
 
 def make_run_plan(subject: Subject, seed: int) -> Plan:

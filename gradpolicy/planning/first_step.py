@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from gradpolicy.errors import under
+from gradpolicy.errors import PolicyError, under
 from gradpolicy.factors import divided_factors
 from gradpolicy.flow import install
 from gradpolicy.flow.install import deactivate
@@ -54,10 +54,6 @@ class FirstStep:
     bound: Mapping[str, BoundPolicy]
     warnings: tuple[str, ...]
 
-    def of_kind(self, kind: type[Kind]) -> dict[str, Kind]:
-        """Return the policies of a class."""
-        return _of_kind(self.policies, kind)
-
     def gets_gradient(self, parameter: str) -> bool:
         """Return True if a parameter has a gradient that is not zero in every entry."""
         gradient = self.gradients.get(parameter)
@@ -93,7 +89,7 @@ def first_step(
     """
     params = {name: getattr(policy, "params", ()) for name, policy in policies.items()}
     matched = pick_each(named_parameters(model), {name: globs for name, globs in params.items() if globs})
-    flow, freeze = _of_kind(policies, FlowPolicy), _of_kind(policies, Freeze)
+    flow, freeze = of_kind(policies, FlowPolicy), of_kind(policies, Freeze)
     with torch.random.fork_rng(devices=_cuda_devices(model)):
         duplicate = _duplicate(model, flow)
         optimized = named_parameters(duplicate if optimizers is None else model)
@@ -114,7 +110,8 @@ def first_step(
     return FirstStep(policies, matched, parameters, gradients, report, bound, remarks)
 
 
-def _of_kind(policies: Mapping[str, Policy], kind: type[Kind]) -> dict[str, Kind]:
+def of_kind(policies: Mapping[str, Policy], kind: type[Kind]) -> dict[str, Kind]:
+    """Return the policies of a class."""
     return {name: policy for name, policy in policies.items() if isinstance(policy, kind)}
 
 
@@ -138,6 +135,8 @@ def _optimizers(duplicate: nn.Module, given: Optimizers | None) -> list[torch.op
     configure: Any = getattr(duplicate, "configure_optimizers", tuple)
     try:
         made = configure()
+    except PolicyError:
+        raise
     except Exception:
         # Some modules need a Trainer, which does not exist yet; the plan works without optimizers.
         return []

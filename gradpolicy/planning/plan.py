@@ -13,7 +13,7 @@ from gradpolicy.flow.locations import check_cuts
 from gradpolicy.freezing.bound_policy import BoundPolicy, layers_under, masks_never_change
 from gradpolicy.freezing.combination import combine
 from gradpolicy.masks.base import MaskSource
-from gradpolicy.planning.first_step import FirstStep, Optimizers, Step, first_step
+from gradpolicy.planning.first_step import FirstStep, Optimizers, Step, first_step, of_kind
 from gradpolicy.planning.plan_table import Plan, PlanRow
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
 from gradpolicy.rates import Rates, at, combined
@@ -71,7 +71,7 @@ def plan(
     masks = _masks_together(found)
     _check_path(found, masks)
     layers = _layers(model, found, masks)
-    if all(masks_never_change(policy) for policy in found.of_kind(Freeze).values()):
+    if all(masks_never_change(policy) for policy in of_kind(named, Freeze).values()):
         layers.check()
     sizes = {name: parameter.numel() for name, parameter in found.parameters.items()}
     getting = [name for name in sizes if found.gets_gradient(name)]
@@ -82,7 +82,7 @@ def plan(
         training_entries=round(sum(sizes[name] * active_share(masks[name]) for name in getting)),
         cuts=tuple(
             f"{found.report[name].where} ({name}{', exact zeros' if stop.mode == 'zero' else ''})"
-            for name, stop in found.of_kind(Stop).items()
+            for name, stop in of_kind(named, Stop).items()
             if found.report[name].matched
         ),
         without_gradient=tuple(without),
@@ -114,7 +114,7 @@ def _check_path(found: FirstStep, masks: Mapping[str, Mask]) -> None:
     """
     reached = [name for name, gradient in found.gradients.items() if gradient is not None]
     if found.gradients and all(masks.get(name) is False for name in reached):
-        flow = found.of_kind(FlowPolicy)
+        flow = of_kind(found.policies, FlowPolicy)
         check_cuts({name: policy for name, policy in flow.items() if "fit" in policy.when.phases})
 
 
@@ -124,7 +124,7 @@ def _layers(model: nn.Module, found: FirstStep, masks: Mapping[str, Mask]) -> La
     settings = [each.source.settings(0, 0) for each in active]
     settings += [
         {key: at(own, each.when.count(0, 0)) for key, own in each.settings_of(found.matched[name]).items()}
-        for name, each in found.of_kind(Rates).items()
+        for name, each in of_kind(found.policies, Rates).items()
         if each.when.active()
     ]
     return layers_under(named_parameters(model), masks, combined(settings), found.bound.values(), active)

@@ -70,10 +70,17 @@ class Task(LightningModule):
         )
 
     def build_optimizer(self) -> Optimizer:
-        """Return a new optimizer of the parameters; one that chooses by names gets these too."""
+        """Return a new optimizer of the parameters; one that chooses by names gets these too.
+
+        Raises:
+            PolicyError: For arguments that the optimizer refuses.
+        """
         kind = getattr(self.make_optimizer, "func", self.make_optimizer)
         needs_names = getattr(kind, "needs_names", False)
-        return self.make_optimizer(self.named_parameters() if needs_names else self.parameters())
+        try:
+            return self.make_optimizer(self.named_parameters() if needs_names else self.parameters())
+        except (TypeError, ValueError) as error:
+            raise PolicyError(f"optimizer: {error}") from error
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer and, if there is one, its scheduler.
