@@ -1,8 +1,9 @@
 """The callback for Hugging Face's Trainer and its subclasses, such as TRL's SFTTrainer."""
 
 import inspect
+import weakref
 from collections.abc import Mapping
-from functools import wraps
+from functools import partial
 from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
@@ -12,7 +13,6 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import IntervalStrategy
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.flow.locations import is_cut
 from gradpolicy.optim.optimizers import innermost, put_inside
 from gradpolicy.policies import Policy
 from gradpolicy.train.step_in_backward import refused
@@ -32,7 +32,8 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
       unscaled and before they are clipped;
     - when the Trainer logs: measurements of the policies are added, for all of its trackers;
     - when it saves: masks, ages and the state of mask sources are saved with the optimizer's state;
-    - when training ends, or fails: everything is removed from the model and the optimizer.
+    - when training ends: everything is removed from the model and the optimizer; of a training that failed
+      when a Trainer is made for the next one, or by :meth:`remove`.
 
     Policies are active during training. The Trainer's evaluation computes no gradients, so a policy for the
     phases ``validate``, ``test`` or ``predict`` has no effect there.
@@ -65,7 +66,12 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         ['tenth']
     """
 
+    # The Trainer that was made with this callback, and the one that trains under its policies.
+    _made_with: Trainer | None = None
     _trainer: Trainer | None = None
+    # True if policies were installed to load a checkpoint.
+    _is_loading = False
+    # True once the gradients of an update were processed.
     _has_taken = False
 
     def __init__(
@@ -87,50 +93,21 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
     def on_init_end(self, *_: Any, **kwargs: Any) -> None:
         """Check that the Trainer's settings are supported, before anything is prepared.
 
-        Also make sure that policies are removed if training fails, for which there is no event.
+        Also remove the policies of a failed training, before the Trainer chooses what its optimizer gets.
         """
-        trainer = _calling_trainer()
-        _check_supported(trainer)
-        if self.step_in_backward:
-            _check_step_in_backward(trainer)
-        train = trainer.train
+        self._made_with = trainer = _calling_trainer()
+        self._remove_former(trainer)
+        _check_supported(trainer, step_in_backward=self.step_in_backward)
+        if _loads_before_callbacks(trainer) and trainer.model is not None:
+            # Of a sharded checkpoint, what the optimizer does not have when it is loaded is not read. The
+            # Trainer loads the weights first, into the prepared model.
+            trainer.model.register_load_state_dict_post_hook(partial(self._install_to_load, trainer))
 
-        @wraps(train)
-        def train_and_remove(*arguments: Any, **settings: Any) -> Any:
-            try:
-                return train(*arguments, **settings)
-            except RuntimeError as error:
-                if is_cut(error):
-                    self.run.notices.cuts()
-                raise
-            finally:
-                self.remove()
-
-        trainer.train = train_and_remove  # type: ignore[method-assign]
-        if _loads_before_callbacks(trainer):
-            self._install_when_prepared(trainer)
-
-    def _install_when_prepared(self, trainer: Trainer) -> None:
-        """Install all policies once accelerate has sharded the model, before a checkpoint is loaded.
-
-        Of a sharded checkpoint, what the optimizer does not have then is not read.
-        """
-        prepare = trainer.accelerator.prepare
-
-        @wraps(prepare)
-        def prepare_and_install(*objects: Any, **settings: Any) -> Any:
-            prepared = prepare(*objects, **settings)
-            each = prepared if isinstance(prepared, list | tuple) else ()
-            models = [one for one in each if isinstance(one, nn.Module)]
-            optimizers = [one for one in each if isinstance(one, AcceleratedOptimizer)]
-            if models and optimizers:
-                # DeepSpeed's engine has the model inside, which FSDP2 has sharded in place.
-                inside = "module" if _is_deepspeed(trainer) else "_orig_mod"
-                plain = getattr(models[0], inside, models[0])
-                self._install(trainer, plain, models[0], optimizers[0])
-            return prepared
-
-        trainer.accelerator.prepare = prepare_and_install
+    def _install_to_load(self, trainer: Trainer, *_: Any) -> None:
+        prepared = isinstance(trainer.optimizer, AcceleratedOptimizer)
+        if trainer.is_in_train and prepared and self._trainer is None:
+            self._install(trainer)
+            self._is_loading = True
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -138,17 +115,15 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         """Install all policies: the model and the optimizer are prepared, and a checkpoint is loaded."""
         trainer = _calling_trainer()
         self._evaluated = {}
-        _check_supported(trainer)
-        if self.step_in_backward:
-            _check_step_in_backward(trainer)
-        if not _loads_before_callbacks(trainer):
-            assert trainer.model is not None
-            self._install(trainer, trainer.model, trainer.model_wrapped, trainer.optimizer)
-        elif self._trainer is not trainer:
+        _check_supported(trainer, step_in_backward=self.step_in_backward)
+        if _loads_before_callbacks(trainer) and self._made_with is not trainer:
             raise PolicyError(
                 "GradientPoliciesCallback: under FSDP2 and DeepSpeed a checkpoint is loaded before callbacks "
                 "are called; give it to the Trainer as callbacks=[...], not by add_callback"
             )
+        if not self._is_loading:
+            self._install(trainer)
+        self._is_loading = False
         for name, policy in self.policies.items():
             if "fit" not in policy.when.phases:
                 self.run.notices.warn(
@@ -163,41 +138,47 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
             every = _steps_of_epoch(args, kwargs.get("train_dataloader"))
             self.run.measure(lambda updates: _logs_after(updates + 1, args, state, every))
 
-    def _install(self, trainer: Trainer, model: nn.Module, wrapped: nn.Module | None, prepared: Any) -> None:
-        """Install all policies.
-
-        Args:
-            trainer: The Trainer.
-            model: The model.
-            wrapped: The model as the Trainer calls it.
-            prepared: The optimizer as accelerate has prepared it.
-        """
+    def _install(self, trainer: Trainer) -> None:
+        """Install all policies."""
+        assert trainer.model is not None
+        model, wrapped = trainer.model, trainer.model_wrapped
+        self._remove_former(trainer)
         self.remove()  # auto_find_batch_size starts again after running out of memory
-        self._trainer = trainer
+        self._trainer, _TRAINED_BY[model] = trainer, weakref.ref(self)
         # Code would be recompiled each time requires_grad changes.
         toggles = not is_compiled_module(wrapped)
-        optimizers: list[Any] = [innermost(prepared)]
+        optimizers: list[Any] = [innermost(trainer.optimizer)]
         if _is_deepspeed(trainer):
             optimizers = []
             if needs_masks(self.policies):
-                from gradpolicy.train.partitioned_optimizer import (
-                    partitioned,
-                )  # importing DeepSpeed takes seconds
+                from gradpolicy.train.partitioned_optimizer import partitioned  # takes seconds
 
                 optimizers = [partitioned(wrapped, self.policies)]
                 toggles = toggles and optimizers[0].allows_unused_parameters
-        optimizers = self.run.install(
-            model,
-            optimizers,
-            wrapped=getattr(wrapped, "_orig_mod", wrapped),
-            toggle_requires_grad=toggles,
-            masks_all=self.step_in_backward,
-        )
-        if self.step_in_backward:
-            self.run.step_in_backward()
+        try:
+            optimizers = self.run.install(
+                getattr(model, "_orig_mod", model),
+                optimizers,
+                wrapped=getattr(wrapped, "_orig_mod", wrapped),
+                toggle_requires_grad=toggles,
+                masks_all=self.step_in_backward,
+            )
+            if self.step_in_backward:
+                self.run.step_in_backward()
+        except PolicyError:
+            self.remove()
+            raise
+        self.run.check_outputs(wrapped)
         if not _is_deepspeed(trainer):
-            put_inside(prepared, *optimizers)
+            put_inside(trainer.optimizer, *optimizers)
             self._observe_before_clipping(trainer)
+
+    def _remove_former(self, trainer: Trainer) -> None:
+        """Remove the policies that another Trainer's failed training has left on the model."""
+        former = _TRAINED_BY.get(trainer.model) if trainer.model is not None else None
+        callback = former() if former is not None else None
+        if callback is not None and callback._trainer not in (None, trainer):
+            callback.remove()
 
     def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         """Remove everything from the model and the optimizer."""
@@ -206,10 +187,7 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         self._remove(quiet=False)
 
     def remove(self) -> None:
-        """Remove everything from the model and the optimizer.
-
-        This is needed only for a callback of ``trainer.add_callback``, after training has failed.
-        """
+        """Remove everything from the model and the optimizer, after a training that has failed."""
         self._remove(quiet=True)
 
     def _remove(self, *, quiet: bool) -> None:
@@ -313,6 +291,12 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         trainer.accelerator.unscale_gradients = unscale_gradients
 
 
+_TRAINED_BY: weakref.WeakKeyDictionary[nn.Module, weakref.ref[GradientPoliciesCallback]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The callback of the last training of a model."""
+
+
 def _calling_trainer() -> Trainer:
     """Return the Trainer that is calling the callback, which it does not pass as an argument.
 
@@ -343,13 +327,14 @@ def _logs_after(step: int, args: TrainingArguments, state: TrainerState, steps_o
     )
 
 
-def _check_supported(trainer: Trainer) -> None:
+def _check_supported(trainer: Trainer, *, step_in_backward: bool) -> None:
     """Check that the Trainer's settings are supported.
 
     Raises:
         PolicyError: If they are not; has the reason and an alternative.
     """
-    accelerator, instead = trainer.accelerator, "use DDP: accelerate launch --multi_gpu, or torchrun"
+    args, accelerator = trainer.args, trainer.accelerator
+    instead = "use DDP: accelerate launch --multi_gpu, or torchrun"
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise flat_parameters_refused()
     if getattr(trainer, "is_distributed_loading_by_transformers", False):
@@ -357,20 +342,13 @@ def _check_supported(trainer: Trainer) -> None:
             f"GradientPoliciesCallback: the model was sharded as it was loaded (DistributedConfig), and the "
             f"Trainer then clips gradients where mask sources cannot see them before; {instead}"
         )
-    if trainer.args.n_gpu > 1:
+    if args.n_gpu > 1:
         raise PolicyError(
             "GradientPoliciesCallback: nn.DataParallel copies the model for each forward pass, without its "
             f"policies; {instead}"
         )
-
-
-def _check_step_in_backward(trainer: Trainer) -> None:
-    """Check that nothing in the Trainer's settings needs all gradients at once.
-
-    Raises:
-        PolicyError: If something does.
-    """
-    args = trainer.args
+    if not step_in_backward:
+        return
     if _is_deepspeed(trainer):
         raise refused("DeepSpeed, whose engine steps", "FSDP2 or one process")
     if args.gradient_accumulation_steps != 1:

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -95,15 +94,21 @@ class PartitionedOptimizer(MaskedOptimizer):
         base = self.zero.optimizer
         self.local = base if isinstance(base, MaskedOptimizer) else MaskedOptimizer(base, frozen_state)
         self.zero.optimizer = self.local
+        # All groups: the engine leaves one of them in the optimizer while it steps its partition.
+        self._settings = self.local.param_groups
         groups, self._pieces = _groups_of(self.zero), _pieces_of(self.zero)
-        super().__init__(_ModelParameters(groups, self.zero.step), frozen_state)
+        super().__init__(_ModelParameters([{"params": group} for group in groups], {}), frozen_state)
         self._masks: dict[Tensor, Mask] = {}
         # The parameters with a gradient in this update, and in an earlier one.
         self._with_gradient: set[Tensor] = set()
         self._had_gradient: set[Tensor] = set()
         self._warned = False
         self._parameters = [parameter for group in groups for parameter in group]
+        # The partitions that were stepped in this update: the engine steps them one after another.
+        self._stepped = 0
         self._handles: list[Any] = [
+            self.local.register_step_pre_hook(self._before_partition),
+            self.local.register_step_post_hook(self._after_partition),
             self.local.register_state_dict_post_hook(
                 lambda _, saved: self._passed(self._optimizer_state_dict_post_hooks, saved)
             ),
@@ -112,10 +117,7 @@ class PartitionedOptimizer(MaskedOptimizer):
             ),
             self.local.register_load_state_dict_post_hook(self._after_load),
         ]
-        # The engine calls this step, so that all hooks run once an update, and not once a partition.
-        self.zero.step = self.step
         self._engine: Any = engine
-        self._engine.load_checkpoint = partial(_load_checkpoint, engine.load_checkpoint)
 
     is_partitioned = True
 
@@ -131,16 +133,14 @@ class PartitionedOptimizer(MaskedOptimizer):
         ]
 
     def release(self) -> None:
-        """Give the engine its own methods back; its optimizer stays wrapped."""
-        vars(self.zero).pop("step", None)
-        vars(self._engine).pop("load_checkpoint", None)
+        """Follow the engine no longer; its optimizer stays wrapped."""
         while self._handles:
             self._handles.pop().remove()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The settings of the engine's param groups, with the model's parameters in place of partitions."""
-        pairs = zip(self.local.param_groups, self.inner.param_groups, strict=True)
+        pairs = zip(self._settings, self.inner.param_groups, strict=True)
         return [{**settings, "params": group["params"]} for settings, group in pairs]
 
     # --- masks
@@ -220,15 +220,27 @@ class PartitionedOptimizer(MaskedOptimizer):
 
     # --- steps and checkpoints
 
-    def _update(self, closure: Callable[[], Any] | None) -> None:
-        """Update by the engine's own step; one that overflows is not counted.
+    @torch.compiler.disable
+    def _before_partition(self, *_: Any) -> None:
+        """Call the hooks that come before an update, with its first partition; an overflow steps none.
 
         Raises:
             PolicyError: If stage 3 would update parameters by gradients of an earlier update.
         """
-        self._check_gradients()
-        self.inner.step()
-        self.effective_steps += not self.zero.overflow
+        if not self._stepped:
+            self._check_gradients()
+            for hook in self._optimizer_step_pre_hooks.values():
+                hook(self, (self,), {})
+        self._stepped += 1
+
+    @torch.compiler.disable
+    def _after_partition(self, *_: Any) -> None:
+        """Call the hooks that come after an update, with its last partition."""
+        if self._stepped == len(self._pieces):
+            self._stepped = 0
+            self.effective_steps += 1
+            for hook in self._optimizer_step_post_hooks.values():
+                hook(self, (self,), {})
 
     def _check_gradients(self) -> None:
         """Check that no parameter lacks a gradient, since the engine takes another in its place."""
@@ -272,19 +284,17 @@ class PartitionedOptimizer(MaskedOptimizer):
         return state
 
     def _after_load(self, _: Any) -> None:
+        self._settings = self.local.param_groups
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
 
 class _ModelParameters(Optimizer):
-    """The model's parameters in the engine's groups, whose step is the engine's."""
+    """The model's parameters in the engine's groups."""
 
-    def __init__(self, groups: list[list[Tensor]], step: Callable[[], Any]) -> None:
-        super().__init__([{"params": group} for group in groups], {})
-        self._engine_step = step
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self._engine_step()
+    def step(self, closure: Any = None) -> Any:
+        """Refuse to step apart from the engine."""
+        raise PolicyError("DeepSpeed: expected engine.step(), which steps the optimizer of its partitions")
 
 
 # --- what DeepSpeed keeps where
@@ -361,26 +371,6 @@ def _partitions_in_groups(zero: Any) -> Iterator[None]:
         yield
     finally:
         zero._clear_fp32_optimizer_param_groups()
-
-
-def _load_checkpoint(load: Callable[..., Any], load_dir: str, tag: str | None = None, **options: Any) -> Any:
-    """Load a checkpoint as the engine does.
-
-    Raises:
-        PolicyError: If another number of processes saved it, for which stage 3 has errors of tensors' sizes.
-    """
-    latest = Path(load_dir, "latest")
-    folder = Path(load_dir, tag or (latest.read_text().strip() if latest.is_file() else ""))
-    saved, ranks = (
-        len(list(folder.glob("*zero_pp_rank_*_optim_states.pt"))),
-        torch.distributed.get_world_size(),
-    )
-    if saved not in (0, ranks):
-        raise PolicyError(
-            f"DeepSpeed: {folder} was saved by {saved} processes with a partition each, and cannot be loaded "
-            f"by {ranks}; start {saved}, or load the weights alone, which zero_to_fp32.py beside it joins"
-        )
-    return load(load_dir, tag, **options)
 
 
 def _checked_zero(engine: Any) -> Any:

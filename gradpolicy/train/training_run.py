@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from gradpolicy.checks import check_integer
 from gradpolicy.errors import PolicyError, check_named
@@ -159,6 +161,19 @@ class Run:
         self.steps.hooks.append(each)
         self._has_gradients = False
 
+    def check_outputs(self, model: nn.Module) -> None:
+        """Check at each forward pass that no policy cuts all outputs off; torch's own error is less clear.
+
+        Args:
+            model: The model as the loop calls it, which then raises the PolicyError.
+        """
+
+        def check(module: nn.Module, inputs: Any, outputs: Any) -> None:
+            if torch.is_grad_enabled() and not any(map(_has_gradient, tree_leaves(outputs))):
+                self.notices.cuts()
+
+        self.steps.hooks.append(model.register_forward_hook(ModelHook(check)))
+
     def remove(self, *, quiet: bool = True) -> None:
         """Remove everything from the model and the optimizers. Masks stay."""
         if self.installed is not None:
@@ -236,7 +251,11 @@ class Run:
         """End the update. Masks change only as the next one begins."""
         # An engine steps by itself if no policy needs its optimizer.
         self.updates = self.steps.end() or self.updates + 1
-        self.notices.end()
+        try:
+            self.notices.end()
+        except PolicyError:
+            self.remove()  # not every library tells its driver that a training has failed
+            raise
         if self.measures:
             self._measured = self._measure()
         self.has_begun = self.measures = False
@@ -321,6 +340,24 @@ class Run:
             self.freezer.load_state_dict(unpack_masks(state["freezer"]))
         if self.measurements is not None:
             self.measurements.load_state(state["measured"])
+
+
+class ModelHook:
+    """A hook on a model, which copies of the model do not have.
+
+    Args:
+        function: The hook; None: one that does nothing.
+    """
+
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+        self.function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call the hook."""
+        return None if self.function is None else self.function(*arguments)
+
+    def __reduce__(self) -> Any:
+        return ModelHook, ()
 
 
 class Driven:
@@ -410,6 +447,10 @@ def _unscale(optimizer: Any) -> None:
             if parameter.grad is not None:
                 parameter.grad.div_(optimizer.grad_scale)
         optimizer.grad_scale = None
+
+
+def _has_gradient(output: Any) -> bool:
+    return isinstance(output, Tensor) and output.requires_grad
 
 
 def _trains(policy: Policy) -> bool:

@@ -179,12 +179,6 @@ def refused(case: str, folder: str) -> str:
             "b": gp.Freeze(gp.masks.Random(0.5), frozen_state="zero"),
         },
     }
-    if case == "ranks":
-        with training(engine, policies("keep")):
-            engine.save_checkpoint(folder)
-            (Path(folder) / "global_step0" / "zero_pp_rank_2_mp_rank_00_optim_states.pt").touch()
-            dist.barrier()
-            return refusal(engine.load_checkpoint, folder)
     if case == "loaded before":
         with training(engine, policies("keep")):
             engine.save_checkpoint(folder)
@@ -357,7 +351,6 @@ def test_in_bfloat16_frozen_bits_stay_and_a_skipped_update_does_not_count(
         ("rates", "Rates acts on the model's parameters"),
         ("phases", "parameters cannot have learning rates of their own"),
         ("best", "Phases may write to weights"),
-        ("ranks", "was saved by 3 processes with a partition each, and cannot be loaded by 2; start 3"),
         ("loaded before", "load_checkpoint was called before the block"),
         ("age", "ages belong to partitions"),
         ("states", "frozen_state: must be the same .* policy.a: 'keep', policy.b: 'zero'"),
