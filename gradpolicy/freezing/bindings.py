@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, shortened, under, warn_user
 from gradpolicy.freezing.bound_policy import BoundPolicy
-from gradpolicy.freezing.combination import check_same_options
+from gradpolicy.freezing.moving_parts import check_not_renormalised
 from gradpolicy.freezing.requires_grad import is_turned_off
-from gradpolicy.freezing.still import check_not_renormalised
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.wrapped import check_settings
 from gradpolicy.policies import Freeze
@@ -44,8 +43,6 @@ class Bindings:
     ) -> None:
         self.model = model
         self._optimizers, self._rates, self._seed = optimizers, rates, seed
-        self.parameters: dict[str, Tensor] = {}
-        self.matched: dict[str, Tensor] = {}
         _check_sources(policies)
         self._find_parameters()
         with self.gathered(values=True):
@@ -61,31 +58,23 @@ class Bindings:
         optimized = set().union(*self.optimized.values())
         return {p for p in optimized if p.requires_grad or is_turned_off(p)}.union(self.parameters.values())
 
-    def join(self) -> bool:
-        """Bind policies to parameters that were added to an optimizer, as by a finetuning schedule.
-
-        Returns:
-            True if there were any.
+    def check_optimizers(self) -> None:
+        """Check that no parameter which a policy restricts was added to an optimizer during training.
 
         Raises:
-            PolicyError: If a mask source has gathered gradients, or made a decision, without them.
+            PolicyError: If one was, as by a finetuning schedule.
         """
         if self._count_optimized() == self._counted:
-            return False
+            return
         self._find_parameters()
-        for name, each in self.policies.items():
-            matched = pick(self.named, each.policy.restricts)
-            joined = [key for key, p in matched.items() if key not in each.parameters and self.holders(p)]
-            if joined and each.source.state_dict():
+        for policy, each in self.policies.items():
+            others = pick(self.named, each.policy.restricts).keys() - each.parameters.keys()
+            if joined := sorted(name for name in others if self.holders(self.named[name])):
                 raise PolicyError(
-                    f"policy.{name}: {shortened(joined, most=5)} joined the optimizer during training, and "
-                    f"{type(each.source).__name__} decides by what it gathered without; give the optimizer "
-                    "all parameters from the start, or take these out of params"
+                    f"policy.{policy}: {shortened(joined, most=5)} joined the optimizer during training; "
+                    "give it all parameters from the start (Phases and Gradual freeze them until later), or "
+                    "take these out of params"
                 )
-            if joined:
-                self.policies[name] = self._bind(name, each.policy)
-        self._index()
-        return True
 
     @contextmanager
     def gathered(self, *, values: bool = False) -> Iterator[None]:
@@ -173,11 +162,11 @@ class Bindings:
         return matched
 
     def _index(self) -> None:
-        """Update the attributes that depend on the bound policies."""
+        """Set the attributes that depend on the bound policies."""
         bound = self.policies.values()
-        # The same dicts, which others refer to.
-        self.parameters.clear()
-        self.parameters.update({name: p for each in bound for name, p in each.parameters.items()})
+        self.parameters: dict[str, Tensor] = {
+            name: p for each in bound for name, p in each.parameters.items()
+        }
         self.policies_of = {
             name: sorted((b for b in bound if name in b.parameters), key=lambda b: not b.matches(name))
             for name in self.parameters
@@ -187,8 +176,7 @@ class Bindings:
             check_same_options(name, {each.name: each.policy for each in matching})
         self.settings_of = {name: self._settings(name, policy) for name, policy in self._rates.items()}
         rated = {name: self.named[name] for own in self.settings_of.values() for name in own}
-        self.matched.clear()
-        self.matched.update({**rated, **self.parameters})
+        self.matched = {**rated, **self.parameters}
 
 
 def _check_sources(policies: Mapping[str, Freeze]) -> None:
@@ -202,3 +190,20 @@ def _check_sources(policies: Mapping[str, Freeze]) -> None:
         other = first.setdefault(id(policy.mask), name)
         if other != name:
             raise PolicyError(f"policy.{name}: has the mask source of policy.{other}; each needs its own")
+
+
+def check_same_options(name: str, policies: Mapping[str, Freeze]) -> None:
+    """Check that the policies on a parameter require the same optimizer state.
+
+    Raises:
+        PolicyError: If they do not.
+    """
+    (first, one), *rest = policies.items()
+    for other, another in rest:
+        for key in ("frozen_state", "bias_correction"):
+            here, there = getattr(one, key), getattr(another, key)
+            if here != there:
+                raise PolicyError(
+                    f"{name!r}: policy.{first} wants {key}={here!r}, policy.{other} {key}={there!r};"
+                    f" policies on one parameter must agree: give both the same {key}, or different params"
+                )

@@ -9,12 +9,10 @@ from torch import Tensor, nn
 from gradpolicy.errors import under
 from gradpolicy.freezing.bindings import Bindings
 from gradpolicy.freezing.bound_policy import layers_under, masks_never_change
-from gradpolicy.freezing.combination import frozen_together
-from gradpolicy.freezing.combined_masks import CombinedMasks
-from gradpolicy.freezing.computed_gradients import ComputedGradients
+from gradpolicy.freezing.combined import CombinedMasks, ParameterSettings, frozen_together
 from gradpolicy.freezing.missing_gradients import MissingGradients
-from gradpolicy.freezing.parameter_settings import ParameterSettings
-from gradpolicy.freezing.still import StillModules
+from gradpolicy.freezing.moving_parts import StillModules
+from gradpolicy.freezing.requires_grad import ComputedGradients
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.policies import Freeze
 from gradpolicy.rates import Rates
@@ -90,7 +88,9 @@ class Freezer:
         self.may_change = not all(map(masks_never_change, policies.values()))
         self._masks = CombinedMasks(self._bindings)
         self._settings = ParameterSettings(self._bindings, self.optimizers, rates)
-        self._gradients = ComputedGradients(self._bindings, self._masks, toggle=toggle_requires_grad)
+        self._gradients = ComputedGradients(
+            model, self._bindings.optimized.values(), self.parameters, toggle=toggle_requires_grad
+        )
         self.dropped = self._gradients.dropped
         self._missing = MissingGradients()
         self._still = StillModules(model)
@@ -112,7 +112,7 @@ class Freezer:
         """
         if step == self._step:
             return
-        self._join()
+        self._bindings.check_optimizers()
         bound = self._bindings.policies.values()
         reads = any(each.source.reads_weights and each.asks(step, epoch, phase) for each in bound)
         with self._bindings.gathered(values=reads):
@@ -134,16 +134,10 @@ class Freezer:
             evaluated = {self.parameters[name] for name in self._masks.evaluated()}
             self._still.keep(evaluated, self._bindings.trainable())
         self._masks.apply([each for each in bound if each.in_effect and changes[each.name]])
-        self._gradients.update(self.wanted_gradients(), changed=bool(changed))
+        self._gradients.update(self._masks.current, self.wanted_gradients(), changed=bool(changed))
         self._settings.update(step, epoch, phase)
         for observer in self.observers if changed else ():
             observer.after_masks(changed)
-
-    def _join(self) -> None:
-        """Bind policies to parameters that were added to an optimizer."""
-        if self._bindings.join():
-            self._gradients.join()
-            self._settings.set_again()
 
     @torch.no_grad()
     def observe(self, optimizer: MaskedOptimizer) -> None:
@@ -270,7 +264,6 @@ class Freezer:
         of mask source have changed, with a warning. Parameters of saved policies that no longer exist become
         active.
         """
-        self._join()
         self._masks.release(self._bindings.load_state_dict(state))
         self.set_again()
 

@@ -1,6 +1,6 @@
-"""Temporarily disabled ``requires_grad``, so that the backward pass skips frozen tensors."""
+"""Gradients that the backward pass skips, since nobody needs them."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from math import prod
 from typing import Any
 
@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradpolicy.errors import PolicyError, shortened
+from gradpolicy.freezing.row_gradients import RowGradients
+from gradpolicy.tensors.mask import Mask
+from gradpolicy.tensors.sharding import is_sharded
 from gradpolicy.where import named_parameters, once_each
 
 ONE_GRAPH_A_PHASE = torch.__version__ >= (2, 13)  # type: ignore[operator]
@@ -21,6 +24,80 @@ MOST_PHASES = 64
 """The number of phases for which modules are compiled; in others all their gradients are computed."""
 # The attribute of a parameter whose requires_grad is temporarily disabled.
 _TURNED_OFF = "_gradient_turned_off"
+
+
+class ComputedGradients:
+    """Leaves gradients of frozen tensors, and of frozen rows, out of the backward pass.
+
+    Args:
+        model: The model.
+        groups: The parameters of each optimizer.
+        parameters: The parameters that freeze policies restrict, by name.
+        toggle: Disable ``requires_grad`` of tensors that are frozen completely, unless a source needs their
+            gradients.
+
+    Attributes:
+        dropped: Parameters whose gradients are computed in this update, but dropped like those of updates in
+            which ``requires_grad`` is disabled.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Iterable[Collection[Tensor]],
+        parameters: Mapping[str, Tensor],
+        *,
+        toggle: bool,
+    ) -> None:
+        self._parameters, self._toggle = parameters, toggle
+        self.dropped: set[Tensor] = set()
+        # FSDP2's first pass takes the dtypes of a block from its parameters that require a gradient.
+        self._computes_all = any(map(is_sharded, model.parameters()))
+        self._rows = RowGradients(model)
+        self._wanted: set[str] = set()
+        self._requires_grad = RequiresGrad(model, groups)
+
+    def update(self, masks: Mapping[str, Mask], wanted: set[str], *, changed: bool) -> None:
+        """Choose the gradients of an update.
+
+        Args:
+            masks: The masks of parameters by name.
+            wanted: The names of parameters whose full gradients mask sources need.
+            changed: True if masks have changed.
+        """
+        if not (changed or wanted != self._wanted or self.dropped):
+            return
+        self._wanted = wanted
+        needed = {name: mask for name, mask in masks.items() if name not in wanted}
+        self._rows.set({self._parameters[name]: mask for name, mask in needed.items()})
+        if not self._toggle:
+            return
+        idle = {name for name, mask in needed.items() if mask is False}
+        self.dropped.clear()
+        if self._computes_all:
+            self.dropped.update(self._parameters[name] for name in idle)
+        else:
+            self._requires_grad.turn_off(idle)
+
+    def observe(self) -> None:
+        """Check that layers which train were in a graph, and remove gradients that are dropped."""
+        self._requires_grad.check_graphs()
+        for parameter in self.dropped:
+            parameter.grad = None
+        self._computes_all = False
+
+    def compute_all(self) -> bool:
+        """Compute all gradients from now on, and return True if some are not in this update."""
+        skips = self._rows.active or any(map(is_turned_off, self._parameters.values()))
+        self._toggle = False
+        self.dropped.clear()
+        self.restore()
+        return skips
+
+    def restore(self) -> None:
+        """Restore ``requires_grad`` of all parameters."""
+        self._requires_grad.restore()
+        self._rows.release()
 
 
 class RequiresGrad:

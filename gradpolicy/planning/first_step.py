@@ -15,8 +15,9 @@ from gradpolicy.flow import install
 from gradpolicy.flow.install import deactivate
 from gradpolicy.flow.locations import remarks as flow_remarks
 from gradpolicy.flow.policy_report import ReportRow, check_operations
+from gradpolicy.freezing.bindings import check_same_options
 from gradpolicy.freezing.bound_policy import BoundPolicy
-from gradpolicy.freezing.combination import check_same_options, frozen_together
+from gradpolicy.freezing.combined import frozen_together
 from gradpolicy.freezing.moving_parts import copy_buffers, moving_parts, moving_warnings
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.optim.optimizers import plain_optimizers

@@ -11,7 +11,7 @@ from gradpolicy.errors import PolicyError, shortened, under
 from gradpolicy.flow.install import checked_policies
 from gradpolicy.flow.locations import check_cuts
 from gradpolicy.freezing.bound_policy import BoundPolicy, layers_under, masks_never_change
-from gradpolicy.freezing.combination import combine
+from gradpolicy.freezing.combined import combine
 from gradpolicy.masks.base import MaskSource
 from gradpolicy.planning.first_step import FirstStep, Optimizers, Step, first_step, of_kind
 from gradpolicy.planning.plan_table import Plan, PlanRow

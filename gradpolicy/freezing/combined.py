@@ -1,0 +1,154 @@
+"""Masks and settings of parameters, as all policies together demand them."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from gradpolicy.freezing.bindings import Bindings
+from gradpolicy.freezing.bound_policy import BoundPolicy
+from gradpolicy.optim import MaskedOptimizer
+from gradpolicy.policies import Freeze, Train
+from gradpolicy.rates import Rates, Settings, at, combined
+from gradpolicy.tensors.mask import Mask, intersect, same_mask, unite
+
+
+class CombinedMasks:
+    """Combines the masks of the policies in effect, and sets them in the optimizers.
+
+    Args:
+        bindings: The bound policies.
+
+    Attributes:
+        current: The current masks by parameter name.
+    """
+
+    def __init__(self, bindings: Bindings) -> None:
+        self._bindings = bindings
+        # Initially empty, since an optimizer may have masks from a checkpoint.
+        self.current: dict[str, Mask] = {}
+
+    def update(self, names: Collection[str]) -> None:
+        """Set those of these masks that have changed, with one call for all of the same options."""
+        new: dict[tuple[str, str], dict[Tensor, Mask]] = {}
+        for name, parameter in self._bindings.parameters.items():
+            if name not in names:
+                continue
+            policies = self._bindings.policies_of[name]
+            in_effect = [(each.policy, each.masks[name]) for each in policies if each.in_effect]
+            combined = combine(in_effect, parameter)
+            if not same_mask(self.current.get(name), combined):
+                self.current[name] = combined
+                policy = policies[0].policy
+                new.setdefault((policy.frozen_state, policy.bias_correction), {})[parameter] = combined
+        for (frozen_state, bias_correction), masks in new.items():
+            self._set(masks, frozen_state=frozen_state, bias_correction=bias_correction)
+
+    def apply(self, changed: Sequence[BoundPolicy]) -> None:
+        """Let sources modify the weights for new masks."""
+        # Another source on the same parameters may have to set modified entries to zero again.
+        of = self._bindings.policies_of
+        sharing = {
+            other.name for each in changed for n in each.parameters for other in of[n] if other is not each
+        }
+        again = [each for each in self._bindings.policies.values() if each.in_effect and each.name in sharing]
+        for each in (*changed, *again):
+            each.source.apply()
+
+    def release(self, names: Collection[str]) -> None:
+        """Let all entries of parameters train that no policy restricts any more."""
+        self._set({p: True for name, p in self._bindings.named.items() if name in names})
+
+    def frozen(self) -> set[str]:
+        """Return the names of parameters without an entry that trains."""
+        return {name for name, mask in self.current.items() if mask is False}
+
+    def evaluated(self) -> set[str]:
+        """Return the names of parameters that policies with ``buffers="eval"`` freeze."""
+        frozen, policies = self.frozen(), self._bindings.policies.values()
+        evaluating = [each for each in policies if each.in_effect and each.policy.buffers == "eval"]
+        return frozen & {n for each in evaluating for n, mask in each.masks.items() if mask is False}
+
+    def _set(self, masks: Mapping[Tensor, Mask], **options: str) -> None:
+        for optimizer, optimized in self._bindings.optimized.items():
+            own = {p: None if mask is True else mask for p, mask in masks.items() if p in optimized}
+            if own:
+                optimizer.set_masks(own, **options)
+
+
+class ParameterSettings:
+    """Sets what ``Rates`` and mask sources, such as phases, say about single parameters in the optimizers.
+
+    Args:
+        bindings: The bound policies.
+        optimizers: The optimizers.
+        rates: The policies that set learning rates and other settings, by name.
+
+    Attributes:
+        current: The current settings by parameter name.
+    """
+
+    def __init__(
+        self, bindings: Bindings, optimizers: Sequence[MaskedOptimizer], rates: Mapping[str, Rates]
+    ) -> None:
+        self._bindings, self._optimizers, self._rates = bindings, optimizers, rates
+        self.current: dict[str, Settings] = {}
+        # The settings of sources, and the counts at which rates were evaluated, for the current settings.
+        self._of_sources: dict[str, Settings] | None = None
+        self._counts: dict[str, int] = {}
+
+    def update(self, step: int, epoch: int, phase: str) -> None:
+        """Set the settings of an update, if they have changed."""
+        in_effect = [each.source for each in self._bindings.policies.values() if each.in_effect]
+        of_sources = combined(source.settings(step, epoch) for source in in_effect)
+        counts = {
+            name: policy.when.count(step, epoch) if policy.varies else 0
+            for name, policy in self._rates.items()
+            if policy.when.active(phase=phase, step=step, epoch=epoch)
+        }
+        if (self._of_sources, self._counts) == (of_sources, counts):
+            return
+        self._of_sources, self._counts = of_sources, counts
+        of_rates = (
+            {name: at(own, count) for name, own in self._bindings.settings_of[policy].items()}
+            for policy, count in counts.items()
+        )
+        self._set(combined([of_sources, *of_rates]))
+
+    def restore(self) -> None:
+        """Restore the settings of the optimizers' param groups."""
+        if self._of_sources is not None:
+            self._of_sources = None
+            self._set({})
+
+    def _set(self, settings: dict[str, Settings]) -> None:
+        self.current, named = settings, self._bindings.named
+        for optimizer in self._optimizers:
+            optimizer.set_settings({named[name]: own for name, own in settings.items()})
+
+
+def combine(masks: Iterable[tuple[Freeze, Mask]], parameter: Tensor) -> Mask:
+    """Return the mask of a parameter under several active policies.
+
+    Args:
+        masks: The policies, each with its own mask of the parameter. The masks of ``Train`` policies are
+            united, and the result is intersected with those of all others.
+        parameter: The parameter.
+    """
+    shape, device = parameter.shape, parameter.device
+    combined: Mask = True
+    trained: Mask | None = None
+    for policy, mask in masks:
+        if isinstance(policy, Train):
+            trained = mask if trained is None else unite(trained, mask, shape, device)
+        else:
+            combined = intersect(combined, mask, shape, device)
+    return combined if trained is None else intersect(combined, trained, shape, device)
+
+
+def frozen_together(frozen: Mapping[str, set[str]], policies: Mapping[str, Freeze]) -> dict[str, set[str]]:
+    """Return what each policy freezes by name: ``Train`` policies freeze only what none of them trains."""
+    trains = [frozen[name] for name, policy in policies.items() if isinstance(policy, Train)]
+    return {
+        name: names.intersection(*trains) if isinstance(policies[name], Train) else names
+        for name, names in frozen.items()
+    }
