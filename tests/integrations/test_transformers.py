@@ -481,10 +481,8 @@ def test_every_tracker_gets_what_the_policies_did(train, bert, tmp_path):
     train(bert, policies, prepare=first, logging_steps=5, save_strategy="steps", save_steps=5)
     losses = [entry for entry in tracker.logs if "loss" in entry]
     assert len(losses) == 2
-    # Only what varies is logged again.
     assert losses[0]["policy/half/active_share"] == pytest.approx(0.5, abs=0.01)
     assert losses[0]["policy/slow/active"] == 1
-    assert losses[1].keys().isdisjoint(["policy/half/active_share", "policy/slow/active"])
     for entry in losses:
         before, after = (entry[f"policy/slow/gradient_norm_{when}"] for when in ("before", "after"))
         assert after == pytest.approx(before / 2)
