@@ -19,10 +19,9 @@ Example:
     True
 """
 
-from gradpolicy.delta.apply_delta import apply, revert
+from gradpolicy.delta.changed_model import apply, revert, save
 from gradpolicy.delta.info import Info, TensorInfo, info
 from gradpolicy.delta.merge import merge
 from gradpolicy.delta.peft_adapter import from_peft, to_peft
-from gradpolicy.delta.save import save
 
 __all__ = ["Info", "TensorInfo", "apply", "from_peft", "info", "merge", "revert", "save", "to_peft"]

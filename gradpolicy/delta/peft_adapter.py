@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from gradpolicy.atomic_file import write_text
 from gradpolicy.checks import check_choice
 from gradpolicy.delta.change import NEW, TensorChange
+from gradpolicy.delta.changed_model import memory_of, save
 from gradpolicy.delta.file import Delta, read, read_weights, write, write_safetensors
 from gradpolicy.delta.info import Info, describe
-from gradpolicy.delta.save import memory_of, save
 from gradpolicy.delta.state import State, full_cpu, print_of, tensors_of
 from gradpolicy.errors import PolicyError, brief, shortened, shown, under, unknown
 from gradpolicy.tensors.checkpoint_file import check_kind

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradpolicy.insight import record
-from gradpolicy.tasks import images, tiny_shakespeare
+from gradpolicy.tasks import data_sets
 from gradpolicy.train.lightning.checkpoints import read_checkpoint
 from tests.tasks.test_fashion_mnist import write_idx
 
@@ -26,7 +26,7 @@ def fashion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         pixels = generator.integers(0, 256, (count, 28, 28))
         write_idx(tmp_path / f"{prefix}-images-idx3-ubyte.gz", pixels)
         write_idx(tmp_path / f"{prefix}-labels-idx1-ubyte.gz", np.arange(count) % 10)
-    trust(images, tmp_path, monkeypatch)
+    trust("FASHION_FILES", tmp_path, monkeypatch)
     return f"data.data_dir={tmp_path}"
 
 
@@ -35,13 +35,14 @@ def shakespeare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A directory with a text of 65 characters, known by its checksum."""
     letters = "".join(map(chr, range(40, 105)))
     (tmp_path / "input.txt").write_text(letters * 80)
-    trust(tiny_shakespeare, tmp_path, monkeypatch)
+    trust("SHAKESPEARE_FILES", tmp_path, monkeypatch)
     return f"data.data_dir={tmp_path}"
 
 
-def trust(module, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {name: hashlib.sha256((directory / name).read_bytes()).hexdigest() for name in module.FILES}
-    monkeypatch.setattr(module, "FILES", files)
+def trust(known: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = getattr(data_sets, known)
+    files = {name: hashlib.sha256((directory / name).read_bytes()).hexdigest() for name in names}
+    monkeypatch.setattr(data_sets, known, files)
 
 
 def weights_of(ended) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from gradpolicy.app.config import Source
-from gradpolicy.tasks import tiny_shakespeare
+from gradpolicy.tasks import data_sets
 from tests.docs.markdown import DOCS, ROOT, all_blocks, write_modules
 from tests.docs.plans import planned
 
@@ -77,7 +77,7 @@ def shakespeare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     text = "".join(map(chr, range(40, 105))) * 80
     (tmp_path / "input.txt").write_text(text)
     sha256 = hashlib.sha256(text.encode()).hexdigest()
-    monkeypatch.setattr(tiny_shakespeare, "FILES", {"input.txt": sha256})
+    monkeypatch.setattr(data_sets, "SHAKESPEARE_FILES", {"input.txt": sha256})
     return tmp_path
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradpolicy.tasks import FashionMNISTDataModule
-from gradpolicy.tasks.images import read_idx
+from gradpolicy.tasks.data_sets import read_idx
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data" / "fashion_mnist"
 

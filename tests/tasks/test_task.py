@@ -17,8 +17,8 @@ from gradpolicy.tasks import (
     LanguageModel,
     QuantizedConvNet,
 )
+from gradpolicy.tasks.data_sets import Windows
 from gradpolicy.tasks.loading import DataModule
-from gradpolicy.tasks.tiny_shakespeare import Windows
 
 sgd = partial(torch.optim.SGD, lr=0.1)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.tasks import TinyShakespeareDataModule, tiny_shakespeare
+from gradpolicy.tasks import TinyShakespeareDataModule, data_sets
 
 TEXT = "".join(chr(97 + index % 26) for index in range(1000)) + "".join(
     chr(65 + index % 26) for index in range(1000)
@@ -18,7 +18,7 @@ TEXT = "".join(chr(97 + index % 26) for index in range(1000)) + "".join(
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "input.txt").write_text(TEXT)
     sha256 = hashlib.sha256(TEXT.encode()).hexdigest()
-    monkeypatch.setattr(tiny_shakespeare, "FILES", {"input.txt": sha256})
+    monkeypatch.setattr(data_sets, "SHAKESPEARE_FILES", {"input.txt": sha256})
     return tmp_path
 
 

@@ -1,6 +1,7 @@
-"""Data sets of small grey images: digits, which need no download, and Fashion-MNIST."""
+"""Data sets: digits, which need no download, Fashion-MNIST and Tiny Shakespeare."""
 
 import gzip
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +9,14 @@ import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor
+from torch.utils.data import Dataset
 
+from gradpolicy.checks import LARGEST_SIZE, check_choice, check_integer
+from gradpolicy.errors import PolicyError
 from gradpolicy.tasks.loading import DataModule, TensorRows, check_present, fetch
 
-SITE = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
-FILES = {
+FASHION_SITE = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
+FASHION_FILES = {
     "train-images-idx3-ubyte.gz": "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
     "train-labels-idx1-ubyte.gz": "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
     "t10k-images-idx3-ubyte.gz": "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
@@ -71,15 +75,15 @@ class FashionMNISTDataModule(DataModule):
         download: bool = False,
     ) -> None:
         super().__init__(batch_size, seed, workers)
-        self.data_dir, self.download = check_present(Path(data_dir), FILES, download), download
+        self.data_dir, self.download = check_present(Path(data_dir), FASHION_FILES, download), download
 
     def prepare_data(self) -> None:
         """Check the files, or download them."""
-        fetch(self.data_dir, SITE, FILES, self.download)
+        fetch(self.data_dir, FASHION_SITE, FASHION_FILES, self.download)
 
     def setup(self, stage: str | None = None) -> None:
         """Read the images and split off those for validation."""
-        images, labels, test_images, test_labels = (read_idx(self.data_dir / name) for name in FILES)
+        images, labels, test_images, test_labels = (read_idx(self.data_dir / name) for name in FASHION_FILES)
         train, validation = split_off(0.1, np.arange(len(labels)), labels.numpy(), self.seed)
         self.train_set = TensorRows(images[train][:, None] / 255, labels[train].long())
         self.validation_set = TensorRows(images[validation][:, None] / 255, labels[validation].long())
@@ -116,3 +120,86 @@ def split_off(
     """
     left, taken = train_test_split(indices, test_size=share, random_state=seed, stratify=labels[indices])
     return np.sort(left), np.sort(taken)
+
+
+# ---- text
+
+SHAKESPEARE_SITE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/"
+SHAKESPEARE_FILES = {"input.txt": "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"}
+PARTS = {"all": (0.0, 1.0), "first": (0.0, 0.5), "second": (0.5, 1.0)}
+
+
+class Windows(Dataset[tuple[Tensor, ...]]):
+    """Adjacent sequences of a text, each with the sequence shifted by one token.
+
+    Args:
+        tokens: The tokens, int64, shape (length,).
+        context: The length of a sequence.
+    """
+
+    def __init__(self, tokens: Tensor, context: int) -> None:
+        self.tokens, self.context = tokens, context
+
+    def __len__(self) -> int:
+        """Return the number of sequences."""
+        return (len(self.tokens) - 1) // self.context
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
+        """Return the sequences of a batch, each of shape (batch, context)."""
+        starts = torch.as_tensor(indices)[:, None] * self.context
+        stretches = self.tokens[starts + torch.arange(self.context + 1)]
+        return stretches[:, :-1], stretches[:, 1:]
+
+
+class TinyShakespeareDataModule(DataModule):
+    """1,115,394 characters, 65 different ones; a tenth each, at the end, is for validation and for the test.
+
+    A batch is ``(characters, next characters)``, both int64 of shape (batch, context). The 65 characters have
+    the same numbers for each part of the text, so that a model of one part can be fine-tuned on another.
+
+    Source: A. Karpathy, char-rnn, 2015; MIT licence, the text itself is in the public domain.
+
+    Args:
+        data_dir: The directory of ``input.txt``.
+        batch_size: Sequences per batch, on each process.
+        context: Length of a sequence.
+        part: ``"all"`` of the text, its ``"first"`` or its ``"second"`` half.
+        seed: The seed of the order of the training sequences.
+        workers: The number of loader processes; 0 loads in the training process.
+        download: Download the file if it is missing.
+
+    Raises:
+        PolicyError: If the file is missing and `download` is false, it has the wrong checksum, or the
+            settings leave no sequence.
+    """
+
+    def __init__(
+        self,
+        data_dir: str | Path,
+        batch_size: int = 64,
+        context: int = 128,
+        part: str = "all",
+        seed: int = 0,
+        workers: int = 0,
+        download: bool = False,
+    ) -> None:
+        super().__init__(batch_size, seed, workers)
+        self.context = check_integer("data.context", context, least=1, most=LARGEST_SIZE)
+        self.part = check_choice("data.part", part, PARTS)
+        self.data_dir, self.download = check_present(Path(data_dir), SHAKESPEARE_FILES, download), download
+
+    def prepare_data(self) -> None:
+        """Check the file, or download it."""
+        fetch(self.data_dir, SHAKESPEARE_SITE, SHAKESPEARE_FILES, self.download)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read the text, encode its characters and split it into three parts."""
+        text = (self.data_dir / "input.txt").read_text(encoding="utf-8")
+        number = {character: index for index, character in enumerate(sorted(set(text)))}
+        begin, end = (round(share * len(text)) for share in PARTS[self.part])
+        tokens = torch.tensor([number[character] for character in text[begin:end]])
+        tenth = round(0.1 * len(tokens))
+        parts = tokens.split((len(tokens) - 2 * tenth, tenth, tenth))
+        self.train_set, self.validation_set, self.test_set = (Windows(part, self.context) for part in parts)
+        if self.context >= tenth:
+            raise PolicyError(f"data.context: {self.context} is longer than the validation text")
