@@ -9,7 +9,7 @@ gradient.
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -325,6 +325,16 @@ OPAQUE_CALLS: dict[Function, frozenset[str]] = {
 }
 
 
+class Owner(Protocol):
+    """A block or installation.
+
+    Attributes:
+        taken: The names of operations on which an inner block or policy acted instead.
+    """
+
+    taken: set[str]
+
+
 class DispatchTable:
     """A table of rules by torch function.
 
@@ -361,18 +371,21 @@ class DispatchMode(TorchFunctionMode):
 
     Args:
         table: The table. In an installation it depends on the running module.
-        taken: A set to which the names of operations with a rule in an inner mode are added.
+        owner: The block or installation.
+        checkpoints: Returns how many checkpointed functions were entered since the policy of a rule; None if
+            no backward pass will follow.
     """
 
-    def __init__(self, table: DispatchTable, taken: set[str]) -> None:
+    def __init__(
+        self,
+        table: DispatchTable,
+        owner: "Owner",
+        checkpoints: Callable[[OperationRule], int] | None = None,
+    ) -> None:
         super().__init__()
-        self.table = table
-        self.taken = taken
+        self.table, self.owner, self.checkpoints = table, owner, checkpoints
         # The name of the running module, for messages.
         self.module: str | None = None
-
-    def check_recomputation(self, rule: OperationRule) -> None:
-        """Raise an error if a checkpoint would recompute an operation outside of this mode."""
 
     @eager_if_unknown
     def __torch_function__(
@@ -399,27 +412,26 @@ class DispatchMode(TorchFunctionMode):
         if covering:
             for rule in covering:
                 if not rule.allows_plain_recomputation() and may_be_recomputed():
-                    self.check_recomputation(rule)
+                    self._check_recomputation(rule)
             return covering[0].call(NativeCall(func, args, kwargs, self.module, covering[1:]))
         if not is_traced():
             table.seen.add(func)
         return func(*args, **kwargs)
 
+    def _check_recomputation(self, rule: OperationRule) -> None:
+        if self.checkpoints is not None and self.checkpoints(rule) > 0:
+            raise PolicyError(
+                f"operation {rule.name!r} runs in a checkpointed function, and its policy was entered "
+                "outside of that: in the backward pass the operation would run again without the policy. "
+                "Checkpoint a module that the policy matches (its forward enters the policy again), or enter "
+                "gradient_override within the function"
+            )
+
 
 skip_alone(DispatchMode.__torch_function__)
-
-
-def refusal(operation: str) -> PolicyError:
-    """Return the error for an operation that would be recomputed outside of its policy."""
-    return PolicyError(
-        f"operation {operation!r} runs in a checkpointed function, and its policy was entered outside of "
-        "that: in the backward pass the operation would run again without the policy. Checkpoint a module "
-        "that the policy matches (its forward enters the policy again), or enter gradient_override within "
-        "the function"
-    )
 
 
 def note_taken(operations: Iterable[str]) -> None:
     """Record in the active modes the operations on which an inner mode acted."""
     for mode in active_modes():
-        mode.taken.update(operations)
+        mode.owner.taken.update(operations)

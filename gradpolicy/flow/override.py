@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.bound_rule import RuleState
-from gradpolicy.flow.operation_rule import DispatchMode, DispatchTable, OperationRule, note_taken, refusal
+from gradpolicy.flow.operation_rule import DispatchMode, DispatchTable, OperationRule, note_taken
 from gradpolicy.flow.operations import as_rule, name_of, resolve_operation
 from gradpolicy.flow.policy_report import Outcome, ReportRow, report_unmet
 from gradpolicy.flow.tracing import Function, checkpoints_above, has_graph, mode_at, mode_count
@@ -73,19 +73,6 @@ def gradient_override(
     return Block(rules.values(), strict=strict)
 
 
-class OverrideMode(DispatchMode):
-    """The mode of one entry of a block."""
-
-    def __init__(self, table: DispatchTable, taken: set[str]) -> None:
-        super().__init__(table, taken)
-        self.checkpoints, self.has_graph = checkpoints_above(), has_graph()
-
-    def check_recomputation(self, rule: OperationRule) -> None:
-        """Raise an error if a checkpoint would recompute an operation outside of the block."""
-        if self.has_graph and checkpoints_above() > self.checkpoints:
-            raise refusal(rule.name)
-
-
 class Block:
     """The context manager and decorator that :func:`gradient_override` returns.
 
@@ -112,7 +99,9 @@ class Block:
         self._has_warned = False
 
     def __enter__(self) -> "Block":
-        OverrideMode(self.table, self.taken).__enter__()
+        entered = checkpoints_above()
+        within = (lambda rule: checkpoints_above() - entered) if has_graph() else None
+        DispatchMode(self.table, self, within).__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
@@ -120,7 +109,7 @@ class Block:
         mode.__exit__(kind, error, traceback)
         note_taken(self.row.matched)
         # A reentrant checkpoint runs the block again with gradients. Warnings are given then.
-        if error is None and mode.has_graph and torch.is_grad_enabled():
+        if error is None and mode.checkpoints is not None and torch.is_grad_enabled():
             self.report_unmet()
 
     def report_unmet(self) -> None:
@@ -145,7 +134,7 @@ class Block:
         block.subject = f"gradient_override of {getattr(function, '__name__', repr(function))!r}"
 
         # The compiler can only trace modes that exist before.
-        traced = DispatchMode(block.table, block.taken)
+        traced = DispatchMode(block.table, block)
 
         @functools.wraps(function)
         def overridden(*args: Any, **kwargs: Any) -> Any:

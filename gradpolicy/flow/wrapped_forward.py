@@ -13,7 +13,7 @@ from gradpolicy.errors import PolicyError, warn_user
 from gradpolicy.flow.bound_rule import RuleState
 from gradpolicy.flow.boundary import Forward, ModuleRules
 from gradpolicy.flow.containers import tensors_in
-from gradpolicy.flow.operation_rule import DispatchMode, DispatchTable, OperationRule, note_taken, refusal
+from gradpolicy.flow.operation_rule import DispatchMode, DispatchTable, OperationRule, note_taken
 from gradpolicy.flow.parameters import ParameterRules, run_with_rules
 from gradpolicy.flow.tracing import (
     active_modes,
@@ -156,24 +156,6 @@ class CallScope:
                 state.call_counts[operation] = before
 
 
-class InstallMode(DispatchMode):
-    """The mode of an installation on a thread. Its table is that of the running module."""
-
-    def __init__(self, session: InstallSession, table: DispatchTable) -> None:
-        super().__init__(table, session.taken)
-        self.session = session
-        self.has_graph = has_graph()
-
-    def check_recomputation(self, rule: OperationRule) -> None:
-        """Raise an error if a checkpoint would recompute an operation outside of the wrapped forward.
-
-        With ``calls=`` it would have to recompute the full forward in which calls are counted.
-        """
-        entered = CallScope.run if rule.state.calls else WrappedForward._forward
-        if self.has_graph and checkpoints_above(entered):
-            raise refusal(rule.name)
-
-
 @dataclass(eq=False, repr=False)
 class WrappedForward:
     """Runs a module's forward with the rules on its operations, boundary and parameters.
@@ -284,10 +266,9 @@ class WrappedForward:
         if table is None:
             return self._forward(args, kwargs)
         # The mode of this installation on this thread.
-        modes = (mode for mode in active_modes() if isinstance(mode, InstallMode))
-        mode = next((mode for mode in modes if mode.session is session), None)
+        mode = next((mode for mode in active_modes() if mode.owner is session), None)
         if mode is None:
-            with InstallMode(session, table) as mode:
+            with DispatchMode(table, session, _checkpoints_within if has_graph() else None) as mode:
                 result = self._run_in_mode(mode, args, kwargs)
             if not in_transform():
                 note_taken({name for state in session.states for name in state.row.matched})
@@ -317,3 +298,8 @@ class WrappedForward:
         if self.inner is not None:
             return self.inner(*args, **kwargs)
         return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
+
+
+def _checkpoints_within(rule: OperationRule) -> int:
+    """Return the number of checkpointed functions in the running forward, or in that which counts calls."""
+    return checkpoints_above(CallScope.run if rule.state.calls else WrappedForward._forward)
