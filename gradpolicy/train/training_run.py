@@ -256,8 +256,11 @@ class Run:
         except PolicyError:
             self.remove()  # not every library tells its driver that a training has failed
             raise
-        if self.measures:
-            self._measured = self._measure()
+        if self.measures and self.measurements is not None:
+            found = self.measurements.measure()
+            self._measured = {name: each for name, each in found.items() if _trains(self.policies[name])}
+            for sink in self.sinks:
+                sink(self.updates, self._measured)
         self.has_begun = self.measures = False
         if self.installed is not None:
             # No hook runs if the next forward pass is compiled.
@@ -290,16 +293,6 @@ class Run:
         self._is_measured = when
         # Without gradients only the active shares are known.
         self.measurements = Measurements(self.freezer if self._has_gradients else None, self.installed)
-
-    def _measure(self) -> Measured:
-        """Return the measurements of the update, and pass them to the sinks."""
-        assert self.measurements is not None
-        measured = {
-            name: each for name, each in self.measurements.measure().items() if _trains(self.policies[name])
-        }
-        for sink in self.sinks:
-            sink(self.updates, measured)
-        return measured
 
     def take_measured(self) -> dict[str, float]:
         """Return the numbers of the last update that was measured, once."""
