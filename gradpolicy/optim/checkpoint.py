@@ -38,9 +38,8 @@ from gradpolicy.tensors.sharding import is_sharded, plain_parts
 
 Record = dict[str, Any]
 """A record as a dict: its settings, "ages" and, of packed state, "packed"."""
-States = dict[int, dict[str, Any]]
 KEY = "gradpolicy"
-VERSION = 4
+VERSION = 5
 _PACKED = "gradpolicy_"
 """Prefix of the names of packed state: torch's fused steps write beyond the end of a state that is too small,
 but raise an error if they do not find it."""
@@ -66,18 +65,9 @@ def save(
     result, records = inner.state_dict(), []
     # Torch loads a full state_dict only into state of the same names.
     is_new = not effective_steps and not any(inner.state.values())
-    state: States = {}
+    state: dict[int, dict[str, Any]] = {}
     for index, each in enumerate(masked):
-        # Follows the parameter first, or raises if that has changed.
-        signed, sharded = each.signed_ages(), is_sharded(each.parameter)
-        # Gloo gathers no 16-bit numbers.
-        signed = signed.int() if sharded else signed
-        fills = dense or sharded or (is_new and each.parameter.requires_grad)
-        # A name with None is of state that was dropped.
-        dropped = {name: None for name, value in each.state.values.items() if value is None}
-        own = _filled(each, inner) if fills else {**dropped, **each.state.dense(each.ages)}
-        write = _packed if _is_packed(each) and not (dense or sharded) else _written
-        record, own = write(each, _settings(each), signed, own)
+        record, own = _saved(each, inner, dense=dense, is_new=is_new)
         records.append(record)
         if own or index in result["state"]:
             state[index] = own
@@ -86,9 +76,43 @@ def save(
     return _with_records(result, records, effective_steps)
 
 
-def _is_packed(masked: MaskedParameter) -> bool:
-    """Return True if the optimizer keeps state of active entries alone, which the update rule moves."""
-    return masked.rule is not None and masked.ages.stored is not None
+def _saved(
+    masked: MaskedParameter, inner: torch.optim.Optimizer, *, dense: bool, is_new: bool
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return a parameter's record as tensors, and its state as it is saved."""
+    # Follows the parameter first, or raises if that has changed.
+    signed, rule, values = masked.signed_ages(), masked.rule, masked.state.values
+    shape, sharded = masked.mask_shape, is_sharded(masked.parameter)
+    record: Record = {
+        "mask_shape": None if shape is None else list(shape),
+        "updates": masked.updates,
+        "had_mask": masked.had_mask,
+        "begun": bool(values) or sharded,
+        **masked.options._asdict(),
+    }
+    if dense or sharded or (is_new and masked.parameter.requires_grad):
+        state = _filled(masked, inner)
+    else:
+        # A name with None is of state that was dropped.
+        dropped = {name: None for name, value in values.items() if value is None}
+        state = dropped | masked.state.dense(masked.ages)
+    if rule is None or masked.ages.stored is None or dense or sharded:
+        # Gloo gathers no 16-bit numbers.
+        return _written(record, signed.int() if sharded else signed, state)
+    flags = signed > 0
+    mask, ages = flags.expand(masked.shape), signed[flags]
+    starts = {name: start for name, start in rule.state(masked.group).items() if name in state}
+    record["packed"] = {
+        "shape": list(masked.shape),
+        "strides": {name: state[name].stride() for name in starts},
+        "starts": starts,
+        "ages_shape": list(signed.shape),
+    }
+    packed = {_PACKED + name: state[name].masked_select(mask) for name in starts}
+    counts = {name: value for name, value in state.items() if name not in starts}
+    same = bool((ages == ages[:1]).all())
+    tensors, state = _written(record, ages[:1] if same else ages, counts | packed)
+    return {"index": pack(flags), **tensors}, state
 
 
 def _with_records(
@@ -115,51 +139,15 @@ def _filled(masked: MaskedParameter, inner: torch.optim.Optimizer) -> dict[str, 
     return state
 
 
-def _settings(masked: MaskedParameter) -> Record:
-    shape = masked.mask_shape
-    return {
-        "mask_shape": None if shape is None else list(shape),
-        "updates": masked.updates,
-        "had_mask": masked.had_mask,
-        "begun": bool(masked.state.values) or is_sharded(masked.parameter),
-        **masked.options._asdict(),
-    }
-
-
-def _packed(
-    masked: MaskedParameter, settings: Record, signed: Tensor, state: dict[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return a record and state of active entries alone, given the dense state."""
-    assert masked.rule is not None
-    flags, parameter = signed > 0, masked.parameter
-    starts = {name: start for name, start in masked.rule.state(masked.group).items() if name in state}
-    settings["packed"] = {
-        "shape": list(parameter.shape),
-        "strides": {name: state[name].stride() for name in starts},
-        "starts": starts,
-        "numbers": {name: float(value) for name, value in state.items() if name not in starts},
-        "ages_shape": list(signed.shape),
-    }
-    mask, ages = flags.expand(parameter.shape), signed[flags]
-    ages = ages[:1] if bool((ages == ages[:1]).all()) else ages
-    # Torch looks for the tensor's counts in any state that is not empty.
-    counts = masked.state.counts(masked.group, 0)
-    own = counts | {_PACKED + name: state[name].masked_select(mask) for name in starts}
-    record, state = _written(masked, settings, ages, own)
-    return {"index": pack(flags), **record}, state
-
-
 def _written(
-    _: Any, settings: Record, signed: Tensor, state: dict[str, Any]
+    record: Record, signed: Tensor, state: dict[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return a record as tensors, and the state as it is saved."""
+    """Return a record as tensors, and the state that it belongs to as it is saved."""
     sharded = is_sharded(signed)
-    settings |= {"ages_shape": list(signed.shape), "state": list(state)}
-    settings["mark"] = None if sharded else _checksum(state)
-    tensors = {
-        "ages": signed if sharded else signed.reshape(-1),
-        "settings": _as_bytes(settings, signed.device),
-    }
+    mark = None if sharded else _checksum(state)
+    settings = {**record, "ages_shape": list(signed.shape), "state": list(state), "mark": mark}
+    ages = signed if sharded else signed.reshape(-1)
+    tensors = {"ages": ages, "settings": _as_bytes(settings, signed.device)}
     return tensors, {**state, KEY: []} if state else state
 
 
@@ -217,9 +205,9 @@ def split(state_dict: dict[str, Any]) -> tuple[dict[str, Any], int | None, dict[
     return {**state_dict, "state": state, "param_groups": plain}, steps, records
 
 
-def _read_general(saved: Any) -> int:
+def _read_general(saved: Tensor) -> int:
     """Return the number of updates."""
-    general = saved if isinstance(saved, dict) else _from_bytes(saved)
+    general = _from_bytes(saved)
     if general["version"] != VERSION:
         kind = "newer" if general["version"] > VERSION else "older"
         raise PolicyError(
@@ -274,11 +262,7 @@ def _is_outdated(record: Record, state: dict[str, Any], index: int) -> bool:
 
 def _with_names(record: Record, state: dict[str, Any]) -> dict[str, Any]:
     """Return the state that was saved, under the optimizer's names."""
-    own = {name.removeprefix(_PACKED): state[name] for name in record.get("state", state) if name in state}
-    numbers = record.get("packed", {}).get("numbers", {})
-    return own | {
-        name: torch.tensor(number, dtype=torch.float32, device="cpu") for name, number in numbers.items()
-    }
+    return {name.removeprefix(_PACKED): state[name] for name in record.get("state", state) if name in state}
 
 
 def _checksum(state: dict[str, Any]) -> int:
@@ -333,7 +317,7 @@ def dense(state_dict: dict[str, Any]) -> dict[str, Any]:
         record = records[index]
         wide = _widened(record, own["state"].get(key, {}), f"parameter {index}")
         settings = {name: value for name, value in record.items() if name not in ("packed", "ages")}
-        saved, own["state"][key] = _written(None, settings, record["ages"], wide)
+        saved, own["state"][key] = _written(settings, record["ages"], wide)
         tensors.append(saved)
     return _with_records(own, tensors, steps or 0)
 
