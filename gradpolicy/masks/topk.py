@@ -24,8 +24,7 @@ from gradpolicy.masks.selection import (
     marks_of_highest,
 )
 from gradpolicy.schedules import Constant
-from gradpolicy.tensors.mask import Mask
-from gradpolicy.tensors.packed_mask import pack, unpack
+from gradpolicy.tensors.mask import Mask, pack, unpack
 from gradpolicy.tensors.pattern import pattern_of
 from gradpolicy.tensors.seeded import check_level
 from gradpolicy.tensors.sharding import full_tensor, shard_like

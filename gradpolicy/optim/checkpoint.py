@@ -33,7 +33,7 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.optim.masked_parameter import MaskedParameter, Options
 from gradpolicy.optim.put_back import first_state, is_torchs_own
 from gradpolicy.optim.update_rules.base import step_count
-from gradpolicy.tensors.packed_mask import pack, unpack
+from gradpolicy.tensors.mask import pack, unpack
 from gradpolicy.tensors.sharding import is_sharded, plain_parts
 
 Record = dict[str, Any]

@@ -131,11 +131,6 @@ def damage(error: BaseException) -> str:
     return f"is truncated or damaged, or no checkpoint ({line[:120]})"
 
 
-def refusal(name: str) -> str:
-    """Return a description of a file with objects other than tensors and plain values."""
-    return f"is not read: only tensors and plain values are, and it holds {name[:80]}"
-
-
 def could_not_save(path: Path, error: BaseException) -> OSError:
     """Return the error for a checkpoint that could not be saved; it names the newest remaining one.
 
@@ -159,5 +154,6 @@ def _of_pickle(error: pickle.UnpicklingError, archive: bool) -> str:
     # Torch's message also advises weights_only=False, which would run code from the file.
     named = re.search(r"GLOBAL ([\w.]+)", str(error))
     if named or archive:
-        return refusal(named[1] if named else "more than that")
+        held = named[1][:80] if named else "more than that"
+        return f"is not read: only tensors and plain values are, and it holds {held}"
     return "is no checkpoint, or it is truncated"

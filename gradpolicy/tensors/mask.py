@@ -1,7 +1,8 @@
-"""Masks of any form, and operations on them.
+"""Masks of any form, operations on them, and their packed form.
 
 A mask is ``True`` or ``False`` for the tensor, a bool tensor that broadcasts to the parameter
-(``(n, 1, …)`` for rows), or a :class:`RandomMask`. True = this entry trains.
+(``(n, 1, …)`` for rows), or a :class:`RandomMask`. True = this entry trains. Packed, it takes a bit per flag,
+or positions if these take less memory.
 """
 
 import math
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +20,9 @@ from gradpolicy.tensors.seeded import RandomMask
 from gradpolicy.tensors.sharding import full_tensor
 
 Mask = bool | Tensor | RandomMask
+_BITS, _SHAPE = "packed_mask", "shape"
+_SMALLEST = 64
+"""A mask of fewer flags is not packed in a state."""
 
 
 def check_mask(mask: object, parameter: Tensor, name: str) -> Mask:
@@ -123,3 +128,75 @@ def mask_from_state(state: bool | Tensor | Mapping[str, Any], device: torch.devi
     if isinstance(state, Mapping):
         return RandomMask.from_state(state)
     return state.to(device) if isinstance(state, Tensor) else state
+
+
+# --- packed masks
+
+
+def pack_bits(flags: Tensor) -> Tensor:
+    """Return a bit for each flag, padded with 0 to words of 64 bits (uint8, on the flags' device)."""
+    flags = flags.reshape(-1).view(torch.uint8)
+    if flags.device.type == "cpu":
+        packed = np.packbits(flags.numpy(), bitorder="little")
+        return torch.from_numpy(np.pad(packed, (0, -len(packed) % 8)))
+    padded = torch.nn.functional.pad(flags, (0, -flags.numel() % 64)).view(-1, 8)
+    weights = (1 << torch.arange(8, device=flags.device)).to(torch.uint8)
+    return (padded * weights).sum(1, dtype=torch.uint8)
+
+
+def pack(flags: Tensor) -> Tensor:
+    """Return flags as bits (uint8), or as positions (int32) where fewer than one in 32 is set.
+
+    Args:
+        flags: Bool, of any shape.
+
+    Returns:
+        A vector on the device of the flags, for :func:`unpack`.
+
+    Example:
+        >>> pack(torch.arange(100) == 7)
+        tensor([7], dtype=torch.int32)
+    """
+    if 32 * int(flags.count_nonzero()) < flags.numel() < 2**31:
+        return flags.reshape(-1).nonzero().view(-1).to(torch.int32)
+    return pack_bits(flags)
+
+
+def unpack(packed: Tensor, count: int) -> Tensor:
+    """Return flags that :func:`pack` has packed (bool, 1-D, on the device of `packed`).
+
+    Raises:
+        IndexError: If a position is beyond the last flag.
+
+    Example:
+        >>> unpack(torch.tensor([5], dtype=torch.uint8), 3)
+        tensor([ True, False,  True])
+    """
+    if packed.dtype != torch.uint8:
+        flags = torch.zeros(count, dtype=torch.bool, device=packed.device)
+        flags[packed.long()] = True
+        return flags
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return (packed.unsqueeze(1) >> shifts).bitwise_and_(1).view(-1)[:count].bool()
+
+
+def pack_masks(state: Any) -> Any:
+    """Return a state with its bool tensors packed, except for sharded and small ones."""
+    if type(state) is Tensor and state.dtype == torch.bool and state.numel() >= _SMALLEST:
+        return {_BITS: pack(state).cpu(), _SHAPE: list(state.shape)}
+    return _in_each(pack_masks, state)
+
+
+def unpack_masks(state: Any) -> Any:
+    """Return the state from the result of :func:`pack_masks`."""
+    if isinstance(state, Mapping) and state.keys() == {_BITS, _SHAPE}:
+        return unpack(state[_BITS], math.prod(state[_SHAPE])).view(state[_SHAPE])
+    return _in_each(unpack_masks, state)
+
+
+def _in_each(change: Any, state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {key: change(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(map(change, state))
+    return state

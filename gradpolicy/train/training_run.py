@@ -16,7 +16,7 @@ from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import as_masked, wrapper_of
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.rates import Rates
-from gradpolicy.tensors.packed_mask import pack_masks, unpack_masks
+from gradpolicy.tensors.mask import pack_masks, unpack_masks
 from gradpolicy.train.measurements import Measured, Measurements, summary
 from gradpolicy.train.notices import Notices
 from gradpolicy.train.optimizer_steps import STATE, Steps
