@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -165,10 +165,12 @@ class Wrapped:
 
     def _by_settings(self, group: Group, only: Tensor | None) -> dict[Settings, list[int]]:
         """Return the positions of a group's parameters, or of only one, by their settings."""
-        chosen: Iterable[int] = range(len(group["params"]))
+        chosen: Sequence[int] = range(len(group["params"]))
         if only is not None:
             index, position = self._find(only) or (None, 0)
             chosen = [position] if index is not None and self.optimizer.param_groups[index] is group else []
+        if not self.settings:
+            return {(): list(chosen)} if chosen else {}
         places: dict[Settings, list[int]] = {}
         for place in chosen:
             places.setdefault(self.settings.get(group["params"][place], ()), []).append(place)
@@ -186,6 +188,9 @@ class Wrapped:
             PolicyError: After a step in which the optimizer writes to its param groups, as schedule-free ones
                 do, while parameters have settings of their own.
         """
+        if not (self.settings or stand_ins or only is not None):
+            yield
+            return
         groups, split = self.optimizer.param_groups, []
         before = [(group, {key: group[key] for key in group.keys() & _LISTS}) for group in groups]
         chosen = [self._by_settings(group, only) for group in groups]
