@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from gradpolicy.errors import warn_user
+from gradpolicy.optim import compiling
 from gradpolicy.optim.ages import Ages, Slices
 from gradpolicy.optim.update_rules import Group, State, UpdateRule
 
-COMPILE_FROM = 1 << 20
-"""Entries of all tensors of a call from which a compiler is worth its time."""
 CHUNK = 1 << 17
 """Entries that a CPU moves at a time, where it must copy them or has no compiler."""
 FEW = 0.25
 """The share of active rows up to which a CPU copies them, instead of moving all."""
 JOINED, SMALL = 1 << 22, 1 << 14
 """Entries that are joined for one call: of all tensors on an accelerator, of small ones on a CPU."""
-BACKEND: Any = "inductor"
-OPTIONS = {"realize_reads_threshold": 100, "realize_opcount_threshold": 400}
-"""Else inductor stores moments in between, and a mask of rows is read by another loop, six times as slow."""
 _FIRST_AGES, _MOST_TABLES = 1024, 64
-_log = logging.getLogger(__name__)
-_said: set[str] = set()
-_known: set[Any] = set()
-"""The kinds of calls that have been compiled."""
 _tables: WeakKeyDictionary[UpdateRule, dict[Any, tuple[Tensor, bool]]] = WeakKeyDictionary()
 
 
@@ -99,7 +88,7 @@ def update(rule: UpdateRule, group: Group, scale: float, tensors: Sequence[Entri
     """
     sign, *rest = rule.settings(group)
     settings, first = (sign / scale, *rest), tensors[0].parameter
-    compiles = sum(each.parameter.numel() for each in tensors) >= COMPILE_FROM
+    compiles = compiling.compiles(sum(each.parameter.numel() for each in tensors))
     # Inductor decides by the first tensor that it sees whether threads share the work.
     tensors = sorted(tensors, key=lambda each: -each.parameter.numel()) if compiles else tensors
     pieces = (piece for each in tensors for piece in _pieces(rule, group, each, compiles))
@@ -283,53 +272,28 @@ def _join(pieces: list[_Piece]) -> _Piece:
 
 def _call(rule: UpdateRule, settings: tuple[float, ...], piece: _Piece, compiles: bool) -> None:
     """Move a piece, by compiled code if it is to and can be compiled."""
-    if compiles and "eager" not in _said:
-        key, tensors = _kind(rule, piece), list(piece.tensors)
-        tensors[2] = None if tensors[2] is None else tensors[2].view(torch.uint8)
-        # Numbers would be compiled in, so that a scheduler's next rate would recompile.
-        constants: Any = torch.tensor([*settings, *piece.constants], dtype=torch.float64, device="cpu")
-        constants = constants if piece.parameter.is_cpu else constants.unbind()
-        try:
-            _compiled(key)(rule, piece.names, tensors, constants)
-            return
-        except RuntimeError as error:
-            if key in _known and "recompile" not in str(error):
-                raise
-            _say_eager(error)
-        finally:
-            _known.add(key)
-    numbers = [torch.tensor(each, dtype=torch.float64, device="cpu") for each in piece.constants]
-    _move(rule, piece.names, piece.tensors, (*settings, *numbers))
+
+    def eagerly() -> None:
+        numbers = [torch.tensor(each, dtype=torch.float64, device="cpu") for each in piece.constants]
+        _move(rule, piece.names, piece.tensors, (*settings, *numbers))
+
+    if not compiles:
+        eagerly()
+        return
+    tensors = list(piece.tensors)
+    tensors[2] = None if tensors[2] is None else compiling.flags(tensors[2])
+    # Numbers would be compiled in, so that a scheduler's next rate would recompile.
+    constants: Any = torch.tensor([*settings, *piece.constants], dtype=torch.float64, device="cpu")
+    constants = constants if piece.parameter.is_cpu else constants.unbind()
+    arguments = (rule, piece.names, tensors, constants)
+    compiling.run_compiled(_move, _kind(rule, piece), arguments, eagerly)
 
 
 def _kind(rule: UpdateRule, piece: _Piece) -> Any:
     """Return what decides on a graph: a rule, and the forms of tensors."""
     order = sorted(range(piece.parameter.dim()), key=piece.parameter.stride)
-    forms = [
-        None if each is None else (each.dtype, *(size == 1 for size in each.shape)) for each in piece.tensors
-    ]
+    forms = map(compiling.form, piece.tensors)
     return type(rule), piece.parameter.device.type, *order, *piece.names, *forms
-
-
-@functools.lru_cache(maxsize=256)
-def _compiled(kind: Any) -> Callable[..., None]:
-    """Return `_move`, compiled for tensors of any length and age."""
-    if "compiled" not in _said:
-        _said.add("compiled")
-        _log.warning("torch.compile compiles the updates of masked entries, once, which takes a while")
-    # Dynamo gives up after eight compilations of a code object, so each kind of call has its own.
-    move = FunctionType(_move.__code__.replace(), globals())
-    options: Any = OPTIONS if BACKEND == "inductor" else None
-    return torch.compile(move, dynamic=True, fullgraph=True, backend=BACKEND, options=options)
-
-
-def _say_eager(error: Exception) -> None:
-    _said.add("eager")
-    line = " ".join(str(error).split())[:200]
-    warn_user(
-        "masked entries are updated by uncompiled code, which takes several times as long, since "
-        f"torch.compile failed: {line}"
-    )
 
 
 def _move(rule: UpdateRule, names: tuple[str, ...], tensors: Sequence[Tensor | None], constants: Any) -> None:
@@ -347,8 +311,7 @@ def _move(rule: UpdateRule, names: tuple[str, ...], tensors: Sequence[Tensor | N
     )
     values = {name: value.to(dtype) for name, value in zip(names, state, strict=True)}  # type: ignore[union-attr]
     new, updated = rule.update(parameter.to(dtype), gradient.to(dtype), values, constants[:count], numbers)
-    # Of the forms of a mask, inductor vectorises this one.
-    moves = active.float() > 0 if active is not None and active.dtype == torch.uint8 else active
+    moves = None if active is None else compiling.is_set(active)
     for old, value in ((parameter, new), *((state[names.index(n)], v) for n, v in updated.items())):
         assert old is not None
         value = value.to(old.dtype)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim.ages import Ages
+from gradpolicy.optim.compiling import fill_frozen
 from gradpolicy.optim.shapes import local_entries
 from gradpolicy.optim.update_rules import ActiveRows, Group, SubmatrixRule
 from gradpolicy.optim.update_rules.base import step_count
@@ -173,7 +174,7 @@ class ParameterState:
             start = starts.get(name, 0.0)
             dense = value if before.stored is None else before.stored.spread(value, start)
             if empties:
-                dense.masked_fill_(~ages.mask, start)
+                fill_frozen(dense, ages.mask, start)
             if ages.stored is not None:
                 values[name] = ages.stored.take(dense).view(-1)
             elif before.stored is not None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, under, warn_user
+from gradpolicy.optim.compiling import fill_frozen
 from gradpolicy.optim.shapes import local_entries
 from gradpolicy.optim.update_rules import Group, rule_for, submatrix_rule_for
 from gradpolicy.tensors.sharding import is_composed, is_sharded
@@ -92,7 +93,7 @@ def mask_gradient(masked: Any, gradient: Tensor) -> None:
     if 0 in gradient.stride() and gradient.numel() > 1:
         # Entries that share memory, as expanded ones do, cannot be written to.
         masked.parameter.grad = gradient = gradient.clone(memory_format=torch.contiguous_format)
-    local_entries(gradient).masked_fill_(~masked.ages.mask, 0.0)
+    fill_frozen(local_entries(gradient), masked.ages.mask, 0.0)
 
 
 def save_frozen(masked: Any) -> dict[str, Tensor]:

@@ -46,11 +46,11 @@ adamw: Make = functools.partial(torch.optim.AdamW, fused=True)
 sgd: Make = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9, fused=True)
 adagrad: Make = functools.partial(torch.optim.Adagrad, fused=HERE.type == "cpu")
 OPTIMIZERS: dict[str, tuple[Make, float | None, float | None]] = {
-    "AdamW": (adamw, 1.15, 1.40),
-    "SGD with momentum": (sgd, 1.15, 1.15),
-    "RMSprop": (functools.partial(torch.optim.RMSprop, foreach=True), 1.15, 1.15),
-    "Adagrad": (adagrad, 1.15, 1.15),
-    "Lion": (lion, 1.15, 1.15),
+    "AdamW": (adamw, 1.3, 1.7),
+    "SGD with momentum": (sgd, 1.3, 1.3),
+    "RMSprop": (functools.partial(torch.optim.RMSprop, foreach=True), 1.3, 1.3),
+    "Adagrad": (adagrad, 1.3, 1.3),
+    "Lion": (lion, 1.3, 1.3),
     "NAdam": (functools.partial(torch.optim.NAdam, foreach=True), None, None),
     "RAdam": (functools.partial(torch.optim.RAdam, foreach=True), None, None),
 }

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gradpolicy import MaskedOptimizer
-from gradpolicy.optim import moving
+from gradpolicy.optim import compiling, moving
 
 SHAPES = [(50, 20), (30, 9), (7, 3), (5, 2, 2), (3,), (1, 4), ()]
 
@@ -35,13 +35,13 @@ def compilations(monkeypatch):
         compiled.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(moving, "COMPILE_FROM", 0)
-    monkeypatch.setattr(moving, "BACKEND", backend)
-    monkeypatch.setattr(moving, "_said", set())
-    monkeypatch.setattr(moving, "_known", set())
-    moving._compiled.cache_clear()
+    monkeypatch.setattr(compiling, "COMPILE_FROM", 0)
+    monkeypatch.setattr(compiling, "BACKEND", backend)
+    monkeypatch.setattr(compiling, "_said", set())
+    monkeypatch.setattr(compiling, "_known", set())
+    compiling._compiled.cache_clear()
     yield compiled
-    moving._compiled.cache_clear()
+    compiling._compiled.cache_clear()
 
 
 @pytest.mark.parametrize(("frozen_state", "rows"), [("keep", False), ("drop", True)])
@@ -52,7 +52,7 @@ def test_compiled_updates_are_the_eager_ones(compilations, monkeypatch, frozen_s
     # Other rates, ages and masks compile nothing more.
     trained(frozen_state, rows, lr=0.01)
     assert len(compilations) == kinds
-    monkeypatch.setattr(moving, "COMPILE_FROM", 1 << 60)
+    monkeypatch.setattr(compiling, "COMPILE_FROM", 1 << 60)
     torch.testing.assert_close(found, trained(frozen_state, rows))
 
 
@@ -68,11 +68,11 @@ def test_without_a_compiler_one_warning_says_that_updates_are_not_compiled(compi
     def broken(graph, inputs):
         raise RuntimeError("no C++ compiler")
 
-    monkeypatch.setattr(moving, "BACKEND", broken)
+    monkeypatch.setattr(compiling, "BACKEND", broken)
     with pytest.warns(UserWarning, match=r"uncompiled code.*no C\+\+ compiler") as warnings:
         found = trained("keep", False)
     assert len(warnings) == 1
-    monkeypatch.setattr(moving, "COMPILE_FROM", 1 << 60)
+    monkeypatch.setattr(compiling, "COMPILE_FROM", 1 << 60)
     torch.testing.assert_close(found, trained("keep", False))
 
 
