@@ -57,11 +57,12 @@ class Slices:
         return flat.view(*self.shape[: self.dims], *(1,) * (len(self.shape) - self.dims))
 
     def take(self, values: Tensor) -> Tensor:
-        """Return the values of the slices, a row each."""
-        if values.is_contiguous():
-            return values.view(-1, self.size).index_select(0, self.index)
+        """Return the values of the slices, a row each; of one entry where a value is that of a slice."""
+        size = prod(values.shape[self.dims :])
+        if values.is_contiguous() and values.shape[: self.dims] == self.shape[: self.dims]:
+            return values.view(-1, size).index_select(0, self.index)
         places = torch.unravel_index(self.index.long(), self.shape[: self.dims])
-        return values[places].reshape(-1, self.size)
+        return values[places].reshape(-1, size)
 
     def put(self, values: Tensor, rows: Tensor) -> None:
         """Write the values of the slices."""
@@ -240,7 +241,15 @@ class Ages:
         """
         if self.flags is None or not isinstance(self.others, Tensor):
             return _under(self.dense(), mask, self.shape, forget=forget)
-        return _under(self.others, mask, self.shape, forget=forget, was=self.flags, youngest=self.youngest, most=self.most)
+        return _under(
+            self.others,
+            mask,
+            self.shape,
+            forget=forget,
+            was=self.flags,
+            youngest=self.youngest,
+            most=self.most,
+        )
 
     def active_slices(self) -> Slices:
         """Return the active entries as the largest slices that mask and ages do not cut."""
@@ -338,7 +347,13 @@ def _ends(ages: Tensor, was: Tensor | None, youngest: Tensor, active: Tensor, fo
 
 
 def _above(
-    ages: Tensor, was: Tensor | None, youngest: Tensor, active: Tensor, least: Tensor, dtype: Any, forget: bool
+    ages: Tensor,
+    was: Tensor | None,
+    youngest: Tensor,
+    active: Tensor,
+    least: Tensor,
+    dtype: Any,
+    forget: bool,
 ) -> Tensor:
     """Return what active entries have above the least age, and the ages of frozen entries."""
     ages = _ages(ages, was, youngest, active, forget)

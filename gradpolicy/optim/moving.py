@@ -54,12 +54,17 @@ class _Piece:
         tensors: Parameter, gradient, mask or None for all, the state, and for each of the constants a tensor
             of each entry's weight or None.
         constants: The number of the age of all, or what the updates since the mask was set add.
+        index: Positions of the slices that move, a row each of the parameter and the gradient, and of the
+            state unless `is_stored`; None: all move.
+        is_stored: True if only these slices have state.
         write_back: Writes the copies back.
     """
 
     names: tuple[str, ...]
     tensors: list[Tensor | None]
     constants: list[float]
+    index: Tensor | None = None
+    is_stored: bool = False
     write_back: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -169,9 +174,28 @@ def _pieces(rule: UpdateRule, group: Group, each: Entries, compiles: bool) -> It
         yield from _chunks(piece) if chunked and not compiles else [piece]
         return
     slices = ages.active_slices()
+    if chunked and compiles and (piece := _indexed(each, slices, constants, weights)) is not None:
+        yield piece
+        return
     count = max(CHUNK // slices.size, 1) if chunked else max(len(slices.index), 1)
     for start in range(0, len(slices.index), count):
         yield _gathered(each, slices, slice(start, start + count), constants, weights)
+
+
+def _indexed(
+    each: Entries, slices: Slices, constants: list[float], weights: list[Tensor | None]
+) -> _Piece | None:
+    """Return a piece of some slices without copies; None if they are not rows of a view, or few entries."""
+    is_stored, size = each.ages.stored is not None, slices.size
+    values = [each.parameter, each.gradient, *each.state.values()]
+    if slices.index.numel() * size <= SMALL or not all(value.is_contiguous() for value in values):
+        return None
+    rows = [value.view(-1, size) for value in values]
+    if not is_stored:
+        coarse = (*slices.shape[: slices.dims], *(1,) * (len(slices.shape) - slices.dims))
+        weights = [None if weight is None else weight.expand(coarse).reshape(-1, 1) for weight in weights]
+    tensors = [*rows[:2], None, *rows[2:], *weights]
+    return _Piece(tuple(each.state), tensors, constants, slices.index, is_stored)
 
 
 def _gathered(
@@ -185,7 +209,8 @@ def _gathered(
 
     state = [rows(value) for value in each.state.values()]
     if not is_stored:
-        weights = [None if weight is None else weight.expand(each.ages.shape) for weight in weights]
+        leading = each.ages.shape[: slices.dims]
+        weights = [None if w is None else w.expand(*leading, *w.shape[slices.dims :]) for w in weights]
     tensors = [some.take(each.parameter), some.take(each.gradient), None, *state]
     piece = _Piece(tuple(each.state), [*tensors, *(w if w is None else rows(w) for w in weights)], constants)
     targets = [each.parameter, *(() if is_stored else each.state.values())]
@@ -275,7 +300,7 @@ def _call(rule: UpdateRule, settings: tuple[float, ...], piece: _Piece, compiles
 
     def eagerly() -> None:
         numbers = [torch.tensor(each, dtype=torch.float64, device="cpu") for each in piece.constants]
-        _move(rule, piece.names, piece.tensors, (*settings, *numbers))
+        _move(rule, piece.names, piece.tensors, (*settings, *numbers), piece.index, piece.is_stored)
 
     if not compiles:
         eagerly()
@@ -285,18 +310,25 @@ def _call(rule: UpdateRule, settings: tuple[float, ...], piece: _Piece, compiles
     # Numbers would be compiled in, so that a scheduler's next rate would recompile.
     constants: Any = torch.tensor([*settings, *piece.constants], dtype=torch.float64, device="cpu")
     constants = constants if piece.parameter.is_cpu else constants.unbind()
-    arguments = (rule, piece.names, tensors, constants)
+    arguments = (rule, piece.names, tensors, constants, piece.index, piece.is_stored)
     compiling.run_compiled(_move, _kind(rule, piece), arguments, eagerly)
 
 
 def _kind(rule: UpdateRule, piece: _Piece) -> Any:
     """Return what decides on a graph: a rule, and the forms of tensors."""
     order = sorted(range(piece.parameter.dim()), key=piece.parameter.stride)
-    forms = map(compiling.form, piece.tensors)
+    forms = map(compiling.form, (*piece.tensors, piece.index, piece.is_stored))
     return type(rule), piece.parameter.device.type, *order, *piece.names, *forms
 
 
-def _move(rule: UpdateRule, names: tuple[str, ...], tensors: Sequence[Tensor | None], constants: Any) -> None:
+def _move(
+    rule: UpdateRule,
+    names: tuple[str, ...],
+    tensors: Sequence[Tensor | None],
+    constants: Any,
+    index: Tensor | None,
+    is_stored: bool,
+) -> None:
     """Move active entries in place, see :class:`_Piece`; constants of ages come after the settings."""
     parameter, gradient, active, *rest = tensors
     state, weights = rest[: len(names)], rest[len(names) :]
@@ -305,15 +337,23 @@ def _move(rule: UpdateRule, names: tuple[str, ...], tensors: Sequence[Tensor | N
     assert parameter is not None
     assert gradient is not None
     dtype = torch.promote_types(parameter.dtype, torch.float32)
+
+    def taken(values: Any, of_slices: bool = is_stored) -> Any:
+        return values if index is None or of_slices else values.index_select(0, index)
+
     numbers = tuple(
-        constant if weight is None else weight + constant * (1 - weight)
+        constant if weight is None else taken(weight) + constant * (1 - taken(weight))
         for constant, weight in zip(constants[count:], weights, strict=True)
     )
-    values = {name: value.to(dtype) for name, value in zip(names, state, strict=True)}  # type: ignore[union-attr]
-    new, updated = rule.update(parameter.to(dtype), gradient.to(dtype), values, constants[:count], numbers)
+    values = {name: taken(value).to(dtype) for name, value in zip(names, state, strict=True)}
+    before, gradient = taken(parameter, False).to(dtype), taken(gradient, False).to(dtype)
+    new, updated = rule.update(before, gradient, values, constants[:count], numbers)
     moves = None if active is None else compiling.is_set(active)
     for old, value in ((parameter, new), *((state[names.index(n)], v) for n, v in updated.items())):
         assert old is not None
         value = value.to(old.dtype)
-        # The result for frozen entries, whose gradients are arbitrary, is discarded.
-        old.copy_(value if moves is None else torch.where(moves, value, old))
+        if index is not None and (old is parameter or not is_stored):
+            old.index_copy_(0, index.long(), value)
+        else:
+            # The result for frozen entries, whose gradients are arbitrary, is discarded.
+            old.copy_(value if moves is None else torch.where(moves, value, old))
