@@ -299,9 +299,9 @@ def _under(
     most = int(ages.amax()) if most is None else most
     dtype = torch.float32 if most + youngest < _EXACT else WIDE
     counted = torch.tensor(youngest, dtype=dtype, device=flags.device)
-    arguments = [ages, was, counted, flags]
+    arguments: list[Any] = [ages, was, counted, flags]
     if not active:
-        return made(0, True, *_simplest(_ages(*arguments, forget)))
+        return made(0, True, *_simplest(_ages(*arguments, forget=forget)))
     least, greatest, least_frozen, greatest_frozen = _run(_ends, arguments, forget).long().tolist()
     is_even = least == greatest
     if is_even and (active == entries or least_frozen == greatest_frozen):
@@ -319,7 +319,9 @@ def _run(function: Any, arguments: list[Any], forget: bool) -> Tensor:
     largest = max(tensors, key=Tensor.numel)
     if not compiling.compiles(largest.numel()):
         return function(*arguments, forget)
-    flat = all(each.numel() == 1 or each.shape == largest.shape and each.is_contiguous() for each in tensors)
+    flat = all(
+        each.numel() == 1 or (each.shape == largest.shape and each.is_contiguous()) for each in tensors
+    )
 
     def form(each: Any) -> Any:
         each = compiling.flags(each) if isinstance(each, Tensor) and each.dtype == torch.bool else each

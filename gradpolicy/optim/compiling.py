@@ -31,7 +31,7 @@ def compiles(entries: int) -> bool:
 
 
 def run_compiled(
-    function: FunctionType, kind: Hashable, arguments: Sequence[Any], otherwise: Callable[[], Result]
+    function: Callable[..., Result], kind: Hashable, arguments: Sequence[Any], otherwise: Callable[[], Result]
 ) -> Result:
     """Return the result of a compiled function or, if it cannot be compiled, of another.
 
@@ -71,12 +71,13 @@ def is_set(mask: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(function: FunctionType, kind: Hashable) -> Callable[..., Any]:
+def _compiled(function: Callable[..., Any], kind: Hashable) -> Callable[..., Any]:
     """Return a function, compiled for tensors of any length."""
     if "compiled" not in _said:
         _said.add("compiled")
         _log.warning("torch.compile compiles the updates of masked entries, once, which takes a while")
     # Dynamo gives up after eight compilations of a code object, so each kind of call has its own.
+    assert isinstance(function, FunctionType)
     copied = FunctionType(function.__code__.replace(), function.__globals__)
     options: Any = OPTIONS if BACKEND == "inductor" else None
     return torch.compile(copied, dynamic=True, fullgraph=True, backend=BACKEND, options=options)

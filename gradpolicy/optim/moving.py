@@ -174,8 +174,8 @@ def _pieces(rule: UpdateRule, group: Group, each: Entries, compiles: bool) -> It
         yield from _chunks(piece) if chunked and not compiles else [piece]
         return
     slices = ages.active_slices()
-    if chunked and compiles and (piece := _indexed(each, slices, constants, weights)) is not None:
-        yield piece
+    if chunked and compiles and (indexed := _indexed(each, slices, constants, weights)) is not None:
+        yield indexed
         return
     count = max(CHUNK // slices.size, 1) if chunked else max(len(slices.index), 1)
     for start in range(0, len(slices.index), count):
