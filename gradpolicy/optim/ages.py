@@ -301,7 +301,7 @@ def _under(
     counted = torch.tensor(youngest, dtype=dtype, device=flags.device)
     arguments: list[Any] = [ages, was, counted, flags]
     if not active:
-        return made(0, True, *_simplest(_ages(*arguments, forget=forget)))
+        return made(0, True, *_simplest(_ages(ages, was, counted, flags, forget)))
     least, greatest, least_frozen, greatest_frozen = _run(_ends, arguments, forget).long().tolist()
     is_even = least == greatest
     if is_even and (active == entries or least_frozen == greatest_frozen):
