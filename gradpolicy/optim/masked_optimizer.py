@@ -6,7 +6,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import partial, partialmethod
 from operator import attrgetter
 from typing import Any
 
@@ -32,6 +32,24 @@ _WRAPPERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[MaskedOp
 def _of_inner(name: str) -> Any:
     """Return a property that is an attribute of the wrapped optimizer."""
     return property(attrgetter(f"inner.{name}"), lambda self, value: setattr(self.inner, name, value))
+
+
+@torch.no_grad()
+def _switch(masking: MaskedOptimizer, name: str) -> None:
+    """Call the `train` or `eval` of the wrapped optimizers that have it; frozen entries do not change."""
+    masked = masking.masked
+    for part in masking._wrapped.parts:
+        optimizer: Any = part.optimizer
+        if not hasattr(optimizer, name):
+            continue
+        state = optimizer.state
+        before = {p: p.detach().clone() for p, each in masked.items() if not each.is_full}
+        dense = {p: masked[p].state.dense(masked[p].ages) if p in masked else own for p, own in state.items()}
+        optimizer.state = defaultdict(dict, dense)
+        getattr(optimizer, name)()
+        optimizer.state = state
+        for parameter, value in before.items():
+            parameter.copy_(torch.where(masked[parameter].mask(), parameter, value))
 
 
 class MaskedOptimizer(torch.optim.Optimizer):
@@ -147,13 +165,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
         """
         return nullcontext()
 
-    def train(self) -> None:
-        """Switch schedule-free optimizers to the weights of training; frozen entries do not change."""
-        _switch(self._wrapped, self.masked, "train")
-
-    def eval(self) -> None:
-        """Switch schedule-free optimizers to the weights of evaluation; frozen entries do not change."""
-        _switch(self._wrapped, self.masked, "eval")
+    # Schedule-free optimizers switch between the weights of training and those of evaluation.
+    train, eval = partialmethod(_switch, "train"), partialmethod(_switch, "eval")
 
     # --- masks and settings
 
@@ -533,23 +546,6 @@ def _passed_on(scaling: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> 
     finally:
         for name in scaling:
             delattr(optimizer, name)
-
-
-@torch.no_grad()
-def _switch(wrapped: Wrapped, masked: Mapping[Tensor, MaskedParameter], name: str) -> None:
-    """Call the `train` or `eval` of the wrapped optimizers that have it; frozen entries do not change."""
-    for part in wrapped.parts:
-        optimizer: Any = part.optimizer
-        if not hasattr(optimizer, name):
-            continue
-        state = optimizer.state
-        before = {p: p.detach().clone() for p, each in masked.items() if not each.is_full}
-        dense = {p: masked[p].state.dense(masked[p].ages) if p in masked else own for p, own in state.items()}
-        optimizer.state = defaultdict(dict, dense)
-        getattr(optimizer, name)()
-        optimizer.state = state
-        for parameter, value in before.items():
-            parameter.copy_(torch.where(masked[parameter].mask(), parameter, value))
 
 
 # --- wrapped optimizers

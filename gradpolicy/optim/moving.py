@@ -75,7 +75,8 @@ class _Piece:
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> _Piece:
         """Return the piece with other views of its tensors."""
-        return replace(self, tensors=[each if each is None else change(each) for each in self.tensors])
+        tensors = [None if each is None else change(each) for each in self.tensors]
+        return _Piece(self.names, tensors, self.constants, self.index, self.is_stored)
 
     def written(self) -> list[Tensor]:
         """Return the tensors that a call writes: the parameter and the state."""
@@ -222,8 +223,11 @@ def _gathered(
 def _collapsed(piece: _Piece) -> _Piece:
     """Return views with as few dimensions as all tensors allow, so that few shapes are compiled."""
     shape, tensors = piece.parameter.shape, [each for each in piece.tensors if each is not None]
-    if not all(each.is_contiguous() for each in tensors if each.shape == shape):
+    full_ones = [each for each in tensors if each.shape == shape]
+    if not all(map(Tensor.is_contiguous, full_ones)):
         return piece
+    if len(full_ones) == len(tensors):
+        return piece.changed(lambda each: each.view(-1))
     dims: list[tuple[int, list[bool]]] = []
     for dim, size in enumerate(shape):
         full = [each.shape[dim] == size for each in tensors]
@@ -278,7 +282,7 @@ def _join(pieces: list[_Piece]) -> _Piece:
     tensors = [
         None
         if column[0] is None
-        else torch.cat([each.expand(shape).reshape(-1) for each, shape in zip(column, shapes, strict=True)])
+        else torch.cat([_flat(each, shape) for each, shape in zip(column, shapes, strict=True)])
         for column in columns
     ]
     joined, sizes = replace(first, tensors=tensors), [shape.numel() for shape in shapes]
@@ -290,6 +294,11 @@ def _join(pieces: list[_Piece]) -> _Piece:
 
     joined.write_back = [split, *(write for each in pieces for write in each.write_back)]
     return joined
+
+
+def _flat(tensor: Tensor, shape: torch.Size) -> Tensor:
+    tensor = tensor if tensor.shape == shape else tensor.expand(shape)
+    return tensor if tensor.dim() == 1 else tensor.reshape(-1)
 
 
 # --- the call
