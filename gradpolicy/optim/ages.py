@@ -309,8 +309,9 @@ def _under(
     arguments.append(torch.tensor(least, dtype=dtype, device=flags.device))
     most = max(greatest - least, greatest_frozen)
     above = _run(_above, [*arguments, _dtype_for(most)], forget)
-    # Large tensors are flat there.
-    return made(least, is_even, above.view(torch.broadcast_shapes(ages.shape, flags.shape)), most)
+    if above.dim() != flags.dim():  # Large tensors are flat there.
+        above = above.view(torch.broadcast_shapes(ages.shape, flags.shape))
+    return made(least, is_even, above, most)
 
 
 def _run(function: Any, arguments: list[Any], forget: bool) -> Tensor:

@@ -44,7 +44,9 @@ def compilations(monkeypatch):
     compiling._compiled.cache_clear()
 
 
-@pytest.mark.parametrize(("frozen_state", "rows"), [("keep", False), ("drop", True)])
+@pytest.mark.parametrize(
+    ("frozen_state", "rows"), [("keep", False), ("zero", False), ("keep", True), ("drop", True)]
+)
 def test_compiled_updates_are_the_eager_ones(compilations, monkeypatch, frozen_state, rows):
     found = trained(frozen_state, rows)
     kinds = len(compilations)
