@@ -296,6 +296,8 @@ def _under(
     if not isinstance(ages, Tensor):
         frozen = 0 if forget else ages
         return made(ages if active else frozen, True, frozen, frozen)
+    if not ages.numel():
+        return made(0, True, 0, 0)
     most = int(ages.amax()) if most is None else most
     dtype = torch.float32 if most + youngest < _EXACT else WIDE
     counted = torch.tensor(youngest, dtype=dtype, device=flags.device)
