@@ -227,7 +227,7 @@ def _collapsed(piece: _Piece) -> _Piece:
     if not all(map(Tensor.is_contiguous, full_ones)):
         return piece
     if len(full_ones) == len(tensors):
-        return piece.changed(lambda each: each.view(-1))
+        return piece if len(shape) == 1 else piece.changed(lambda each: each.view(-1))
     dims: list[tuple[int, list[bool]]] = []
     for dim, size in enumerate(shape):
         full = [each.shape[dim] == size for each in tensors]
@@ -290,7 +290,8 @@ def _join(pieces: list[_Piece]) -> _Piece:
     def split() -> None:
         for values, *targets in zip(joined.written(), *(each.written() for each in pieces), strict=True):
             parts = zip(values.split(sizes), shapes, strict=True)
-            torch._foreach_copy_(targets, [part.view(shape) for part, shape in parts])
+            views = [part if len(shape) == 1 else part.view(shape) for part, shape in parts]
+            torch._foreach_copy_(targets, views)
 
     joined.write_back = [split, *(write for each in pieces for write in each.write_back)]
     return joined

@@ -72,7 +72,7 @@ def fitting_mask(mask: object, parameter: Tensor, name: str) -> Tensor:
 def local_entries(tensor: Tensor) -> Tensor:
     """Return this process's entries as real numbers; writing to them writes to the tensor."""
     # The shard of the parameter itself would be a view that autograd follows.
-    local = local_shard(tensor.detach())
+    local = local_shard(tensor.detach() if tensor.requires_grad else tensor)
     return torch.view_as_real(local) if local.is_complex() else local
 
 
