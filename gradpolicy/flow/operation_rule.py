@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import unserializable_hook
 
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.flow.arguments import arguments_of, in_order_of_parameters
@@ -137,7 +138,10 @@ class OperationRule:
         if not takes_hook or any(one is result for one in inputs):
             return insert_rule(self.bound_rule, result)
         bound_rule = self.bound_rule.with_current_numbers()
-        result.register_hook(lambda grad: bound_rule.gradients(grad, (grad,), grad, (True,))[0])
+        # Saving the result saves its values, without a warning of torch about the hook.
+        result.register_hook(
+            unserializable_hook(lambda grad: bound_rule.gradients(grad, (grad,), grad, (True,))[0])
+        )
         return result
 
     def _named_inputs(self, native: "NativeCall") -> list[Tensor]:

@@ -221,20 +221,23 @@ class WrappedForward:
         return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
 
     def take_off(self) -> None:
-        """Restore the forward; below what wrapped it later, only stop acting until that is taken off too."""
+        """Restore the forward, also below the wrappers of later installations."""
         self.is_on = False
-        methods = self.module.__dict__
-        if not isinstance(methods.get(self.method), WrappedForward):
-            # Another library has a reference to this wrapper.
-            warn_user(
-                f"{type(self.module).__name__}.{self.method} was replaced while policies were installed; "
-                "they are off, but what replaced it still runs through them"
-            )
-        while isinstance(outer := methods.get(self.method), WrappedForward) and not outer.is_on:
-            if outer.inner is None:
-                del methods[self.method]
-            else:
-                methods[self.method] = outer.inner
+        outer = methods = self.module.__dict__
+        key, inside = self.method, self.module.__dict__.get(self.method)
+        while isinstance(inside, WrappedForward):
+            if inside is self:
+                if self.inner is None and outer is methods:
+                    del methods[key]
+                else:
+                    outer[key] = self.inner
+                return
+            outer, key, inside = inside.__dict__, "inner", inside.inner
+        # Another library has a reference to this wrapper, which can only be off.
+        warn_user(
+            f"{type(self.module).__name__}.{self.method} was replaced while policies were installed; "
+            "they are off, but what replaced it still runs through them"
+        )
 
     def _run_in_session(self, args: tuple, kwargs: dict) -> Any:
         session = self.session

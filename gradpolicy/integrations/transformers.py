@@ -145,6 +145,8 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         self._remove_former(trainer)
         self.remove()  # auto_find_batch_size starts again after running out of memory
         self._trainer, _TRAINED_BY[model] = trainer, weakref.ref(self)
+        # Of a training that failed, nobody may have the Trainer any more.
+        weakref.finalize(self, self.run.remove).atexit = False
         # Code would be recompiled each time requires_grad changes.
         toggles = not is_compiled_module(wrapped)
         optimizers: list[Any] = [innermost(trainer.optimizer)]

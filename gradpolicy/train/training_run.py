@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from gradpolicy.checks import check_integer
 from gradpolicy.errors import PolicyError, check_named
 from gradpolicy.flow import install
+from gradpolicy.flow.containers import tensors_in
 from gradpolicy.flow.install import Installed
 from gradpolicy.freezing import Freezer
 from gradpolicy.optim import MaskedOptimizer
@@ -169,7 +169,8 @@ class Run:
         """
 
         def check(module: nn.Module, inputs: Any, outputs: Any) -> None:
-            if torch.is_grad_enabled() and not any(map(_has_gradient, tree_leaves(outputs))):
+            found = tensors_in(outputs)  # none in an object of another kind, which may have gradients
+            if torch.is_grad_enabled() and found and not any(each.requires_grad for each in found):
                 self.notices.cuts()
 
         self.steps.hooks.append(model.register_forward_hook(ModelHook(check)))
@@ -440,10 +441,6 @@ def _unscale(optimizer: Any) -> None:
             if parameter.grad is not None:
                 parameter.grad.div_(optimizer.grad_scale)
         optimizer.grad_scale = None
-
-
-def _has_gradient(output: Any) -> bool:
-    return isinstance(output, Tensor) and output.requires_grad
 
 
 def _trains(policy: Policy) -> bool:

@@ -275,3 +275,32 @@ def test_data_parallel():
     with pytest.raises(gp.PolicyError, match="DataParallel on 2 devices; use DistributedDataParallel"):
         gp.install(parallel, [gp.Guided()])
     assert "forward" not in model[1].__dict__
+
+
+def test_many_overlapping_installations_leave_the_model_plain(net, batch, snapshot):
+    before, installed = snapshot(net), None
+    for _ in range(1100):
+        following = gp.install(net, [gp.Scale(0.5, modules="stem")])
+        if installed is not None:
+            installed.remove(quiet=True)
+        installed = following
+    net(batch)
+    installed.remove(quiet=True)
+    assert snapshot(net) == before
+
+
+def test_a_wrapper_between_installations_gives_a_warning(net):
+    first = gp.install(net, [gp.Scale(0.5, modules="stem")])
+    inner = net.stem.forward
+    net.stem.forward = lambda *inputs: inner(*inputs)
+    second = gp.install(net, [gp.Scale(0.5, modules="stem")])
+    with pytest.warns(UserWarning, match=r"forward was replaced while policies were installed"):
+        first.remove(quiet=True)
+    second.remove(quiet=True)
+
+
+def test_saving_a_result_gives_no_warning(recwarn):
+    model = nn.ReLU()
+    with gp.install(model, [gp.Scale(0.5, ops=["relu"])]):
+        torch.save(model(torch.ones(2, requires_grad=True)), io.BytesIO())
+    assert not recwarn.list

@@ -1,11 +1,14 @@
 """GradientPoliciesCallback: policies under Hugging Face's Trainer."""
 
 import copy
+import dataclasses
+import gc
 import itertools
 import json
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -449,6 +452,20 @@ def test_the_model_and_the_optimizer_are_left_as_they_were_found(train, bert):
     assert (bert.classifier.weight != before["classifier.weight"]).all()
 
 
+def test_a_failed_training_leaves_nothing_once_its_trainer_is_gone(train, bert):
+    class Fails(Trainer):
+        def training_step(self, *arguments):
+            super().training_step(*arguments)
+            raise ArithmeticError
+
+    policies = {"head": gp.Freeze(params="classifier.*"), "slow": gp.Scale(0.5, modules="bert.pooler")}
+    with pytest.raises(ArithmeticError):
+        train(bert, policies, kind=Fails)
+    gc.collect()
+    assert "forward" not in vars(bert.bert.pooler)
+    assert bert.classifier.weight.requires_grad
+
+
 def test_a_checkpoint_holds_masks_and_needs_the_callback(train, bert, tmp_path):
     policies = {"half": gp.Freeze(half, params="classifier.weight", frozen_state="drop")}
     settings = {"save_strategy": "steps", "save_steps": 6}
@@ -504,6 +521,23 @@ def test_wrong_policies_are_named(train, bert):
     with pytest.raises(gp.PolicyError, match="round"):
         train(bert, {"rounding": gp.StraightThrough(ops=["round"])})
     assert "forward" not in vars(bert.bert)
+
+
+@pytest.mark.parametrize("kind", [dataclasses.make_dataclass("Outputs", ["loss"]), SimpleNamespace])
+def test_a_model_may_return_its_loss_in_an_object(train, bert, kind):
+    class InObject(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bert = bert
+
+        def forward(self, input_ids, labels):
+            return kind(loss=self.bert(input_ids=input_ids, labels=labels).loss)
+
+    class TakesIt(Trainer):
+        def compute_loss(self, model, inputs, **settings):
+            return model(**inputs).loss
+
+    train(InObject(), {"head": gp.Stop(modules="bert.classifier")}, kind=TakesIt, max_steps=1)
 
 
 def test_a_policy_for_evaluation_alone_is_told_that_it_does_nothing(train, bert):
