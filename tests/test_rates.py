@@ -66,6 +66,20 @@ def test_rates_give_the_bits_of_param_groups_made_by_hand(stack, tokens, kind: s
     assert wrapped.param_groups[0]["lr"] == 0.1
 
 
+def test_a_parameter_that_joins_the_optimizer_gets_its_rate() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([model.bias], lr=0.1)
+    with gp.training(model, optimizer, {"rates": gp.Rates({"*": 0.5})}) as wrapped:
+        for joins in (False, True):
+            if joins:
+                wrapped.add_param_group({"params": [model.weight]})
+                before = model.weight.detach().clone()
+            wrapped.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            wrapped.step()
+    torch.testing.assert_close(before - model.weight, torch.full((1, 2), 0.05))
+
+
 @pytest.mark.parametrize("kind", ["adamw", "fused adamw"])
 def test_rates_go_with_masks(stack, tokens, kind: str) -> None:
     """Masks on param groups made by hand are the reference."""

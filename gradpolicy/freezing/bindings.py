@@ -64,7 +64,7 @@ class Bindings:
         Raises:
             PolicyError: If one was, as by a finetuning schedule.
         """
-        if self._count_optimized() == self._counted:
+        if self.count_optimized() == self._counted:
             return
         self._find_parameters()
         for policy, each in self.policies.items():
@@ -127,9 +127,10 @@ class Bindings:
             each: {parameter for group in each.param_groups for parameter in group["params"]}
             for each in self._optimizers
         }
-        self._counted = self._count_optimized()
+        self._counted = self.count_optimized()
 
-    def _count_optimized(self) -> int:
+    def count_optimized(self) -> int:
+        """Return the number of parameters of all optimizers."""
         return sum(len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups)
 
     def _bind(self, name: str, policy: Freeze) -> BoundPolicy:

@@ -95,6 +95,7 @@ class ParameterSettings:
         # The settings of sources, and the counts at which rates were evaluated, for the current settings.
         self._of_sources: dict[str, Settings] | None = None
         self._counts: dict[str, int] = {}
+        self._optimized = 0
 
     def update(self, step: int, epoch: int, phase: str) -> None:
         """Set the settings of an update, if they have changed."""
@@ -105,9 +106,10 @@ class ParameterSettings:
             for name, policy in self._rates.items()
             if policy.when.active(phase=phase, step=step, epoch=epoch)
         }
-        if (self._of_sources, self._counts) == (of_sources, counts):
+        optimized = self._bindings.count_optimized()
+        if (self._of_sources, self._counts, self._optimized) == (of_sources, counts, optimized):
             return
-        self._of_sources, self._counts = of_sources, counts
+        self._of_sources, self._counts, self._optimized = of_sources, counts, optimized
         of_rates = (
             {name: at(own, count) for name, own in self._bindings.settings_of[policy].items()}
             for policy, count in counts.items()
