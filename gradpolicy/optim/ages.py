@@ -328,7 +328,7 @@ def _run(function: Any, arguments: list[Any], forget: bool) -> Tensor:
 
     def form(each: Any) -> Any:
         each = compiling.flags(each) if isinstance(each, Tensor) and each.dtype == torch.bool else each
-        return each.reshape(-1) if isinstance(each, Tensor) and flat and each.numel() > 1 else each
+        return each.reshape(-1) if isinstance(each, Tensor) and flat else each
 
     formed = [form(each) for each in arguments]
     kind = (flat, largest.device.type, forget, *map(compiling.form, formed))

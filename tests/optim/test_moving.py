@@ -5,6 +5,7 @@ import torch
 
 from gradpolicy import MaskedOptimizer
 from gradpolicy.optim import compiling, moving
+from gradpolicy.optim.ages import Ages
 
 SHAPES = [(50, 20), (30, 9), (7, 3), (5, 2, 2), (3,), (1, 4), ()]
 
@@ -111,3 +112,11 @@ def test_a_mask_that_is_set_again_changes_no_bit():
             optimizer.step()
         ends.append(weight.detach())
     assert torch.equal(*ends)
+
+
+def test_compiled_ages_keep_their_shape_where_a_mask_is_lifted(compilations):
+    mask = torch.tensor([[True, False, True], [True, True, False]])
+    ages = Ages.all_active(2, (2, 3), mask.device).turned(mask).counted()
+    lifted = ages.turned(torch.ones(2, 3, dtype=torch.bool))
+    assert compilations
+    assert torch.equal(lifted.dense(), 2 + mask.to(torch.uint8))
