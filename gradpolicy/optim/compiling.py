@@ -102,7 +102,7 @@ def fill_frozen(values: Tensor, mask: Tensor, number: float) -> None:
         return
     start = torch.tensor(number, dtype=values.dtype, device=values.device)
     arguments = (values, flags(mask), start)
-    kind = (values.device.type, values.stride(-1) == 1, *map(form, arguments))
+    kind = (values.device.type, values.is_contiguous(), *map(form, arguments))
     run_compiled(_fill, kind, arguments, lambda: values.masked_fill_(~mask, number))
 
 
