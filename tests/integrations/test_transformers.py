@@ -537,7 +537,11 @@ def test_a_model_may_return_its_loss_in_an_object(train, bert, kind):
         def compute_loss(self, model, inputs, **settings):
             return model(**inputs).loss
 
-    train(InObject(), {"head": gp.Stop(modules="bert.classifier")}, kind=TakesIt, max_steps=1)
+    start = bits(bert)
+    train(InObject(), {"head": gp.Stop(modules="bert.bert.pooler")}, kind=TakesIt, max_steps=1)
+    moved = {name for name, value in bits(bert).items() if not torch.equal(value, start[name])}
+    assert {"classifier.weight", "classifier.bias"} <= moved
+    assert not any(name.startswith("bert.encoder") for name in moved)
 
 
 def test_a_policy_for_evaluation_alone_is_told_that_it_does_nothing(train, bert):
