@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradpolicy.errors import PolicyError, shortened, under
+from gradpolicy.errors import PolicyError, shortened, shown, under
 from gradpolicy.flow.install import checked_policies
 from gradpolicy.flow.locations import check_cuts
 from gradpolicy.freezing.bound_policy import BoundPolicy, layers_under, masks_never_change
@@ -66,6 +66,8 @@ def plan(
         >>> planned.without_gradient
         ('0.weight', '0.bias')
     """
+    if not callable(step):
+        raise PolicyError(f"plan: needs a function from the model's copy to the loss, got {shown(step)}")
     named = checked_policies("plan", policies, Policy, "gradient policy")
     found = first_step(model, named, step, seed=seed, optimizers=optimizers)
     masks = _masks_together(found)

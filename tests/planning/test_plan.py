@@ -123,6 +123,11 @@ def test_policies_of_other_phases_are_counted_too_and_do_not_change_training(pla
     assert plan.rows[1].phases == ("test",)
 
 
+def test_a_step_that_is_no_function_is_refused(two_layers):
+    with pytest.raises(gp.PolicyError, match="plan: needs a function from the model's copy to the loss"):
+        gp.plan(two_layers, {}, torch.ones(2))
+
+
 def test_a_step_that_takes_no_index_gives_its_loss(two_layers, batch):
     wanted, plain = training_loss(two_layers, batch), two_layers.training_step
     two_layers.training_step = lambda batch: plain(batch, 0)
