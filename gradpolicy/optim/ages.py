@@ -336,6 +336,7 @@ def _run(function: Any, arguments: list[Any], forget: bool) -> Tensor:
 
 
 def _ages(ages: Tensor, was: Tensor | None, youngest: Tensor, active: Tensor, forget: bool) -> Tensor:
+    """Return complete ages under the new mask, in the dtype of the youngest."""
     ages = ages.to(youngest.dtype)
     if was is not None:
         ages = torch.where(compiling.is_set(was), ages + youngest, ages)

@@ -107,4 +107,5 @@ def fill_frozen(values: Tensor, mask: Tensor, number: float) -> None:
 
 
 def _fill(values: Tensor, mask: Tensor, number: Tensor) -> Tensor:
+    """Write a number to entries that a mask freezes."""
     return values.copy_(torch.where(is_set(mask), values, number))
