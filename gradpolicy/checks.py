@@ -3,8 +3,11 @@
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from numbers import Integral, Real
 from pathlib import Path
+from typing import Any
 
 from gradpolicy.errors import PolicyError, shown, unknown
 
@@ -32,26 +35,37 @@ def check_choice(key: str, value: object, valid: Iterable[str]) -> str:
     return str(value)
 
 
-def check_share(key: str, value: object) -> float:
+def check_share(key: str, value: Any) -> float:
     """Check that a value is a number between 0 and 1, and return it.
 
     Raises:
         PolicyError: For anything else.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
+    if not (_is(value, Real) and 0.0 <= value <= 1.0):
         raise PolicyError(f"{key}: expected a number between 0 and 1, got {shown(value)}")
     return float(value)
 
 
-def check_number(key: str, value: object) -> float:
-    """Check that a value is a finite number of at least 0, and return it.
+def check_number(
+    key: str, value: Any, *, least: float = 0.0, above: float | None = None, below: float = math.inf
+) -> float:
+    """Check that a value is a finite number within limits, and return it.
 
     Raises:
         PolicyError: For anything else.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise PolicyError(f"{key}: expected a number of at least 0, got {shown(value)}")
+    low = -math.inf if above is None else above
+    if not (_is(value, Real) and least <= value and low < value < below):
+        wanted = "a finite number" if least == -math.inf else f"a number of at least {least:g}"
+        wanted = wanted if above is None else f"a number above {above:g}"
+        wanted += "" if below == math.inf else f" and below {below:g}"
+        raise PolicyError(f"{key}: expected {wanted}, got {shown(value)}")
     return float(value)
+
+
+def _is(value: Any, kind: type) -> Any:
+    """Return True for a number of a kind, which a bool is not."""
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def check_flag(key: str, value: object) -> bool:
@@ -65,17 +79,18 @@ def check_flag(key: str, value: object) -> bool:
     return value
 
 
-def check_integer(key: str, value: object, *, least: int, most: int | None = None) -> int:
+def check_integer(key: str, value: Any, *, least: int | None = None, most: int | None = None) -> int:
     """Check that a value is an integer within limits, and return it.
 
     Raises:
         PolicyError: For anything else.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise PolicyError(f"{key}: expected an integer of at least {least}, got {shown(value)}")
+    if not _is(value, Integral) or (least is not None and value < least):
+        wanted = "an integer" if least is None else f"an integer of at least {least}"
+        raise PolicyError(f"{key}: expected {wanted}, got {shown(value)}")
     if most is not None and value > most:
         raise PolicyError(f"{key}: expected at most {most}, got {shown(value)}")
-    return value
+    return int(value)
 
 
 def check_sizes(owner: str, **sizes: object) -> None:
@@ -113,6 +128,44 @@ def check_call(
         raise PolicyError(f"{key}: must take {takes}: {error}") from error
     except ValueError:
         pass  # written in C, without a signature
+
+
+# The values of settings that mean the same in all optimizers. With eps=0 an entry whose gradients were all 0
+# becomes 0 / 0.
+_SETTINGS: Mapping[str, Callable[[str, Any], object]] = {
+    **dict.fromkeys(("lr", "initial_lr", "rate", "weight_decay", "momentum"), check_number),
+    **dict.fromkeys(
+        ("amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize", "nesterov"), check_flag
+    ),
+    "betas": partial(check_number, below=1.0),
+    "eps": partial(check_number, above=0.0),
+}
+
+
+def check_setting(name: str, value: Any, like: Any = None) -> None:
+    """Check the value of a setting of an optimizer.
+
+    Args:
+        name: The setting.
+        value: The value.
+        like: The value that the optimizer has; None: not known.
+
+    Raises:
+        PolicyError: If it is of another kind than that, or beyond the limits of the setting.
+    """
+    if isinstance(like, tuple | list) and not (isinstance(value, tuple | list) and len(value) == len(like)):
+        raise PolicyError(f"{name}: expected {len(like)} values such as {shown(like)}, got {shown(value)}")
+    if isinstance(value, tuple | list) and isinstance(like, tuple | list | None):
+        for each, one in zip(value, like or [None] * len(value), strict=True):
+            check_setting(name, each, one)
+    elif value is None and like is None and name in ("eps", "foreach", "fused"):
+        pass  # the optimizer chooses
+    elif name in _SETTINGS:
+        _SETTINGS[name](name, value)
+    elif isinstance(like, bool):
+        check_flag(name, value)
+    elif isinstance(value, float) or isinstance(like, Real):
+        check_number(name, value, least=-math.inf)
 
 
 def check_free(key: str, path: Path, kind: str | None, is_own: Callable[[Path], bool]) -> None:

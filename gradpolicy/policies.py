@@ -7,12 +7,20 @@ keywords.
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from gradpolicy.checks import BIAS_CORRECTIONS, BUFFERS, FROZEN_STATES, check_choice
+from gradpolicy.checks import (
+    BIAS_CORRECTIONS,
+    BUFFERS,
+    FROZEN_STATES,
+    check_call,
+    check_choice,
+    check_number,
+)
 from gradpolicy.errors import KnowsItsArguments, PolicyError, shown, under, unknown
 from gradpolicy.flow.locations import RulePlacement
 from gradpolicy.flow.operations import find_rule
@@ -362,14 +370,13 @@ class Clip(FlowPolicy):
         if (value is None) == (norm is None):
             raise PolicyError("Clip: give exactly one of value= and norm=")
         key, bound = ("value", value) if norm is None else ("norm", norm)
-        if isinstance(bound, bool) or not isinstance(bound, int | float) or not 0 < bound < math.inf:
-            raise PolicyError(f"Clip.{key}: expected a number above 0, got {shown(bound)}")
+        bound = check_number(f"Clip.{key}", bound, above=0.0)
         if per_sample and norm is None:
             raise PolicyError("Clip.per_sample: goes with norm=; clipping by value acts on each entry anyway")
         rule = (
-            get_rule("clip_value", value=float(bound))
+            get_rule("clip_value", value=bound)
             if norm is None
-            else get_rule("clip_norm", norm=float(bound), per_sample=per_sample)
+            else get_rule("clip_norm", norm=bound, per_sample=per_sample)
         )
         super().__init__(rule, **where_and_when)
 
@@ -541,10 +548,13 @@ def _described(value: object) -> str:
 
 
 def _factor(key: str, value: object) -> Any:
-    if callable(value) or (isinstance(value, Tensor) and value.is_floating_point()):
+    if isinstance(value, Tensor) and value.is_floating_point():
         return value
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+    if callable(value):
+        check_call(key, value, 0, takes="the count alone")
         return value
+    with suppress(PolicyError):
+        return check_number(key, value, least=-math.inf)
     raise PolicyError(
         f"{key}: expected a number, or a function of the step that returns one, or a "
         f"floating-point tensor; got {shown(value)}"

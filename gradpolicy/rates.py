@@ -5,10 +5,11 @@ from typing import Any
 
 from torch import Tensor
 
-from gradpolicy.checks import check_number
+from gradpolicy.checks import check_call, check_number, check_setting
 from gradpolicy.errors import KnowsItsArguments, PolicyError, shown, under
 from gradpolicy.masks.layers import Groups, find_layers, layers_of, read_groups
 from gradpolicy.policies import Policy, WhenLike
+from gradpolicy.schedules import value_at
 from gradpolicy.where import Named, pick
 
 Settings = Mapping[str, Any]
@@ -38,9 +39,7 @@ class LayerDecay(KnowsItsArguments):
     """
 
     def __init__(self, decay: float, *, groups: Groups = None) -> None:
-        self.decay = check_number("LayerDecay.decay", decay)
-        if self.decay == 0.0:
-            raise PolicyError("LayerDecay.decay: must be above 0; freeze what shall not train")
+        self.decay = check_number("LayerDecay.decay", decay, above=0.0)
         self.groups = read_groups("LayerDecay.groups", groups)
 
     def __repr__(self) -> str:
@@ -136,8 +135,16 @@ class Rates(Policy):
 
 
 def at(settings: Settings, count: int) -> dict[str, Any]:
-    """Return the settings at a count of steps or epochs."""
-    return {name: value(count) if callable(value) else value for name, value in settings.items()}
+    """Return the settings at a count of steps or epochs.
+
+    Raises:
+        PolicyError: If a function of the user's gives a value that the setting cannot have.
+    """
+    current = {name: value_at(value, count) for name, value in settings.items()}
+    for name in (name for name, value in settings.items() if callable(value)):
+        with under(f"at {count}"):
+            check_setting(name, current[name])
+    return current
 
 
 def combined(policies: Iterable[Mapping[str, Settings]]) -> dict[str, Settings]:
@@ -164,8 +171,12 @@ def _checked(pattern: str, own: Any) -> Settings:
             "before the pattern of the others"
         )
     own = dict(own) if isinstance(own, Mapping) else {"lr": own}
-    if "lr" in own and not (callable(own["lr"]) or isinstance(own["lr"], LayerDecay)):
-        own["lr"] = check_number(f"{key}: lr", own["lr"])
+    for name, value in own.items():
+        if callable(value):
+            check_call(f"{key}: {name}", value, 0, takes="the count alone")
+        elif not isinstance(value, LayerDecay):
+            with under(key):
+                check_setting(name, value)
     return {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
 
 

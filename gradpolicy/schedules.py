@@ -17,7 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from typing import Any
 
-from gradpolicy.checks import check_integer
+from gradpolicy.checks import check_integer, check_number
 from gradpolicy.errors import KnowsItsArguments, PolicyError, shown
 
 __all__ = ["Constant", "Cosine", "Cubic", "Exponential", "Ganin", "Linear"]
@@ -43,10 +43,8 @@ class Schedule(KnowsItsArguments, ABC):
     def __hash__(self) -> int:
         return hash((type(self), *vars(self).values()))
 
-    def _number(self, key: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise PolicyError(f"{type(self).__name__}.{key}: expected a finite number, got {shown(value)}")
-        return float(value)
+    def _number(self, key: str, value: object) -> float:
+        return check_number(f"{type(self).__name__}.{key}", value, least=-math.inf)
 
 
 class Constant(Schedule):
@@ -169,3 +167,9 @@ class Ganin(Schedule):
 def progress(count: int, steps: int) -> float:
     """Return the completed share of a ramp: 0 at count 0, 1 from ``steps`` on."""
     return min(max(count / steps, 0.0), 1.0)
+
+
+def value_at(value: Any, count: int) -> Any:
+    """Return a value, or what a function of the count returns; one number of torch or NumPy as Python's."""
+    value = value(count) if callable(value) else value
+    return value.item() if getattr(value, "ndim", None) == 0 else value

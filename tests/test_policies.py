@@ -68,6 +68,7 @@ def test_a_policy_can_be_pickled_and_tells_what_it_is(policy):
         (lambda: gp.StraightThrough(parameters={"slope": 1}), r"'identity' has no parameter 'slope'"),
         (lambda: gp.UseRule("scale", modules="a"), r"UseRule: rule 'scale' needs a value for factor"),
         (lambda: gp.Scale("half", modules="a"), r"factor: expected a number, or a function of the step"),
+        (lambda: gp.Scale(lambda: 1.0, modules="a"), r"Scale\.factor: must take the count alone"),
         (lambda: gp.Clip(modules="a"), r"Clip: give exactly one of value= and norm="),
         (lambda: gp.Clip(norm=0.0, modules="a"), r"Clip.norm: expected a number above 0, got 0.0"),
         (lambda: gp.Clip(value=1.0, per_sample=True, modules="a"), r"Clip.per_sample: goes with norm="),

@@ -1,6 +1,7 @@
 """Rates: parameters have settings of their own, as if by param groups made by hand."""
 
 import copy
+import math
 import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -217,12 +218,34 @@ def test_the_plan_says_which_rates_there_are(stack, tokens) -> None:
         ({"haed.*": 1.0}, r"policy\.rates\.params: .*'haed\.\*' matches nothing; did you mean 'head"),
         ({"*": 1.0, "head.*": 2.0}, r"head\.\*: a pattern before it has all that it matches"),
         ({"*": {"weight_dcay": 0.1}}, "'weight_dcay'; did you mean 'weight_decay'"),
+        ({"*": {"weight_decay": math.nan}}, r"'\*': weight_decay: expected a number of at least 0, got nan"),
+        ({"*": {"weight_decay": "x"}}, r"weight_decay: expected a number of at least 0, got 'x'"),
+        # 0 / 0 where all gradients were 0
+        ({"*": {"eps": 0}}, r"eps: expected a number above 0, got 0"),
+        ({"*": {"eps": None}}, r"eps: expected a number above 0, got None"),
+        ({"*": {"betas": (2, 0.9)}}, r"betas: expected a number of at least 0 and below 1, got 2"),
+        ({"*": {"betas": [0.9]}}, r"'embed\.weight': betas: expected 2 values such as \(0\.9, 0\.999\), got"),
+        ({"*": {"maximize": "yes"}}, r"maximize: expected True or False, got 'yes'"),
+        ({"*": {"foreach": "yes"}}, r"foreach: expected True or False, got 'yes'"),
+        ({"*": {"lr": None}}, r"lr: expected a number"),
+        ({"*": lambda: 1.0}, r"lr: must take the count alone"),
     ],
 )
 def test_wrong_rates_are_refused(stack, tokens, rates, match: str) -> None:
-    optimizer = torch.optim.AdamW(stack.parameters())
+    optimizer = torch.optim.AdamW(stack.named_parameters())
     with (
         pytest.raises(gp.PolicyError, match=match),
         gp.training(stack, optimizer, {"rates": gp.Rates(rates)}),
     ):
         stack(tokens)
+
+
+@pytest.mark.parametrize("value", [math.nan, -1, "a", None, 1j], ids=repr)
+@pytest.mark.parametrize("name", ["lr", "weight_decay"])
+def test_what_a_schedule_returns_is_checked_at_every_step(moves, name: str, value: Any) -> None:
+    rates = gp.Rates({"*": {name: lambda step: 0.5 if step < 2 else value}})
+    with pytest.raises(
+        gp.PolicyError, match=rf"policy\.rates: at 2: {name}: expected a number of at least 0"
+    ):
+        moves([rates])
+    assert moves([gp.Rates({"*": lambda step: torch.tensor(0.5)})]) == [0.5] * 6

@@ -1,5 +1,6 @@
 """A rule: its schedule, the row of its use, and its checked gradients."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -8,12 +9,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from gradpolicy.checks import check_number
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.locations import RulePlacement
 from gradpolicy.flow.policy_report import Outcome, ReportRow
 from gradpolicy.flow.tracing import is_compiling, is_traced, without_modes
 from gradpolicy.rules.registry import Call, GradientFilter, Rule, keyword_names
 from gradpolicy.rules.routing import broadcasts, first_index, is_differentiable
+from gradpolicy.schedules import value_at
 
 
 class RuleState:
@@ -54,7 +57,7 @@ class RuleState:
         self.active = True
         self.schedules = {key: value for key, value in rule.parameters.items() if callable(value)}
         # Scheduled parameters are tensors, so that compiled code reads their current values.
-        numbers = {key: _number(schedule(0)) for key, schedule in self.schedules.items()}
+        numbers = {key: _number(self._scheduled(key, 0)) for key in self.schedules}
         self.rule = replace(rule, parameters={**rule.parameters, **numbers})
         # The scheduled and learned parameters, whose values may change between forward and backward.
         self.changing = tuple(
@@ -98,8 +101,17 @@ class RuleState:
         """Switch the rule on or off for a step, and set its scheduled parameters."""
         self.active = self.policy.when.active(phase=phase, step=step, epoch=epoch)
         count = self.policy.when.count(step, epoch)
-        for key, schedule in self.schedules.items():
-            self.rule.parameters[key].fill_(float(schedule(count)))
+        for key in self.schedules:
+            self.rule.parameters[key].fill_(self._scheduled(key, count))
+
+    def _scheduled(self, key: str, count: int) -> float:
+        """Return the value of a scheduled parameter.
+
+        Raises:
+            PolicyError: If it is no finite number.
+        """
+        value = value_at(self.schedules[key], count)
+        return check_number(f"{self.prefix}{key} at {count}", value, least=-math.inf)
 
     def set_loss_scale(self, scale: float | Tensor) -> None:
         """Set the loss scale of a rule with absolute thresholds."""

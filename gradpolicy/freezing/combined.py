@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
+from gradpolicy.errors import under
 from gradpolicy.freezing.bindings import Bindings
 from gradpolicy.freezing.bound_policy import BoundPolicy
 from gradpolicy.optim import MaskedOptimizer
@@ -110,10 +111,11 @@ class ParameterSettings:
         if (self._of_sources, self._counts, self._optimized) == (of_sources, counts, optimized):
             return
         self._of_sources, self._counts, self._optimized = of_sources, counts, optimized
-        of_rates = (
-            {name: at(own, count) for name, own in self._bindings.settings_of[policy].items()}
-            for policy, count in counts.items()
-        )
+        of_rates = []
+        for policy, count in counts.items():
+            with under(f"policy.{policy}"):
+                own = self._bindings.settings_of[policy].items()
+                of_rates.append({name: at(each, count) for name, each in own})
         self._set(combined([of_sources, *of_rates]))
 
     def restore(self) -> None:

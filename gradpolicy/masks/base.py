@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradpolicy.errors import NAMED, PolicyError, refuse_unknown_arguments, shown, warn_user
+from gradpolicy.checks import check_integer
+from gradpolicy.errors import NAMED, PolicyError, refuse_unknown_arguments, warn_user
 from gradpolicy.schedules import Constant
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.when import Timetable
@@ -92,9 +93,7 @@ class MaskSource:
         refuse_unknown_arguments(type(self), wrong)
         self.timetable = Timetable(start, stop, unit, every)
         self.timetable.check(kind)
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-            raise PolicyError(f"{kind}.seed: expected an integer, got {shown(seed)}")
-        self.own_seed = seed
+        self.own_seed = None if seed is None else check_integer(f"{kind}.seed", seed)
         self.seed = 0
         # True if `observe` is called with the gradients of `gradient_names`.
         self.needs_gradients = type(self).observe is not MaskSource.observe

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.checks import check_choice, check_flag, check_integer, check_number
+from gradpolicy.checks import check_choice, check_flag, check_integer, check_number, check_setting
 from gradpolicy.errors import PolicyError, nearest, shortened, shown, under, unknown, warn_user
 from gradpolicy.masks.base import Layer
 from gradpolicy.masks.layer_sources import LayerSource
+from gradpolicy.schedules import value_at
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.tensors.sharding import full_tensor, local_shard, mean_of_ranks, shard_like
 from gradpolicy.when import Timetable
@@ -208,7 +209,7 @@ class Phases(LayerSource):
             return {}
         passed = 0 if self._began is None else step - self._began[0]
         return {
-            name: {key: value(passed) if callable(value) else value for key, value in own.items()}
+            name: {key: value_at(value, passed) for key, value in own.items()}
             for name, own in self._settings[self.phase].items()
         }
 
@@ -314,11 +315,11 @@ def _settings(general: Mapping[str, Any], own: object = None) -> dict[str, Any]:
         raise PolicyError(f"expected a dict of settings such as {{'lr': 1e-4}}, got {shown(own)}")
     both = {**general, **(own or {})}
     found = {name: tuple(value) if isinstance(value, list) else value for name, value in both.items()}
-    rate = found.pop("lr", None)
-    if callable(rate):
-        found["rate"] = rate
-    elif "lr" in both:
-        found["initial_lr"] = check_number("lr", rate)
+    for name in (name for name, value in found.items() if not callable(value)):
+        check_setting(name, found[name])
+    if "lr" in found:
+        rate = found.pop("lr")
+        found["rate" if callable(rate) else "initial_lr"] = rate
     return found
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.checks import check_setting
+from gradpolicy.errors import PolicyError, under, unknown
 from gradpolicy.optim.optimizers import Optimizers
 from gradpolicy.optim.put_back import is_torchs_own
 from gradpolicy.optim.update_rules import Group, UpdateRule, rule_for, submatrix_rule_for
@@ -148,6 +149,9 @@ class Wrapped:
             }
             for parameter, group in own.items():
                 check_settings(settings[parameter], group)
+                with under(self.name_of(parameter)):
+                    for name, value in settings[parameter].items():
+                        check_setting(name, value, None if name == "lr" else group.get(name))
             if own and isinstance(part.optimizer, torch.optim.LBFGS | torch.optim.Rprop):
                 kind = type(part.optimizer).__name__
                 raise PolicyError(

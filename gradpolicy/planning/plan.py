@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gradpolicy.checks import check_integer
 from gradpolicy.errors import PolicyError, shortened, shown, under
 from gradpolicy.flow.install import checked_policies
 from gradpolicy.flow.locations import check_cuts
@@ -69,7 +70,7 @@ def plan(
     if not callable(step):
         raise PolicyError(f"plan: needs a function from the model's copy to the loss, got {shown(step)}")
     named = checked_policies("plan", policies, Policy, "gradient policy")
-    found = first_step(model, named, step, seed=seed, optimizers=optimizers)
+    found = first_step(model, named, step, seed=check_integer("seed", seed), optimizers=optimizers)
     masks = _masks_together(found)
     _check_path(found, masks)
     layers = _layers(model, found, masks)

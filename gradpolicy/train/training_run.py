@@ -71,7 +71,7 @@ class Run:
                 raise PolicyError(f"policy.{name}: must be a gradient policy, got {type(policy).__name__}")
         if agreement_every is not None:
             check_integer("agreement_every", agreement_every, least=1)
-        self.seed, self.agreement_every = seed, agreement_every
+        self.seed, self.agreement_every = check_integer("seed", seed), agreement_every
         self.notices = Notices(self.policies, layers)
         self.sinks: list[Callable[[int, Measured], None]] = []
         self.steps_per_epoch: int | None = None

@@ -1,6 +1,7 @@
 """Policies at the input and the output of a module, and at one argument of it."""
 
 import dataclasses
+import math
 from collections import OrderedDict, deque, namedtuple
 from types import SimpleNamespace
 
@@ -107,6 +108,15 @@ def test_schedule_in_the_unit_of_its_policy(factor, unit, gradient):
             installed.update(**time)
             found, _ = gradient(model, torch.ones(3))
             torch.testing.assert_close(found, torch.full((3,), -0.1 * time[unit]))
+
+
+@pytest.mark.parametrize("value", [math.nan, "a", None])
+def test_what_a_schedule_returns_is_checked_at_every_step(value):
+    policy = gp.Scale(lambda step: 1.0 if step < 2 else value, modules=PassOn)
+    with gp.install(PassOn(), {"half": policy}) as installed:
+        installed.update(step=1)
+        with pytest.raises(gp.PolicyError, match="policy 'half': factor at 2: expected a finite number, got"):
+            installed.update(step=2)
 
 
 @pytest.mark.parametrize("compiles", [False, True])

@@ -1,6 +1,7 @@
 """Phases of training, each ended by counts or by a metric that stops improving."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -196,6 +197,7 @@ def test_a_training_that_ends_early_says_which_phases_never_began(stack, tokens,
         ([{"params": "*", "until": {"steps": 3}, "best": True}], r"best: needs until\.metric"),
         ([{"params": "*", "lr": -1.0}], r"phases\[0\]: lr: expected a number of at least 0"),
         ([{"params": {"*": {"lr": "fast"}}}], r"phases\[0\]: params: '\*': lr: expected a number"),
+        ([{"params": "*", "weight_decay": math.nan}], r"phases\[0\]: weight_decay: expected a number"),
         ([{"params": {"*": 0.1}}], r"params: '\*': expected a dict of settings"),
     ],
 )

@@ -616,6 +616,8 @@ def test_what_cannot_act_as_written_is_an_error_in_the_first_step(policies, mess
         ),
         ({"model": adamw(Net())}, "needs the model first"),
         ({"steps_per_epoch": 0}, r"training.steps_per_epoch"),
+        ({"seed": "x"}, r"seed: expected an integer, got 'x'"),
+        ({"seed": None}, r"seed: expected an integer, got None"),
     ],
 )
 def test_wrong_arguments_are_refused_and_leave_nothing_behind(given, message):
