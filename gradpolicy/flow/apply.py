@@ -30,28 +30,31 @@ def apply(
 ) -> Any:
     """Run any forward once, with a rule as its backward.
 
-    The forward gets its tensors detached, so it may call ``.numpy()`` on them.
-    Arrays and numbers that it returns become tensors. A single integer or boolean result is converted to the
-    dtype of the first floating-point input, since otherwise it could have no gradient. In a tuple such
-    results stay as they are. Tensors that the forward uses and is not given, such as the parameters of a
-    module, get no gradient; in eager mode a warning names them.
+    The forward gets tensors without a graph, so it may call ``.numpy()`` on them. Those that need a gradient
+    are copies: what it writes to them does not change the arguments. Arrays and numbers that it returns are
+    copied to tensors. A single integer or boolean result is converted to the dtype of the first
+    floating-point input, since otherwise it could have no gradient. In a tuple such results stay as they are.
+    Tensors that the forward uses and is not given, such as the parameters of a module, get no gradient; in
+    eager mode a warning names them.
 
     Args:
         rule: A rule's name, a rule, a function ``(grad, inputs, output)``, or an operation whose derivative
             is used. Its inputs are the tensors among the arguments, in order, including tensors in lists,
-            tuples and dicts. If the forward returns several floating-point results, ``grad`` and ``output``
-            are tuples.
+            tuples and dicts. If the forward returns a tuple of several tensors, ``output`` is a tuple of all
+            of them, and ``grad`` a tuple of the gradients of the floating-point ones, if there are several.
         forward: The function.
         *args: Its arguments, tensors or not.
-        numpy: True if the forward takes NumPy arrays. Tensors in bfloat16 become arrays in float32.
+        numpy: True if the forward takes NumPy arrays, copies of the tensors. Tensors in bfloat16 become
+            arrays in float32.
         **kwargs: Its keyword arguments.
 
     Returns:
         The result of the forward, as tensors.
 
     Raises:
-        PolicyError: If the result cannot be converted to tensors; in the backward pass, if the rule returns
-            the wrong number, shape or type of gradients.
+        PolicyError: If the result cannot be converted to tensors, or the forward writes to a leaf that needs
+            a gradient; in the backward pass, if the rule returns the wrong number, shape or type of
+            gradients.
 
     Example:
         >>> x = torch.tensor([0.2, 1.7], requires_grad=True)
@@ -66,11 +69,16 @@ def apply(
     if not is_compiling():
         ReportRow.uses += 1
     inputs = tensors_in((args, kwargs))
+    given_args, given_kwargs = map_tensors(Tensor.detach if numpy else _without_graph, (args, kwargs))
     # With gradients on, the results show if the forward uses tensors that need one and are no arguments.
     watches = torch.is_grad_enabled() and not in_transform()
     with torch.set_grad_enabled(watches):
-        plain_args, plain_kwargs = map_tensors(torch.Tensor.detach, (args, kwargs))
-        values = run_forward(forward, plain_args, plain_kwargs, numpy)
+        values = run_forward(forward, given_args, given_kwargs, numpy)
+    pairs = zip(inputs, tensors_in((given_args, given_kwargs)), strict=True) if watches and not numpy else ()
+    if any(tensor.requires_grad and tensor.is_leaf and given._version for tensor, given in pairs):
+        raise PolicyError(
+            f"apply: forward {state.name!r} writes in place to a leaf that needs a gradient; write to a clone"
+        )
     if watches and any(tensor.requires_grad for tensor in tensors_in(values)):
         warn_user(
             f"apply: forward {state.name!r} uses a tensor that needs a gradient and is not among its "
@@ -80,8 +88,8 @@ def apply(
     if is_discrete(values):
         values = values.to(floating_dtype(inputs))
     if state.rule.takes_call:
-        bound_rule = bound_rule.for_call(call_of(forward, plain_args, plain_kwargs))
-    return replace(bound_rule, values, inputs)
+        bound_rule = bound_rule.for_call(call_of(forward, *map_tensors(Tensor.detach, (args, kwargs))))
+    return replace(bound_rule, values, inputs, with_discrete=True)
 
 
 def replacing_rule(caller: str, rule: str | Rule | RuleFunction) -> Rule:
@@ -154,9 +162,14 @@ def forward_name(forward: Callable[..., Any]) -> str:
     return getattr(forward, "__name__", type(forward).__name__)
 
 
+def _without_graph(tensor: Tensor) -> Tensor:
+    """Return a tensor without its graph, a copy if it needs a gradient."""
+    return tensor.detach().clone() if tensor.requires_grad else tensor.detach()
+
+
 def _as_array(tensor: Tensor) -> np.ndarray:
-    """Return a tensor as an array; bfloat16, which NumPy lacks, becomes float32."""
-    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy(force=True)
+    """Return a copy of a tensor as an array; bfloat16, which NumPy lacks, becomes float32."""
+    return np.array((tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy(force=True))
 
 
 def _as_tensors(values: Any, name: str, device: torch.device | None) -> Any:
@@ -165,8 +178,11 @@ def _as_tensors(values: Any, name: str, device: torch.device | None) -> Any:
     if isinstance(values, tuple | list):
         return rebuilt_sequence(values, [_as_tensors(value, name, device) for value in values])
     if isinstance(values, np.ndarray | np.generic | Number):
-        # Arrays of strings, dates or objects raise a TypeError.
-        with contextlib.suppress(TypeError):
+        # Arrays of strings, dates or objects raise a TypeError, numbers that no dtype has another error.
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            if isinstance(values, np.ndarray):
+                # Torch takes the native order of bytes and positive strides only.
+                values = values.astype(values.dtype.newbyteorder("="), order="C")
             return torch.as_tensor(values, device=device)
     kind = f"an array of {values.dtype}" if isinstance(values, np.ndarray) else type(values).__name__
     raise PolicyError(f"forward {shown(name)} returned {kind}; it must return tensors or arrays of numbers")

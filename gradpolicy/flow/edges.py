@@ -29,32 +29,37 @@ class Replaced(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(bound_rule: BoundRule, count: int, *tensors: Tensor) -> Any:
-        """Return the values.
+    def forward(bound_rule: BoundRule, floating: tuple[bool, ...], *tensors: Tensor) -> Any:
+        """Return the floating-point values.
 
         Args:
             bound_rule: The rule.
-            count: The number of values.
+            floating: For each value, False if it is an integer or boolean tensor that the rule only reads.
             *tensors: The values, then the inputs from which they were computed.
         """
         # If an input were returned, autograd would make it a view, which forbids in-place operations.
-        if count == 1:
-            return tensors[0].detach()
-        return tuple(tensor.detach() for tensor in tensors[:count])
+        values = tuple(
+            tensor.detach() for tensor, is_floating in zip(tensors, floating, strict=False) if is_floating
+        )
+        return values[0] if len(values) == 1 else values
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         """Save the tensors that the rule reads. The gradient stands in for inputs of its shape."""
-        bound_rule, count, *tensors = inputs
-        outputs = output if isinstance(output, tuple) else (output,)
-        given = tensors[count:]
-        reads_inputs = count > 1 or "inputs" in bound_rule.reads
-        reads_output = count > 1 or "output" in bound_rule.reads
+        bound_rule, floating, *tensors = inputs
+        values = iter(output if isinstance(output, tuple) else (output,))
+        outputs = [
+            next(values) if is_floating else tensor
+            for tensor, is_floating in zip(tensors, floating, strict=False)
+        ]
+        given = tensors[len(floating) :]
+        reads_inputs = len(floating) > 1 or "inputs" in bound_rule.reads
+        reads_output = len(floating) > 1 or "output" in bound_rule.reads
         kept = [
             reads_inputs or tensor.shape != outputs[0].shape or not tensor.is_floating_point()
             for tensor in given
         ]
-        ctx.bound_rule, ctx.count = bound_rule, count
+        ctx.bound_rule, ctx.count = bound_rule, len(floating)
         ctx.kept, ctx.reads_output = kept, reads_output
         ctx.dtypes = [tensor.dtype for tensor in given]
         saved = [tensor for tensor, keep in zip(given, kept, strict=True) if keep]
@@ -68,7 +73,8 @@ class Replaced(Function):
         for keep, dtype in zip(ctx.kept, ctx.dtypes, strict=True):
             inputs.append(saved.pop(0) if keep else grads[0].to(dtype))
         outputs = tuple(saved) if ctx.reads_output else grads
-        grad, output = (grads[0], outputs[0]) if ctx.count == 1 else (grads, outputs)
+        grad = grads[0] if len(grads) == 1 else grads
+        output = outputs[0] if ctx.count == 1 else outputs
         wanted = ctx.needs_input_grad[2 + ctx.count :]
         gradients = ctx.bound_rule.gradients(grad, tuple(inputs), output, wanted)
         return (None, None, *[None] * ctx.count, *gradients)
@@ -192,13 +198,16 @@ def run_function(function: type[Function], *args: Any) -> Any:
     return super(Function, function).apply(*args)  # type: ignore[misc]
 
 
-def replace(bound_rule: BoundRule, values: Any, inputs: Sequence[Tensor]) -> Any:
+def replace(
+    bound_rule: BoundRule, values: Any, inputs: Sequence[Tensor], *, with_discrete: bool = False
+) -> Any:
     """Attach the gradient of a rule to a value, or to the floating-point values of a tuple.
 
     Args:
         bound_rule: The rule.
         values: A tensor, or a tuple of tensors and other objects; computed without a graph.
         inputs: The tensors from which the values were computed.
+        with_discrete: True if the rule gets the integer and boolean values of a tuple, too.
 
     Raises:
         PolicyError: If the values are of another type, or ``torch.compile`` traces a transform of
@@ -210,14 +219,15 @@ def replace(bound_rule: BoundRule, values: Any, inputs: Sequence[Tensor]) -> Any
         # Without gradients there is nothing to do, and the compiler mishandles Functions of several tensors.
         return values
     if isinstance(values, Tensor):
-        return run_function(Replaced, bound_rule, 1, values, *inputs)
+        return run_function(Replaced, bound_rule, (True,), values, *inputs)
     if not isinstance(values, tuple | list):
         raise PolicyError(f"cannot put a rule on a result of type {type(values).__name__}")
     indices = [index for index, value in enumerate(values) if is_differentiable(value)]
     if not indices:
         return values
-    floating = [values[index] for index in indices]
-    found = run_function(Replaced, bound_rule, len(indices), *floating, *inputs)
+    shown = [one for one in values if is_differentiable(one) or (with_discrete and isinstance(one, Tensor))]
+    floating = tuple(map(is_differentiable, shown))
+    found = run_function(Replaced, bound_rule, floating, *shown, *inputs)
     results = list(values)
     for index, result in zip(indices, found if len(indices) > 1 else (found,), strict=True):
         results[index] = result
@@ -277,12 +287,12 @@ def insert_rule(bound_rule: BoundRule, values: Any) -> Any:
 
 def alias_of(tensor: Tensor, *, cut: bool = False) -> Tensor:
     """Return an alias of a tensor that needs a gradient; its gradient passes to the tensor unless ``cut``."""
-    return run_function(Replaced, _CUT if cut else _PASS, 1, tensor.detach(), tensor)
+    return run_function(Replaced, _CUT if cut else _PASS, (True,), tensor.detach(), tensor)
 
 
 def join(values: Tensor, path: Tensor) -> Tensor:
     """Return values whose gradient goes to them and to a path of their shape."""
-    return run_function(Replaced, _PASS, 1, values.detach(), values, path)
+    return run_function(Replaced, _PASS, (True,), values.detach(), values, path)
 
 
 @skip_alone

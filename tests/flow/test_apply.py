@@ -38,7 +38,8 @@ def test_rule_gets_tuples_for_several_results():
     Parts = namedtuple("Parts", ["whole", "rest", "index"])
 
     def rule(grads, inputs, outputs):
-        assert len(grads) == len(outputs) == 2
+        assert (len(grads), len(outputs)) == (2, 3)
+        assert outputs[2].equal(inputs[0].argmax())
         return grads[0] + 10 * grads[1]
 
     x = torch.tensor([1.25, 2.5], requires_grad=True)
@@ -47,6 +48,24 @@ def test_rule_gets_tuples_for_several_results():
     assert torch.equal(parts.rest.detach(), torch.tensor([0.25, 0.5]))
     assert parts.index.dtype == torch.int64
     assert torch.equal(x.grad, torch.full((2,), 11.0))
+
+
+@gp.rule("test_apply_sort")
+def sort_grad(grad, inputs, output):
+    return torch.zeros_like(inputs[0]).scatter(-1, output[1], grad)
+
+
+def test_rule_sees_integer_results(run):
+    x = torch.tensor([[0.5, -1.0, 2.0], [3.0, 1.0, 2.0]], dtype=torch.float64)
+
+    def sort(x):
+        return (gp.apply("test_apply_sort", torch.sort, x)[0] * torch.arange(3)).sum()
+
+    order = torch.tensor([[1.0, 0.0, 2.0], [2.0, 0.0, 1.0]], dtype=torch.float64)
+    leaf = x.clone().requires_grad_()
+    assert torch.autograd.grad(run(sort)(leaf), leaf)[0].equal(order)
+    assert gp.gradcheck_rule("test_apply_sort", torch.sort, x).exact
+    assert torch.func.vmap(torch.func.grad(sort))(x).equal(order)
 
 
 def test_under_func_and_with_a_second_derivative():
@@ -60,7 +79,12 @@ def test_under_func_and_with_a_second_derivative():
 
 @pytest.mark.parametrize(
     ("value", "kind"),
-    [("no", "str"), (np.array(["no"]), "an array of <U2"), ((1.0, np.datetime64("2020")), "datetime64")],
+    [
+        ("no", "str"),
+        (2**70, "int"),
+        (np.array(["no"]), "an array of <U2"),
+        ((1.0, np.datetime64("2020")), "datetime64"),
+    ],
 )
 def test_a_forward_must_return_tensors_or_arrays_of_numbers(value, kind):
     with pytest.raises(gp.PolicyError, match=f"returned {kind}; it must return"):
@@ -127,6 +151,46 @@ def test_numpy_forward_gets_arrays_once(forward):
     torch.testing.assert_close(y.detach(), torch.as_tensor(forward(X.numpy())).to(y.dtype))
     y.sum().backward()
     assert torch.equal(x.grad, torch.full((2,), 3.0))
+
+
+def test_numpy_forward_has_memory_of_its_own():
+    kept = np.zeros(2, np.float32)
+    for forward in (lambda x: x, lambda x: np.add(x, 1, out=x), lambda x: x[::-1], lambda x: kept):
+        leaf = X.clone().requires_grad_()
+        for tensor in (leaf, leaf * 1, X.clone()):
+            y = gp.apply("identity", forward, tensor, numpy=True).detach()
+            y += 1
+            assert tensor.equal(X)
+    assert not kept.any()
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: x[::-1],
+        lambda x: x.astype(">f4"),
+        lambda x: x.astype(">i8")[::-1],
+        lambda x: np.broadcast_to(x, (2, 2)),
+    ],
+)
+def test_arrays_of_every_layout_become_tensors(forward, recwarn):
+    y = gp.apply(lambda grad, inputs, output: inputs[0], forward, X, numpy=True)
+    assert y.tolist() == forward(X.numpy()).tolist()
+    assert not recwarn.list
+
+
+def test_torch_forward_that_writes_to_its_argument():
+    leaf = X.clone().requires_grad_()
+    with pytest.raises(gp.PolicyError, match=r"'add_' writes in place to a leaf that needs a gradient"):
+        gp.apply("identity", torch.Tensor.add_, leaf, 1)
+    hidden = leaf * 1
+    gp.apply("identity", torch.Tensor.add_, hidden, 1).sum().backward()
+    assert leaf.equal(X)
+    assert hidden.equal(X)
+    assert leaf.grad.equal(torch.ones(2))
+    mean = torch.zeros(2)
+    gp.apply(lambda grad, *_: (grad, None), lambda x, mean: x - mean.add_(1), leaf, mean)
+    assert mean.equal(torch.ones(2))
 
 
 def test_arrays_of_bfloat16_are_float32():
