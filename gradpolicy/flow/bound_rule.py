@@ -216,14 +216,14 @@ class BoundRule:
         returned = self._call(grad, inputs, output)
         if isinstance(returned, tuple | list):
             if len(returned) != len(inputs):
-                raise self._error(
+                raise self.error(
                     f"returned {len(returned)} gradients {_shapes(returned)} "
                     f"for {len(inputs)} inputs {_shapes(inputs)}",
                 )
             return returned
         first = list(wanted).index(True) if self.rule.own else first_index(inputs)
         if any(wanted[number] for number in range(len(inputs)) if number != first):
-            raise self._error(self._of_several_inputs(returned, inputs))
+            raise self.error(self._of_several_inputs(returned, inputs))
         return [returned if number == first else None for number in range(len(inputs))]
 
     def _call(self, grad: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
@@ -244,7 +244,7 @@ class BoundRule:
                 given += "" if output is None else f", an output of shape {_shapes(output)}"
                 kind = "" if isinstance(error, PolicyError) else f"{type(error).__name__}: "
                 reason = " ".join(str(error).split()).removeprefix(f"rule {self.rule.name!r}: ")
-                raise self._error(f"failed with {given}: {kind}{reason}") from error
+                raise self.error(f"failed with {given}: {kind}{reason}") from error
 
     def _of_several_inputs(self, returned: Any, inputs: tuple[Tensor, ...]) -> str:
         """Return the message for a single gradient where several inputs require one."""
@@ -263,22 +263,23 @@ class BoundRule:
         if gradient is None:
             return None
         if not isinstance(gradient, Tensor):
-            raise self._error(f"returned {_kind(gradient)} as gradient {number}; it must be a tensor")
+            raise self.error(f"returned {_kind(gradient)} as gradient {number}; it must be a tensor")
         if not is_differentiable(gradient):
-            raise self._error(f"returned gradient {number} in {gradient.dtype}; it must be floating-point")
+            raise self.error(f"returned gradient {number} in {gradient.dtype}; it must be floating-point")
         if gradient.is_complex() and not tensor.is_complex():
-            raise self._error(f"returned a complex gradient {number} for an input in {tensor.dtype}")
+            raise self.error(f"returned a complex gradient {number} for an input in {tensor.dtype}")
         if gradient.shape != tensor.shape:
             is_like_output = isinstance(output, Tensor) and gradient.shape == output.shape
             if not (self.sums_broadcast and is_like_output and broadcasts(tensor.shape, gradient.shape)):
-                raise self._error(
+                raise self.error(
                     f"returned gradient {number} of shape {_shapes(gradient)} for an input of shape "
                     f"{_shapes(tensor)}"
                 )
             gradient = gradient.sum_to_size(tensor.shape)
         return gradient.to(tensor.dtype)
 
-    def _error(self, text: str) -> PolicyError:
+    def error(self, text: str) -> PolicyError:
+        """Return an error that names the policy, the rule and the location."""
         return PolicyError(f"{self.state.prefix}rule {self.rule.name!r} at {self.location}: {text}")
 
 

@@ -23,6 +23,22 @@ from gradpolicy.flow.tracing import in_functorch, in_transform, is_compiling, sk
 from gradpolicy.rules.routing import is_differentiable
 
 
+def _saved(ctx: Any) -> list[Tensor]:
+    """Return the tensors that were saved for the rule.
+
+    Raises:
+        PolicyError: If one of them was changed in place since.
+    """
+    try:
+        return list(ctx.saved_tensors)
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):
+            raise
+        raise ctx.bound_rule.error(
+            "reads a tensor that was changed in place after the forward pass used it; change a clone of it"
+        ) from None
+
+
 class Replaced(Function):
     """Attaches the gradient of a rule to values that were computed without a graph."""
 
@@ -68,7 +84,7 @@ class Replaced(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         """Call the rule."""
-        saved = list(ctx.saved_tensors)
+        saved = _saved(ctx)
         inputs = []
         for keep, dtype in zip(ctx.kept, ctx.dtypes, strict=True):
             inputs.append(saved.pop(0) if keep else grads[0].to(dtype))
@@ -117,7 +133,7 @@ class Tapped(Function):
         own: list[Tensor | None] = [None] * len(ctx.like)
         for position, grad in zip(ctx.positions, grads, strict=True):
             own[position] = grad
-        inputs = ctx.saved_tensors
+        inputs = _saved(ctx)
         if not ctx.reads_inputs:
             inputs = [
                 torch.zeros((), dtype=dtype, device=device).expand(shape) if grad is None else grad
@@ -127,10 +143,9 @@ class Tapped(Function):
         if ctx.outputs:
             output, version = ctx.outputs
             if output._version != version or torch.is_grad_enabled():
-                raise PolicyError(
-                    f"rule {ctx.bound_rule.rule.name!r} at {ctx.bound_rule.location} reads the operation's "
-                    "output, which must not be changed in place and has no second derivatives "
-                    "(create_graph=True); compute what it needs from the inputs"
+                raise ctx.bound_rule.error(
+                    "reads the operation's output, which must not be changed in place and has no second "
+                    "derivatives (create_graph=True); compute what it needs from the inputs"
                 )
         wanted = [grad is not None for grad in own]
         gradients = ctx.bound_rule.gradients(tuple(own), tuple(inputs), output, wanted)
@@ -247,11 +262,10 @@ def tap(bound_rule: BoundRule, inputs: Sequence[Tensor], outputs: list) -> list[
             available to the backward pass.
     """
     if "output" in bound_rule.reads and in_transform():
-        raise PolicyError(
-            f"rule {bound_rule.rule.name!r} at {bound_rule.location} changes the operation's own gradients "
-            "(own=True) and cannot read its output in code that is compiled or transformed by torch.func: "
-            "compute what it needs from the inputs, leave this part to eager mode (torch.compiler.disable), "
-            "or compile without fullgraph"
+        raise bound_rule.error(
+            "changes the operation's own gradients (own=True) and cannot read its output in code that is "
+            "compiled or transformed by torch.func: compute what it needs from the inputs, leave this part "
+            "to eager mode (torch.compiler.disable), or compile without fullgraph"
         )
     found = list(inputs)
     # Under torch.func `requires_grad` is False for tensors that get a gradient.
@@ -304,8 +318,8 @@ def _check_transforms(bound_rule: BoundRule) -> None:
     """
     if is_compiling() and in_functorch():
         # The compiler would ignore the rule, or fail with an unrelated error.
-        raise PolicyError(
-            f"rule {bound_rule.rule.name!r} at {bound_rule.location} cannot be compiled under a transform of "
-            "torch.func: the compiler does not take autograd Functions through them. Leave this part to "
-            "eager mode (torch.compiler.disable), or compile without fullgraph"
+        raise bound_rule.error(
+            "cannot be compiled under a transform of torch.func: the compiler does not take autograd "
+            "Functions through them. Leave this part to eager mode (torch.compiler.disable), or compile "
+            "without fullgraph"
         )

@@ -79,3 +79,23 @@ def test_out_of_memory_passes():
         y = torch.round(x)
     with pytest.raises(torch.OutOfMemoryError):
         y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "spike", [lambda v: (v > 0).float(), lambda v: torch.heaviside(v, torch.zeros(())), lambda v: v.round()]
+)
+def test_writing_to_what_a_rule_reads_names_the_policy(spike, as_module):
+    def fire_and_reset(x):
+        v = 2 * x
+        spikes = spike(v)
+        v[spikes > 0] = 0
+        return spikes + v
+
+    policy = gp.StraightThrough("arctan", ops=["gt", "heaviside", "round"])
+    with gp.install(model := as_module(fire_and_reset), {"spikes": policy}):
+        y = model(torch.tensor([-1.0, 1.0], requires_grad=True))
+    message = (
+        r"^policy 'spikes': rule 'arctan' at operation '\w+' in the model: reads a tensor .* in place .*$"
+    )
+    with pytest.raises(gp.PolicyError, match=message):
+        y.sum().backward()
