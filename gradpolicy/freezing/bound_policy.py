@@ -78,7 +78,8 @@ class BoundPolicy:
         with under(f"policy.{self.name}"):
             new = self._checked(self.source.masks(step, epoch))
         old, self.period, self.masks = self.masks, period, self._copied(new)
-        return {name for name in self.parameters if not before or not same_mask(old[name], self.masks[name])}
+        kept = {name for name, mask in old.items() if before and same_mask(mask, self.masks[name])}
+        return self.parameters.keys() - kept
 
     def asks(self, step: int, epoch: int, phase: str) -> bool:
         """Return True if :meth:`update` gets masks from the source."""
@@ -126,18 +127,19 @@ class BoundPolicy:
         return f"{type(self.source).__name__} {derive(*self.source.parameters):016x}"
 
     def mask_state(self) -> dict[str, Any] | None:
-        """Return the current masks and their period; None if the source can repeat them, or without masks."""
-        if self.source.repeats_masks or not self.in_effect:
+        """Return the period and its masks, unless the source can repeat them; None if not in effect."""
+        if not self.in_effect:
             return None
-        return {"period": self.period, "masks": {name: mask_to_state(m) for name, m in self.masks.items()}}
+        masks = {} if self.source.repeats_masks else self.masks
+        return {"period": self.period, "masks": {name: mask_to_state(m) for name, m in masks.items()}}
 
     def load_mask_state(self, state: Mapping[str, Any] | None) -> None:
-        """Load the result of :meth:`mask_state`; if None, the source returns masks at the next step."""
-        self.period, self.in_effect = None, False
-        if state is not None:
+        """Load the result of :meth:`mask_state`; without masks the source returns them at the next step."""
+        self.masks, self.period, self.in_effect = {}, None, state is not None
+        if state is not None and state["masks"]:
             devices = {name: parameter.device for name, parameter in self.parameters.items()}
             masks = {name: mask_from_state(state["masks"][name], device) for name, device in devices.items()}
-            self.masks, self.period, self.in_effect = self._checked(masks), state["period"], True
+            self.masks, self.period = self._checked(masks), state["period"]
 
     def _checked(self, given: Mapping[str, Mask]) -> dict[str, Mask]:
         """Return a mask for each parameter.

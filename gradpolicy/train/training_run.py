@@ -80,6 +80,8 @@ class Run:
 
     def _reset(self) -> None:
         self.freezer: Freezer | None = None
+        # The updates and the sources of an earlier training, until this one is counted.
+        self._former: tuple[int, dict[str, Any]] | None = None
         self.steps = Steps(self, [])
         self.ranks: Ranks | None = None
         self.epoch = self.updates = 0
@@ -119,7 +121,9 @@ class Run:
         Returns:
             The optimizers to train with.
         """
+        former = (self.updates, self.freezer.state_dict()) if self.freezer is not None else None
         self._reset()
+        self._former = former
         self.install_flow(model, entry_points)
         # A plain optimizer that has loaded a state with masks keeps it in its param groups.
         loaded = [each.state_dict() if STATE in each.param_groups[0] else None for each in optimizers]
@@ -269,7 +273,10 @@ class Run:
             self.installed.update(phase="fit", step=self.updates, epoch=epoch)
 
     def count_from(self, steps: int) -> None:
-        """Count steps that were taken without these policies."""
+        """Count steps that these optimizers did not take; sources go on from those of their last training."""
+        former, self._former = self._former, None
+        if former is not None and self.freezer is not None and not self.updates and steps == former[0]:
+            self.freezer.load_state_dict(former[1])
         self.updates = max(self.updates, self.steps.count(steps))
 
     def report(self, metrics: Mapping[str, Any]) -> None:

@@ -28,16 +28,27 @@ def soak(*arguments: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
-@pytest.mark.slow
-def test_a_run_killed_twice_ends_with_the_same_bits_and_rows() -> None:
-    said = soak("--kills=2", "--accumulate=2", "--save-every=1")
-    assert said.startswith("2 kills, not one bit of difference")
+# Phases that end by a metric, with checkpoints before and after each validation.
+PHASES = (
+    "policy=none",
+    "+policy.thaw={_target_:gradpolicy.Freeze,frozen_state:zero,mask:{_target_:gradpolicy.masks.Phases,phases:["
+    "{params:'*.bias',until:{metric:val/loss,patience:1},best:true},{params:'*.weight'}]}}",
+)
 
 
 @pytest.mark.slow
-def test_so_does_one_on_two_processes_with_loader_workers() -> None:
-    said = soak("--kills=4", "--ranks=2", "--workers=1", "--seed=1")
-    assert said.startswith("4 kills, not one bit of difference")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--kills=2", "--accumulate=2", "--save-every=1"],
+        ["--kills=4", "--ranks=2", "--workers=1", "--seed=1"],
+        ["--kills=2", "--save-every=1", *PHASES],
+        ["--kills=2", "--ranks=2", "--save-every=1", *PHASES],
+    ],
+    ids=["accumulation", "two ranks with loader workers", "phases", "phases on two ranks"],
+)
+def test_a_killed_run_ends_with_the_same_bits_and_rows(arguments: list[str]) -> None:
+    assert soak(*arguments).startswith(f"{arguments[0][-1]} kills, not one bit of difference")
 
 
 def test_one_bit_of_difference_is_told_with_its_place() -> None:

@@ -9,6 +9,7 @@ from lightning.pytorch import Callback
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
+from gradpolicy.train.lightning.resume import ExactResume
 
 EPOCHS = [
     {"params": "head.*", "until": {"epochs": 2}},
@@ -26,17 +27,21 @@ PASSED = {"through": gp.StraightThrough(ops=["round"])}
 VALUES = [3.0, 2.0, 2.5, 1.0, 1.5, 1.2, 5.0, 4.0]
 
 
-resumes = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+resumes = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`", "ignore:You're resuming")
 
 
 class Follow(Callback):
-    """Notes the phase of each batch, and saves a checkpoint after each epoch."""
+    """Notes the phase of each batch, and saves checkpoints before and after each validation."""
 
     def __init__(self, policies, folder=None):
         self.source, self.folder, self.phases = policies.policies["thaw"].mask, folder, []
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.phases.append(self.source.phase)
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if self.folder is not None and trainer.is_last_batch:
+            trainer.save_checkpoint(self.folder / f"{trainer.current_epoch} unvalidated.ckpt")
 
     def on_validation_end(self, trainer, module):
         if self.folder is not None:
@@ -52,7 +57,7 @@ def fit(two_layers, loader, make_trainer):
         policies = gp.GradientPolicies({"thaw": gp.Freeze(gp.masks.Phases(phases)), **PASSED}, log=False)
         follow = Follow(policies, folder)
         model.validation_step = lambda batch, batch_idx: model.log("val/script", VALUES[model.current_epoch])
-        trainer = make_trainer(max_epochs=epochs, callbacks=[policies, follow], **settings)
+        trainer = make_trainer(max_epochs=epochs, callbacks=[ExactResume(), policies, follow], **settings)
         trainer.fit(model, loader, loader, ckpt_path=resumed, weights_only=True)
         return model, follow.phases, trainer
 
@@ -79,8 +84,8 @@ def check_moved(model, before, layers):
 def test_a_run_killed_in_any_phase_ends_with_the_same_bits(fit, tmp_path, phases, course):
     whole, seen, _ = fit(phases, folder=tmp_path)
     assert phase_of_epochs(seen) == course
-    for epoch in range(7):
-        model, seen, _ = fit(phases, resumed=tmp_path / f"{epoch}.ckpt")
+    for epoch, moment in itertools.product(range(7), ("", " unvalidated")):
+        model, seen, _ = fit(phases, resumed=tmp_path / f"{epoch}{moment}.ckpt")
         assert phase_of_epochs(seen) == course[epoch + 1 :]
         assert all(map(torch.equal, model.state_dict().values(), whole.state_dict().values()))
 
@@ -132,6 +137,14 @@ def test_a_metric_that_is_not_logged_is_an_error_with_the_nearest(fit):
     message = r"policy\.thaw: .*'val/scrip' was not logged; did you mean 'val/script'"
     with pytest.raises(PolicyError, match=message):
         fit([{"params": "head.*", "until": {"metric": "val/scrip"}}])
+
+
+def test_a_second_fit_of_a_trainer_goes_on_with_the_phases_of_the_first(fit, two_layers, loader):
+    _, _, trainer = fit(EPOCHS, epochs=1)
+    follow = trainer.callbacks[-1]
+    for trainer.fit_loop.max_epochs in (2, 4):
+        trainer.fit(two_layers, loader, loader)
+    assert phase_of_epochs(follow.phases) == [0, 0, 1, 2]
 
 
 @pytest.mark.supports("phases", loop="plain")
