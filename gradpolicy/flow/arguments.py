@@ -111,10 +111,9 @@ def _sources_of_form(
     return tuple(sources)
 
 
-def setting_names(name: str, function: Callable[..., Any]) -> set[str]:
-    """Return the names of an operation's parameters, over all overloads."""
-    signatures = [*_schemas(name), _signature_in_python(function)]
-    return {key for signature in signatures if signature is not None for key in signature.parameters}
+def signatures_of(name: str, function: Callable[..., Any]) -> list[inspect.Signature]:
+    """Return the signatures of an operation, one an overload."""
+    return [one for one in (*_schemas(name), _signature_in_python(function)) if one is not None]
 
 
 def _signature_in_python(function: Callable[..., Any]) -> inspect.Signature | None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, nearest, shown, unknown
-from gradpolicy.flow.arguments import setting_names
+from gradpolicy.flow.arguments import signatures_of
 from gradpolicy.flow.tracing import Function
 from gradpolicy.imports import import_by_name
 from gradpolicy.rules.derivative import OperationDerivative
@@ -254,7 +254,7 @@ def find_rule(specification: str | Rule | RuleFunction | Function) -> Rule:
 def derivative_of(operation: Operation) -> Rule:
     """Return the rule that computes an operation's derivative at the same inputs."""
     function = OperationDerivative(
-        operation, f"operation {operation.name!r}", setting_names(operation.name, operation.functional)
+        operation, f"operation {operation.name!r}", signatures_of(operation.name, operation.functional)
     )
     return Rule(f"derivative of {operation.name}", function, reads=("inputs",))
 

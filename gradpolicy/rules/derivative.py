@@ -1,11 +1,14 @@
 """The derivative of another function at the same inputs, as a rule."""
 
 import functools
-from collections.abc import Callable, Collection
+import inspect
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx.operator_schemas import get_signature_for_torch_op
 
 from gradpolicy.errors import PolicyError, shown
 from gradpolicy.imports import import_by_name
@@ -21,11 +24,16 @@ class Derivative:
     Args:
         function: f, tensors to one tensor.
         name: Its name in messages, such as ``"operation 'tanh'"``.
+        signatures: The signatures of f, one an overload. If there are none, f gets all inputs.
     """
 
-    def __init__(self, function: Callable[..., Tensor], name: str) -> None:
+    def __init__(
+        self, function: Callable[..., Tensor], name: str, signatures: Iterable[inspect.Signature]
+    ) -> None:
         self.function = function
         self.name = name
+        # Compiled code cannot read signatures.
+        self.tensor_names = tuple(map(_names_of_tensors, signatures))
 
     def __call__(
         self, grad: Tensor, inputs: Inputs, output: Tensor, **parameters: Any
@@ -36,7 +44,9 @@ class Derivative:
             PolicyError: If f takes none of the inputs, or its value has another shape than ``grad``.
         """
         function = functools.partial(self.function, **parameters) if parameters else self.function
-        given = inputs[: self._accepted(function, inputs)]
+        given = inputs[: self._count(parameters, len(inputs))]
+        if not given:
+            raise PolicyError(f"{self.name} takes none of the inputs {[tuple(one.shape) for one in inputs]}")
         places = [place for place, tensor in enumerate(given) if is_differentiable(tensor)]
 
         def of_these(*tensors: Tensor) -> Tensor:
@@ -55,18 +65,33 @@ class Derivative:
         found = dict(zip(places, pull_back(grad.to(value.dtype)), strict=True))
         return tuple(found.get(place) for place in range(len(inputs)))
 
-    def _accepted(self, function: Callable[..., Tensor], inputs: Inputs) -> int:
-        """Return how many of the inputs the function takes."""
-        if len(inputs) == 1:
-            return 1
-        meta = [torch.empty_like(tensor, device="meta") for tensor in inputs]
-        for count in range(len(inputs), 0, -1):
-            try:
-                function(*meta[:count])
-            except (TypeError, RuntimeError):
-                continue
-            return count
-        raise PolicyError(f"{self.name} takes none of the inputs {[tuple(t.shape) for t in inputs]}")
+    def _count(self, parameters: Iterable[str], available: int) -> int:
+        """Return how many of the available tensors f takes beside these keyword arguments."""
+        counts = []
+        for names in self.tensor_names:
+            free = [*names, *[""] * available] if names[-1:] == ("*",) else names
+            counts.append(next((n for n, name in enumerate(free) if name in parameters), len(free)))
+        return min(available, max(counts)) if counts else available
+
+
+def _names_of_tensors(signature: inspect.Signature) -> tuple[str, ...]:
+    """Return the names of the first parameters, up to one that takes no tensor; ``"*"`` for ``*args``.
+
+    Parameters whose default is neither None nor a tensor, or whose annotation is a number or a string, take
+    none.
+    """
+    names = []
+    for parameter in signature.parameters.values():
+        annotation, default = str(parameter.annotation), parameter.default
+        by_default = not (default is None or default is parameter.empty or isinstance(default, Tensor))
+        by_annotation = "Tensor" not in annotation and _SETTINGS.search(annotation) is not None
+        if by_default or by_annotation or parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_KEYWORD):
+            break
+        names.append("*" if parameter.kind is parameter.VAR_POSITIONAL else parameter.name)
+    return tuple(names)
+
+
+_SETTINGS = re.compile(r"\b(bool|int|float|complex|str|dtype|Number)\b")
 
 
 class OperationDerivative(Derivative):
@@ -77,12 +102,15 @@ class OperationDerivative(Derivative):
     Args:
         function: The other operation.
         name: Its name in messages.
-        settings: The names of its parameters.
+        signatures: Its signatures, one an overload.
     """
 
-    def __init__(self, function: Callable[..., Tensor], name: str, settings: Collection[str]) -> None:
-        super().__init__(function, name)
-        self.settings = frozenset(settings) - {"input", "out"}
+    def __init__(
+        self, function: Callable[..., Tensor], name: str, signatures: Iterable[inspect.Signature]
+    ) -> None:
+        listed = list(signatures)
+        super().__init__(function, name, listed)
+        self.settings = {key for one in listed for key in one.parameters} - {"input", "out"}
 
     def __call__(  # type: ignore[override]
         self, grad: Tensor, inputs: Inputs, output: Tensor, *, call: Call
@@ -114,7 +142,8 @@ def gradient_of(function: Callable[..., Tensor] | str, **parameters: Any) -> Rul
 
     Args:
         function: f, tensors to one tensor of the output's shape, made of differentiable torch operations; or
-            the dotted path to it. If it takes fewer tensors than the operation has inputs, it gets the first.
+            the dotted path to it. If its signature has fewer tensors than the operation has inputs, it gets
+            the first. A parameter with a number as its default or annotation is no tensor.
         **parameters: Its keyword arguments; each may be a schedule.
 
     Raises:
@@ -134,6 +163,13 @@ def gradient_of(function: Callable[..., Tensor] | str, **parameters: Any) -> Rul
     if not callable(function):
         raise PolicyError(f"gradient_of: expected a function of tensors or its path, got {shown(function)}")
     name = getattr(function, "__name__", type(function).__name__)
-    return Rule(
-        f"gradient of {name}", Derivative(function, f"function {name!r}"), parameters, reads=("inputs",)
-    )
+    derivative = Derivative(function, f"function {name!r}", _signatures_of(function))
+    return Rule(f"gradient of {name}", derivative, parameters, reads=("inputs",))
+
+
+def _signatures_of(function: Callable[..., Tensor]) -> Iterable[inspect.Signature]:
+    try:
+        return [inspect.signature(function.forward if isinstance(function, nn.Module) else function)]
+    except (TypeError, ValueError):
+        # A function of torch that is not written in Python, or one without a signature.
+        return get_signature_for_torch_op(function) or ()

@@ -48,6 +48,34 @@ class TestGradientOf:
         with pytest.raises(gp.PolicyError, match=r"'<lambda>' takes none of the inputs \[\(2,\), \(2,\)\]"):
             gp.gradient_of(lambda: None)(one, (x, y), x)
 
+    @pytest.mark.parametrize(
+        ("function", "second"),
+        [
+            (lambda x, slope=1.0: slope * x**2, False),
+            (lambda x, y=None, *, slope=1.0: slope * x**2, True),
+            (lambda x, *others: x**2, True),
+            (lambda x, y: x**2 if float(y.sum()) else x, True),
+            (torch.square, False),
+            (torch.atan2, True),
+            (torch.nn.functional.softplus, False),
+            (torch.nn.functional.leaky_relu, False),
+            (torch.nn.Softplus(), False),
+        ],
+    )
+    def test_the_signature_says_how_many_inputs_it_takes(self, function, second):
+        one, x, y = torch.ones(2), torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+        found = gp.gradient_of(function)(one, (x, y), x)
+        assert (found[1] is not None) == second
+        leaf = x.clone().requires_grad_()
+        function(leaf, *([y] if second else [])).sum().backward()
+        assert found[0].equal(leaf.grad)
+
+    def test_its_errors_are_not_taken_for_fewer_inputs(self):
+        one, x = torch.ones(2), torch.tensor([1.0, 2.0])
+        wrong = gp.gradient_of(lambda x, y=None: x**2 if y is None else x @ torch.ones(3, 3))
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            wrong(one, (x, x), x)
+
     def test_it_can_be_pickled_and_compiled(self):
         smooth = pickle.loads(pickle.dumps(gp.gradient_of(torch.sin)))
         x = torch.tensor([0.3, 2.0], requires_grad=True)
