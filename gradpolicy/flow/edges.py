@@ -268,13 +268,7 @@ def tap(bound_rule: BoundRule, inputs: Sequence[Tensor], outputs: list) -> list[
             "to eager mode (torch.compiler.disable), or compile without fullgraph"
         )
     found = list(inputs)
-    # Under torch.func `requires_grad` is False for tensors that get a gradient.
-    unknown = in_transform() and not is_compiling()
-    positions = [
-        position
-        for position, tensor in enumerate(inputs)
-        if is_differentiable(tensor) and (unknown or tensor.requires_grad)
-    ]
+    positions = [position for position, tensor in enumerate(inputs) if may_have_gradient(tensor)]
     if not positions:
         return found
     _check_transforms(bound_rule)

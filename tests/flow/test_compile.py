@@ -219,8 +219,12 @@ def test_block_made_within_compiled_code(batch, agree):
 
 
 @pytest.mark.mostly_slow
-@pytest.mark.parametrize("transform", [torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f))])
-@pytest.mark.parametrize("rule", ["guided_relu", "redirected_relu"])
+@pytest.mark.parametrize(
+    "transform", [torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f)), torch.vmap]
+)
+@pytest.mark.parametrize(
+    "rule", [gp.Rule("own", lambda own, i, o: own, own=True), "guided_relu", "redirected_relu"]
+)
 def test_torch_func_in_compiled_code(rule, transform, batch):
     @gp.gradient_override({"relu": rule})
     def loss(x):
