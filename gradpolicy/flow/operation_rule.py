@@ -32,15 +32,17 @@ from gradpolicy.flow.carrying import (
 from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
 from gradpolicy.flow.edges import insert_rule, replace, tap
 from gradpolicy.flow.operations import Operation
-from gradpolicy.flow.policy_report import Outcome
+from gradpolicy.flow.policy_report import ACROSS, Outcome
 from gradpolicy.flow.tracing import (
     Function,
     active_modes,
     as_in_tables,
+    custom_forward_above,
     eager_if_unknown,
     in_transform,
     is_traced,
     may_be_recomputed,
+    runs_while_tracing,
     show_to_compiler,
     skip_alone,
     without_modes,
@@ -305,28 +307,41 @@ _SCORES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-_ATTENTION = frozenset({"softmax", "dropout", "matmul", "linear"})
-_GATES = frozenset({"sigmoid", "tanh"})
+_ATTENTION = frozenset({"softmax", "dropout", "matmul", "bmm", "scaled_dot_product_attention"})
+# Control flow, whose branches and bodies torch traces without modes.
+_CONTROL_FLOW = (
+    "associative_scan",
+    "cond",
+    "flex_attention",
+    "foreach_map",
+    "map_impl",
+    "scan",
+    "while_loop",
+)
+_TRACED = [getattr(torch.ops.higher_order, name, None) for name in _CONTROL_FLOW]
 
-# Functions that run these operations inside torch, where modes do not get the calls.
-OPAQUE_CALLS: dict[Function, frozenset[str]] = {
-    F.multi_head_attention_forward: _ATTENTION,
-    F.scaled_dot_product_attention: _ATTENTION - {"linear"},
-    F.gumbel_softmax: frozenset({"softmax", "argmax_one_hot"}),
-    F.lp_pool1d: frozenset({"relu", "sign", "abs"}),
-    F.lp_pool2d: frozenset({"relu", "sign", "abs"}),
-    F.lp_pool3d: frozenset({"relu", "sign", "abs"}),
+# Functions that run these operations inside torch, where modes do not get the calls; None: any operation.
+OPAQUE_CALLS: dict[Function, frozenset[str] | None] = {
+    F.gaussian_nll_loss: frozenset({"log"}),
+    F.gumbel_softmax: frozenset({"log", "softmax", "argmax_one_hot"}),
+    F.linear_cross_entropy: frozenset({"linear"}),
+    F.multi_head_attention_forward: _ATTENTION | {"linear", "baddbmm"},
+    F.scaled_dot_product_attention: _ATTENTION,
     F.softmin: frozenset({"softmax"}),
     F.tanhshrink: frozenset({"tanh"}),
-    torch.lstm: _GATES,
-    torch.lstm_cell: _GATES,
-    torch.gru: _GATES,
-    torch.gru_cell: _GATES,
-    torch.rnn_tanh: frozenset({"tanh"}),
-    torch.rnn_tanh_cell: frozenset({"tanh"}),
-    torch.rnn_relu: frozenset({"relu"}),
-    torch.rnn_relu_cell: frozenset({"relu"}),
+    **dict.fromkeys((F.l1_loss, F.softsign), frozenset({"abs"})),
+    **dict.fromkeys((F.lp_pool1d, F.lp_pool2d, F.lp_pool3d), frozenset({"relu", "sign", "abs"})),
+    **dict.fromkeys((torch.gru, torch.gru_cell, torch.lstm, torch.lstm_cell), frozenset({"sigmoid", "tanh"})),
+    **dict.fromkeys((torch.rnn_relu, torch.rnn_relu_cell), frozenset({"relu"})),
+    **dict.fromkeys((torch.rnn_tanh, torch.rnn_tanh_cell), frozenset({"tanh"})),
+    **{function: None for function in _TRACED if function is not None},
 }
+
+
+@runs_while_tracing
+def _opaque_name(function: Function) -> str:
+    """Return the name of a function in ``OPAQUE_CALLS``; empty for other functions."""
+    return function.__name__.removesuffix("_impl") if function in OPAQUE_CALLS else ""
 
 
 class Owner(Protocol):
@@ -352,16 +367,18 @@ class DispatchTable:
         for rule in self.rules:
             for function in rule.operation.functions:
                 self.by_function[function] = (*self.by_function.get(function, ()), rule)
-        # For functions that run operations within torch: the rules' states, each with the name and a reason.
-        self.opaque: dict[Function, list[tuple[RuleState, str, str]]] = {}
+        # For functions that run operations within torch, by name: the rules' states, each with a reason.
+        self.opaque: dict[str, list[tuple[RuleState, str]]] = {}
         for state in dict.fromkeys(rule.state for rule in self.rules):
             own = [rule for rule in self.rules if rule.state is state]
             for function, within in OPAQUE_CALLS.items():
-                hidden = ", ".join(sorted(within & {rule.name for rule in own}))
+                hidden = sorted(rule.name for rule in own if within is None or rule.name in within)
                 if hidden and not any(function in rule.operation.functions for rule in own):
-                    reason = f"it runs {hidden} within torch, with the plain gradient"
-                    self.opaque.setdefault(function, []).append((state, function.__name__, reason))
-        show_to_compiler([*self.by_function, *self.opaque])
+                    runs = "may run" if within is None else "runs"
+                    reason = f"it {runs} {', '.join(hidden)} within torch, with the plain gradient; {ACROSS}"
+                    self.opaque.setdefault(_opaque_name(function), []).append((state, reason))
+        opaque = [function for function, within in OPAQUE_CALLS.items() if within is not None]
+        show_to_compiler([*self.by_function, *opaque])
         # The functions that were called without a rule, for reports.
         self.seen: set[Function] = set()
 
@@ -407,7 +424,8 @@ class DispatchMode(TorchFunctionMode):
     def _call(self, func: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         table = self.table
         if torch.is_grad_enabled():
-            for state, name, reason in table.opaque.get(func, ()):
+            name = _opaque_name(func)
+            for state, reason in table.opaque.get(name, ()):
                 if state.active:
                     state.row.note_opaque(name, reason)
         rules = table.by_function.get(func)
@@ -416,20 +434,30 @@ class DispatchMode(TorchFunctionMode):
         if covering:
             for rule in covering:
                 if not rule.allows_plain_recomputation() and may_be_recomputed():
-                    self._check_recomputation(rule)
+                    self._check_callers(rule)
             return covering[0].call(NativeCall(func, args, kwargs, self.module, covering[1:]))
         if not is_traced():
             table.seen.add(func)
         return func(*args, **kwargs)
 
-    def _check_recomputation(self, rule: OperationRule) -> None:
-        if self.checkpoints is not None and self.checkpoints(rule) > 0:
+    def _check_callers(self, rule: OperationRule) -> None:
+        """Check what calls an operation that may be recomputed, or whose gradient another function makes.
+
+        Raises:
+            PolicyError: If it runs in a checkpointed function that its policy is outside of.
+        """
+        if self.checkpoints is None:
+            return
+        if self.checkpoints(rule) > 0:
             raise PolicyError(
                 f"operation {rule.name!r} runs in a checkpointed function, and its policy was entered "
                 "outside of that: in the backward pass the operation would run again without the policy. "
                 "Checkpoint a module that the policy matches (its forward enters the policy again), or enter "
                 "gradient_override within the function"
             )
+        if not torch.is_grad_enabled() and (forward := custom_forward_above()):
+            reason = f"it runs {rule.name}, and makes the gradient in its own backward; {ACROSS}"
+            rule.state.row.note_opaque(f"the autograd.Function of {forward}", reason)
 
 
 skip_alone(DispatchMode.__torch_function__)

@@ -18,7 +18,12 @@ from gradpolicy.flow.tracing import runs_while_tracing
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-NO_GRADIENT = "ran only where no gradient is recorded (under torch.no_grad, or on tensors that need none)"
+# The way out where a rule cannot act within a call.
+ACROSS = "put a rule across the module that calls it (modules=…, at='through'), or gradpolicy.apply around it"
+NO_GRADIENT = (
+    "ran only where no gradient is recorded (under torch.no_grad, in an autograd.Function, or on tensors "
+    "that need none)"
+)
 NEVER_FLOATING = (
     "never became floating-point there, so no gradient passed: cast it where the rule acts (.float()), or "
     "multiply it with floats"
@@ -134,7 +139,12 @@ class ReportRow:
         """Record, and warn once, that the rule cannot act on operations within a call."""
         if call not in self.opaque_calls:
             self.opaque_calls[call] = reason
-            warn_user(f"policy {self.name!r} cannot see into {call}: {reason}")
+            warn_user(f"policy {self.name!r} {self.unseen[-1]}")
+
+    @property
+    def unseen(self) -> list[str]:
+        """A clause for each call in which the rule cannot act, with the reason."""
+        return [f"cannot see into {call}: {reason}" for call, reason in self.opaque_calls.items()]
 
     def locations_with(self, *outcomes: Outcome) -> set[str]:
         """Return the locations at which one of these outcomes occurred."""
@@ -252,7 +262,7 @@ def check_operations(row: ReportRow, *, may_get_gradient: bool = False) -> str:
     message, unmet = row.message(), set(row.unmet())
     may_come = may_get_gradient and unmet & row.locations_with(Outcome.WITHOUT_GRADIENT)
     if unmet and not may_come and unmet == set(row.operations):
-        raise PolicyError(f"policy.{row.name}.ops: {message}")
+        raise PolicyError(f"policy.{row.name}.ops: {'; '.join([message, *row.unseen])}")
     return message
 
 
@@ -273,7 +283,7 @@ def report_unmet(subject: str, row: ReportRow, *, strict: bool, ignored: Iterabl
     """
     parts = [row.message(Outcome.TAKEN, *ignored)]
     if strict:
-        parts += [f"cannot see into {_listed(row.opaque_calls)}"] if row.opaque_calls else []
+        parts += row.unseen
         parts += [
             f"the result of operation {operation!r} went through {function}, which lost its gradient: "
             "write .detach() if none is meant"
@@ -311,12 +321,7 @@ class Report(Displayed):
             counts = str(len(row.modules) or "–"), _matched(row), str(len(row.parameters) or "–")
             # Brackets are part of globs, not of rich's markup.
             table.add_row(*map(escape, (row.name, row.kind, row.where, active, *counts)))
-        opaque = (
-            escape(f"{row.name}: cannot see into {call}: {reason}")
-            for row in self.rows
-            for call, reason in row.opaque_calls.items()
-        )
-        return Group(table, *opaque)
+        return Group(table, *(escape(f"{row.name}: {clause}") for row in self.rows for clause in row.unseen))
 
 
 def _matched(row: ReportRow) -> str:

@@ -5,10 +5,11 @@ All private parts of torch's compiler that the package uses are in this file, as
 """
 
 import importlib
+import itertools
 import sys
 import traceback
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
@@ -39,6 +40,9 @@ hooks_on_saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks
 
 # The module and the name of the function that checkpoints.
 CHECKPOINT = (checkpoint.__module__, checkpoint.__qualname__)
+# The function that runs the forward of a custom Function, and the module that enters policies again.
+_APPLY = (torch.autograd.Function.apply.__module__, torch.autograd.Function.apply.__qualname__)
+_ENTRY = "gradpolicy.flow.wrapped_forward"
 # The operators of tensors that are written in Python, such as `__rsub__`, by their id.
 _OPERATORS = {
     str(id(function)): function
@@ -88,6 +92,12 @@ def in_transform() -> bool:
     return is_compiling() or in_functorch() or forward_ad._current_level >= 0
 
 
+def _callers() -> Iterator[tuple[str, str]]:
+    """Yield the module and the name of each running function, innermost first."""
+    for frame, _ in traceback.walk_stack(sys._getframe(2)):
+        yield frame.f_globals.get("__name__", ""), frame.f_code.co_qualname
+
+
 def checkpoints_above(entered_by: Callable | None = None) -> int:
     """Return the number of checkpointed functions on the stack.
 
@@ -95,13 +105,27 @@ def checkpoints_above(entered_by: Callable | None = None) -> int:
         entered_by: If given, the search ends at the innermost call of this function.
     """
     last = (entered_by.__module__, entered_by.__qualname__) if entered_by is not None else None
-    count = 0
-    for frame, _ in traceback.walk_stack(sys._getframe(1)):
-        running = (frame.f_globals.get("__name__"), frame.f_code.co_qualname)
-        if running == last:
-            break
-        count += running == CHECKPOINT
-    return count
+    within = itertools.takewhile(lambda running: running != last, _callers())
+    return sum(running == CHECKPOINT for running in within)
+
+
+def custom_forward_above() -> str:
+    """Return the name of the running forward of a custom autograd Function within the innermost policy.
+
+    Those of torch (checkpoints, which run the operations again, and compiled code) do not count.
+
+    Returns:
+        The qualified name; empty if none runs.
+    """
+    running = itertools.takewhile(lambda caller: caller[0] != _ENTRY, _callers())
+    return next(
+        (
+            name
+            for (module, name), caller in itertools.pairwise(running)
+            if caller == _APPLY and not module.startswith("torch.")
+        ),
+        "",
+    )
 
 
 def may_be_recomputed() -> bool:

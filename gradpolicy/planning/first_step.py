@@ -179,7 +179,7 @@ def _unmet(report: Mapping[str, ReportRow], model: nn.Module) -> Iterator[str]:
     # An operation without a gradient may get one when layers before it thaw.
     thaws = any(not parameter.requires_grad for parameter in model.parameters())
     for name, row in report.items():
-        yield from (f"{name}: cannot see into {call}: {why}" for call, why in row.opaque_calls.items())
+        yield from (f"{name}: {clause}" for clause in row.unseen)
         if message := check_operations(row, may_get_gradient=thaws):
             yield f"{name}: {message}"
 

@@ -6,7 +6,10 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
+from functorch.experimental.control_flow import map as functorch_map
 from torch import nn
+from torch._higher_order_ops.scan import scan
 
 import gradpolicy as gp
 
@@ -332,6 +335,63 @@ def test_quiet_where_everything_acted(strict, warned, as_module):
             model(x).sum().backward()
 
     assert warned(run) == []
+
+
+class OwnSine(torch.autograd.Function):
+    """A third party's function: torch's operation inside, and a backward of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.sin(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0].cos()
+
+
+def _attend(x):
+    query = F.scaled_dot_product_attention(*[torch.bmm(x[None, :, None], x[None, None])] * 3)[0]
+    return nn.MultiheadAttention(4, 2)(query, query, query)[0]
+
+
+# What hides an operation that is also called openly: the call, the operation and the name in the message.
+OPAQUE = {
+    "cond": (lambda x: torch.cond(x.sum() > 9, torch.cos, lambda v: torch.sin(v), (x,)), "sin", "cond"),
+    "map": (lambda x: functorch_map(lambda v: torch.sin(v), x), "sin", "map"),
+    "scan": (lambda x: scan(lambda c, v: (c + v, torch.sin(v)), torch.zeros(()), x)[1], "sin", "scan"),
+    "an autograd.Function": (OwnSine.apply, "sin", "the autograd.Function of OwnSine.forward"),
+    "attention in attention": (_attend, "scaled_dot_product_attention", "multi_head_attention_forward"),
+    "bmm in attention": (_attend, "bmm", "scaled_dot_product_attention"),
+    "log in a loss": (lambda x: F.gaussian_nll_loss(x, x.exp().log(), x.exp()), "log", "gaussian_nll_loss"),
+    "sigmoid in a cell": (lambda x: nn.LSTMCell(4, 4)(torch.sigmoid(x))[0], "sigmoid", "lstm_cell"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", OPAQUE)
+def test_says_what_hides_an_operation_that_acts_elsewhere(kind, warned, as_module, x):
+    call, operation, name = OPAQUE[kind]
+    torch._dynamo.reset()
+    model = as_module(lambda x: call(torch.sin(x)))
+    policy = {"it": gp.Scale(5.0, ops=[operation])}
+    message = rf"cannot see into {name}: it (may )?runs? {operation}.*\(modules=…, at='through'\)"
+
+    def block(strict):
+        with gp.install(model, policy, strict=strict):
+            _run(model, x)
+
+    assert any(re.search(f"policy 'it' {message}", text) for text in warned(lambda: block(strict=False)))
+    with pytest.raises(gp.PolicyError, match=f"policy 'it': {message}"):
+        block(strict=True)
+    assert any(
+        re.search(f"it: {message}", text) for text in gp.plan(model, policy, lambda m: m(x).sum()).warnings
+    )
+    with (
+        pytest.raises(gp.PolicyError, match=message),
+        gp.gradient_override({operation: "identity"}, strict=True),
+    ):
+        model(x)
 
 
 def counted(x):
