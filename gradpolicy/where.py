@@ -1,6 +1,7 @@
 """Where a policy acts: globs on module and parameter names, and module classes."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -19,6 +20,25 @@ STEP_OPERATIONS = ("round", "floor", "ceil", "trunc", "sign", "heaviside")
 
 # Names that wrappers add to those of modules; patterns are written without them.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+class ModelHook:
+    """A hook on a module, which copies and pickles of the module do not have.
+
+    Args:
+        function: The hook.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call the hook."""
+        return self.function(*arguments)
+
+    def __reduce__(self) -> Any:
+        # A function of any arguments that does nothing, and needs nothing of this package to be loaded.
+        return getattr, (nullcontext(), "__exit__")
 
 
 def plain_name(name: str) -> str:

@@ -12,7 +12,7 @@ from gradpolicy.errors import PolicyError, shortened
 from gradpolicy.freezing.row_gradients import RowGradients
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.tensors.sharding import is_sharded
-from gradpolicy.where import named_parameters, once_each
+from gradpolicy.where import ModelHook, named_parameters, once_each
 
 ONE_GRAPH_A_PHASE = torch.__version__ >= (2, 13)  # type: ignore[operator]
 """True if torch reuses the code of a phase when the same parameters train again; tested with 2.13.
@@ -181,7 +181,7 @@ class RequiresGrad:
     def _follow_graphs(self) -> list[RemovableHandle]:
         trained = {self._parameters[name] for group in self._groups for name in group - self._compiled}
         return [
-            module.register_forward_pre_hook(self._note_graph)
+            module.register_forward_pre_hook(ModelHook(self._note_graph))
             for module in self._model.modules()
             if any(parameter in trained for parameter in module.parameters(recurse=False))
         ]
@@ -280,7 +280,7 @@ def guard_group_norms(model: nn.Module) -> list[RemovableHandle]:
         The handles of the forward hooks.
     """
     return [
-        module.register_forward_pre_hook(_require_input_gradient)
+        module.register_forward_pre_hook(ModelHook(_require_input_gradient))
         for module in model.modules()
         if isinstance(module, nn.GroupNorm) and module.affine
     ]

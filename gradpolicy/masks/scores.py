@@ -14,6 +14,7 @@ from gradpolicy.errors import PolicyError, shown, unknown
 from gradpolicy.imports import import_by_name
 from gradpolicy.masks.gradient_source import wide
 from gradpolicy.tensors.sharding import sum_over_processes
+from gradpolicy.where import ModelHook
 
 INPUTS = ("weight", "initial", "gradient", "product", "second_moment", "activation_norm")
 """The valid names of a score's arguments."""
@@ -248,7 +249,8 @@ class ActivationNorms:
                     f"activation_norm: {shown(name)} is no weight of a Linear or Conv; leave it out of params"
                 )
         self._hooks = [
-            layer.register_forward_hook(partial(self._follow, name)) for name, layer in layer_of.items()
+            layer.register_forward_hook(ModelHook(partial(self._follow, name)))
+            for name, layer in layer_of.items()
         ]
 
     def taken(self) -> dict[str, Tensor]:

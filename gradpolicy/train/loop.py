@@ -21,7 +21,7 @@ from gradpolicy.rules.registry import keyword_names
 from gradpolicy.tensors.sharding import is_sharded
 from gradpolicy.train.step_in_backward import refused
 from gradpolicy.train.training_run import Run
-from gradpolicy.where import named_parameters
+from gradpolicy.where import ModelHook, named_parameters
 
 Policies = Mapping[str, Policy | None] | Iterable[Policy]
 # The optimizers of all active blocks.
@@ -247,9 +247,8 @@ def _begin_before_forward(run: Run, outer: nn.Module, model: nn.Module, scaler: 
             _check_parameters(run, model)
         run.begin(loss_scale=None if scaler is None else float(scaler.get_scale()))
 
-    def before_forward(module: nn.Module, *_: Any) -> None:
-        # A copy of the model has this hook too.
-        if module is outer and torch.is_grad_enabled():
+    def before_forward(*_: Any) -> None:
+        if torch.is_grad_enabled():
             begin()
 
     @torch.compiler.disable
@@ -259,7 +258,7 @@ def _begin_before_forward(run: Run, outer: nn.Module, model: nn.Module, scaler: 
             stepped.add(optimizer)
 
     # Before FSDP2 gathers the root's parameters, whose values mask sources may change.
-    run.steps.hooks.append(outer.register_forward_pre_hook(before_forward, prepend=True))
+    run.steps.hooks.append(outer.register_forward_pre_hook(ModelHook(before_forward), prepend=True))
     run.steps.hooks += [each.register_step_pre_hook(before_step) for each in run.steps.masked]
 
 

@@ -22,7 +22,7 @@ from gradpolicy.train.notices import Notices
 from gradpolicy.train.optimizer_steps import STATE, Steps
 from gradpolicy.train.ranks import Ranks
 from gradpolicy.train.step_in_backward import StepInBackward
-from gradpolicy.where import named_parameters, once_each, pick_each
+from gradpolicy.where import ModelHook, named_parameters, once_each, pick_each
 
 
 class Run:
@@ -341,24 +341,6 @@ class Run:
             self.freezer.load_state_dict(unpack_masks(state["freezer"]))
         if self.measurements is not None:
             self.measurements.load_state(state["measured"])
-
-
-class ModelHook:
-    """A hook on a model, which copies of the model do not have.
-
-    Args:
-        function: The hook; None: one that does nothing.
-    """
-
-    def __init__(self, function: Callable[..., Any] | None = None) -> None:
-        self.function = function
-
-    def __call__(self, *arguments: Any) -> Any:
-        """Call the hook."""
-        return None if self.function is None else self.function(*arguments)
-
-    def __reduce__(self) -> Any:
-        return ModelHook, ()
 
 
 class Driven:

@@ -545,6 +545,42 @@ def test_however_the_model_is_entered(way, clips):
 
 @pytest.mark.supports("entries", loop="plain", compiled=True)
 @pytest.mark.slow
+def through_a_file(model):
+    torch.save(model, buffer := io.BytesIO())
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False), b"gradpolicy" in buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("policy", "is_saved"),
+    [
+        (None, False),
+        (gp.Freeze(params="trunk.*"), False),
+        (gp.Freeze(gp.masks.Random(0.5, level="row"), params="*.weight"), False),
+        (gp.Freeze(gp.masks.TopK(0.5, by="wanda"), params="*.weight"), False),
+        (gp.StraightThrough(ops=["round"]), True),
+        (gp.Scale(0.5, params="head.weight"), True),
+    ],
+)
+def test_the_model_may_be_saved_and_copied_within_the_block(policy, is_saved):
+    """Loaded models and copies have flow policies, and nothing else of the package."""
+    model, (x, y) = Net(), batch(0)
+    with gp.training(model, adamw(model), {"only": policy}) as optimizer:
+        for step in range(4):
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loaded, has_policies = through_a_file(copy.deepcopy(model) if step % 2 else model)
+            assert has_policies == is_saved
+            assert torch.equal(loaded(x), model(x))
+            for own, other in zip(model.parameters(), loaded.requires_grad_().parameters(), strict=True):
+                assert torch.equal(own, other)
+            cross_entropy(loaded(x), y).backward()
+            assert loaded.trunk.weight.grad.any() == (is_saved and "round" in str(policy))
+            through_a_file(copy.deepcopy(model).half())
+        assert optimizer.effective_steps == 4
+
+
 def test_the_whole_training_step_may_be_compiled():
     model = Net()
     with gp.training(model, adamw(model), both(), toggle_requires_grad=False) as optimizer:
