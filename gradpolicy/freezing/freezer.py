@@ -10,7 +10,6 @@ from gradpolicy.errors import under
 from gradpolicy.freezing.bindings import Bindings
 from gradpolicy.freezing.bound_policy import layers_under, masks_never_change
 from gradpolicy.freezing.combined import CombinedMasks, ParameterSettings, frozen_together
-from gradpolicy.freezing.missing_gradients import MissingGradients
 from gradpolicy.freezing.moving_parts import StillModules
 from gradpolicy.freezing.requires_grad import ComputedGradients
 from gradpolicy.optim import MaskedOptimizer
@@ -38,9 +37,6 @@ class Freezer:
     :meth:`observe` between the backward pass and clipping. Masks and settings change only in
     :meth:`begin_step`, and only if the number of effective steps has increased, so not while gradients are
     accumulated nor after a skipped step.
-
-    A warning names an active tensor that gets no gradient, or only zeros, until it freezes or training ends,
-    or for 100 updates.
 
     Args:
         model: The model.
@@ -92,7 +88,6 @@ class Freezer:
             model, self._bindings.optimized.values(), self.parameters, toggle=toggle_requires_grad
         )
         self.dropped = self._gradients.dropped
-        self._missing = MissingGradients()
         self._still = StillModules(model)
         # The step whose masks are set; None before the first step and after loading a state.
         self._step: int | None = None
@@ -102,23 +97,26 @@ class Freezer:
     # ---- an update
 
     @torch.no_grad()
-    def begin_step(self, step: int, epoch: int = 0, phase: str = "fit") -> None:
+    def begin_step(self, step: int, epoch: int = 0, phase: str = "fit") -> bool:
         """Set the masks of an effective step. Another call with the same step has no effect.
 
         Args:
             step: The number of effective optimizer steps so far.
             epoch: The number of completed epochs.
             phase: The current phase.
+
+        Returns:
+            True if masks have changed.
         """
         if step == self._step:
-            return
+            return False
         self._bindings.check_optimizers()
         bound = self._bindings.policies.values()
         reads = any(each.source.reads_weights and each.asks(step, epoch, phase) for each in bound)
         with self._bindings.gathered(values=reads):
-            self._begin_step(step, epoch, phase)
+            return self._begin_step(step, epoch, phase)
 
-    def _begin_step(self, step: int, epoch: int, phase: str) -> None:
+    def _begin_step(self, step: int, epoch: int, phase: str) -> bool:
         self._step, self._now = step, (step, epoch)
         bound = self._bindings.policies.values()
         changes = {each.name: each.update(step, epoch, phase) for each in bound}
@@ -129,8 +127,6 @@ class Freezer:
             for observer in self.observers:
                 observer.before_masks(changed)
             self._masks.update(changed)
-            training = self.parameters.keys() - self._masks.frozen()
-            self._missing.warn(self._missing.follow(training), self._bindings.policies_of)
             evaluated = {self.parameters[name] for name in self._masks.evaluated()}
             self._still.keep(evaluated, self._bindings.trainable())
         self._masks.apply([each for each in bound if each.in_effect and changes[each.name]])
@@ -138,6 +134,7 @@ class Freezer:
         self._settings.update(step, epoch, phase)
         for observer in self.observers if changed else ():
             observer.after_masks(changed)
+        return bool(changed)
 
     @torch.no_grad()
     def observe(self, optimizer: MaskedOptimizer) -> None:
@@ -152,18 +149,6 @@ class Freezer:
         if self.wanted_gradients() and _has_finite_gradients(optimizer):
             for each in self._bindings.policies.values():
                 each.show(id(optimizer), optimized, *self._now)
-        own = {name: p for name, p in self.parameters.items() if p in optimized}
-        self._missing.warn(self._missing.update(own), self._bindings.policies_of)
-
-    def note_gradient(self, name: str, gradient: Tensor | None) -> None:
-        """Note that a gradient was computed, for callers that mask it before :meth:`observe`.
-
-        Args:
-            name: The parameter's name.
-            gradient: The gradient; None if a function that uses the parameter has returned none for it.
-        """
-        if gradient is not None:
-            self._missing.note(name, gradient)
 
     def wanted_gradients(self) -> set[str]:
         """Return the names of parameters whose full gradients mask sources need in the current update."""
@@ -210,9 +195,13 @@ class Freezer:
         for each in self._bindings.policies.values():
             each.source.release()
             each.source.model = None
-        self._missing.warn(self._missing.finish(), self._bindings.policies_of)
 
     # ---- for reports and other callers
+
+    @property
+    def policy_of(self) -> dict[str, str]:
+        """The first policy of each parameter."""
+        return {name: policies[0].name for name, policies in self._bindings.policies_of.items()}
 
     def parameters_of(self, policy: str) -> dict[str, Tensor]:
         """Return the parameters that a policy restricts, by name."""
@@ -221,6 +210,10 @@ class Freezer:
     def mask_of(self, name: str) -> Mask:
         """Return the current mask of a parameter: the intersection of the masks of all policies in effect."""
         return self._masks.current.get(name, True)
+
+    def frozen(self) -> set[str]:
+        """Return the names of parameters that are frozen completely in the current update."""
+        return self._masks.frozen()
 
     def frozen_tensors(self) -> dict[str, set[str]]:
         """Return the names of parameters that each policy freezes completely, now or later."""

@@ -287,7 +287,7 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
             if not self._has_taken:
                 unscale(optimizer)
                 self._has_taken = True
-                for each in self.masked_optimizers:
+                for each in self.run.steps.optimizers:
                     self.run.gradients(each)
 
         trainer.accelerator.unscale_gradients = unscale_gradients

@@ -90,7 +90,7 @@ def plan(
         ),
         without_gradient=tuple(without),
         zero_gradient=tuple(name for name in sizes if name not in (*getting, *without)),
-        warnings=(*_vain_warnings(found), *found.warnings),
+        warnings=(*_vain_warnings(found, masks), *found.warnings),
         layers=layers,
     )
 
@@ -133,10 +133,10 @@ def _layers(model: nn.Module, found: FirstStep, masks: Mapping[str, Mask]) -> La
     return layers_under(named_parameters(model), masks, combined(settings), found.bound.values(), active)
 
 
-def _vain_warnings(found: FirstStep) -> Iterator[str]:
-    """Yield a line for each policy on parameters that get no gradient."""
-    for name in found.matched:
-        without, count = found.vain(name), len(found.matched[name])
+def _vain_warnings(found: FirstStep, masks: Mapping[str, Mask]) -> Iterator[str]:
+    """Yield a line for each policy on parameters that get no gradient, and for those of no policy."""
+    for name, matched in found.matched.items():
+        without, count = found.vain(name), len(matched)
         # No warning if the user has turned off the gradient of some of them.
         named = without if len(without) == count else [key for key in without if key in found.gradients]
         if not named:
@@ -144,13 +144,20 @@ def _vain_warnings(found: FirstStep) -> Iterator[str]:
         what = f"{len(named)} of its {count} parameters {'gets' if len(named) == 1 else 'get'} no gradient"
         if len(named) == count:
             what = f"none of its {count} parameters gets a gradient"
-        why = "the loss does not depend on them, or a stop or detach cuts them off"
-        if any(found.gradients.get(key) is not None for key in named):
-            why = (
-                "a rounding or another step before the loss passes only zeros, unless a policy such as "
-                "straight_through gives it a gradient"
-            )
-        yield f"{name}: {what} ({shortened(named)}): {why}"
+        yield f"{name}: {what} ({shortened(named)}): {_why_vain(named, found)}"
+    matched_by_any = set().union(*found.matched.values())
+    others = [key for key in found.parameters if key not in matched_by_any and masks[key] is not False]
+    if (named := [key for key in others if not found.gets_gradient(key)]) and found.policies:
+        yield f"{shortened(named)} train, but get no gradient: {_why_vain(named, found)}"
+
+
+def _why_vain(names: Iterable[str], found: FirstStep) -> str:
+    if any(found.gradients.get(name) is not None for name in names):
+        return (
+            "a rounding or another step before the loss passes only zeros, unless a policy such as "
+            "straight_through gives it a gradient"
+        )
+    return "the loss does not depend on them, or a stop or detach cuts them off"
 
 
 # ---- the rows

@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from gradpolicy.freezing.moving_parts import copy_buffers, moving_parts, moving_
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.optim.optimizers import plain_optimizers
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
+from gradpolicy.train.missing_gradients import MissingGradients
 from gradpolicy.train.ranks import is_first_rank
 from gradpolicy.what_trains import what_trains
 from gradpolicy.where import named_parameters
@@ -33,6 +34,7 @@ class Notices:
     Attributes:
         shown: Warnings that the plan of the run has already shown.
         warned_of_operations: True if an operation was reported that has not been executed so far.
+        missing: Warns of tensors that train without a gradient.
     """
 
     def __init__(self, policies: Mapping[str, Policy], layers: bool | None) -> None:
@@ -42,10 +44,11 @@ class Notices:
         self._checked_phases: set[str] = set()
         self._installed: Installed | None = None
         self._freezer: Freezer | None = None
-        # Copies of buffers while the first update runs, and the parameters of optimizers until it begins.
+        # The parameters that optimizers train, and copies of buffers while the first update runs.
         self._is_first = True
         self._buffers: dict[str, Tensor] | None = None
-        self._trainable: set[str] | None = None
+        self._trainable: dict[str, Tensor] = {}
+        self.missing = MissingGradients({}, {})
 
     def follow(self, model: nn.Module, installed: Installed | None) -> None:
         """Set the model, and the flow policies on it."""
@@ -70,18 +73,29 @@ class Notices:
         self._warn_of(remarks(flow))
         optimized = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
         named = named_parameters(model)
-        trainable = {n for n, p in named.items() if p.requires_grad and (partitioned or id(p) in optimized)}
-        self._trainable = trainable if self.policies else None
+        self._trainable = {
+            n: p for n, p in named.items() if p.requires_grad and (partitioned or id(p) in optimized)
+        }
         self._warn_of(divided_factors(self.policies, named, plain_optimizers(optimizers)))
         self._is_first = True
 
-    def begin(self) -> None:
-        """Tell, as the first update begins, what trains."""
-        if self._trainable is not None:
+    def begin(self, *, masks_changed: bool, has_gradients: bool) -> None:
+        """Tell, as the first update begins, what trains.
+
+        Args:
+            masks_changed: True if masks have changed.
+            has_gradients: False if only gradients of freeze policies' parameters are known.
+        """
+        freezer = self._freezer
+        if self._is_first and self.policies:
             self._what_trains(self._trainable)
-            self._trainable = None
-        if self._is_first and self._freezer is not None:
+            policies = {} if freezer is None else freezer.policy_of
+            known = {n: p for n, p in self._trainable.items() if has_gradients or n in policies}
+            self.missing = MissingGradients(known, policies)
+        if self._is_first and freezer is not None:
             self._buffers = copy_buffers(self._model)
+        if self._is_first or masks_changed:
+            self.missing.follow(() if freezer is None else freezer.frozen())
         self._is_first = False
 
     def late(self, freezer: Freezer) -> None:
@@ -113,7 +127,7 @@ class Notices:
             self._what_moves(before, self._freezer)
         self.operations("fit")
 
-    def _what_trains(self, trainable: set[str]) -> None:
+    def _what_trains(self, trainable: Collection[str]) -> None:
         """Print what trains, layer by layer, on one process.
 
         Raises:

@@ -14,6 +14,7 @@ from gradpolicy.errors import PolicyError, shortened
 from gradpolicy.freezing import Freezer
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.tensors.checkpoint_file import load_file
+from gradpolicy.train.notices import Notices
 
 STATE = "gradient_policies"
 """The key of the policies' state in the first param group of a saved optimizer."""
@@ -25,8 +26,10 @@ class Updates(Protocol):
     Attributes:
         updates: The number of updates so far.
         measures: True if the current update is measured.
+        notices: The warnings of the run.
     """
 
+    notices: Notices
     updates: int
     measures: bool
 
@@ -107,7 +110,7 @@ class Steps:
             if parameter not in self._hooked and parameter.requires_grad:
                 self._hooked.add(parameter)
                 owner = next(each for each in self.masked if _optimizes(each, parameter))
-                note = torch.compiler.disable(partial(self._take_gradient, freezer, name))
+                note = torch.compiler.disable(partial(self._take_gradient, name))
                 mask = torch.compiler.disable(partial(self._mask_gradient, freezer, owner))
                 self.hooks.append(parameter.register_hook(note))
                 self.hooks.append(parameter.register_post_accumulate_grad_hook(mask))
@@ -140,10 +143,10 @@ class Steps:
 
     # ---- gradients and steps
 
-    def _take_gradient(self, freezer: Freezer, name: str, gradient: Tensor | None) -> None:
+    def _take_gradient(self, name: str, gradient: Tensor | None) -> None:
         if not self._driven:
             self._run.begin(late=True)
-        freezer.note_gradient(name, gradient)
+        self._run.notices.missing.note(name, gradient)
 
     def _mask_gradient(self, freezer: Freezer, owner: MaskedOptimizer, parameter: Tensor) -> None:
         """Zero the frozen entries of a gradient, unless the run does or masks may change before the step."""

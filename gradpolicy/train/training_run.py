@@ -187,6 +187,7 @@ class Run:
         self.steps.remove()
         if self.freezer is not None:
             self.freezer.restore()
+        self.notices.missing.finish()
         if self.measurements is not None:
             self.measurements.detach()
             self.measurements = None
@@ -219,21 +220,22 @@ class Run:
                 self.installed.set_loss_scale(loss_scale)
 
     def _begin(self) -> None:
-        now = (self.updates, self.epoch)
+        now, changed = (self.updates, self.epoch), False
         if self.installed is not None:
             self.installed.update(phase="fit", step=self.updates, epoch=self.epoch)
         if self.freezer is not None:
-            self.freezer.begin_step(*now)
+            changed = self.freezer.begin_step(*now)
             self.steps.hook_gradients(self.freezer)
         if self.ranks is not None:
             self.ranks.begin_step(self.updates, cut=any(_cuts(each, *now) for each in self.policies.values()))
         self.measures = self._is_measured is not None and self._is_measured(self.updates)
         if self.measures and self.measurements is not None:
             self.measurements.begin()
-        self.notices.begin()
+        self.notices.begin(masks_changed=changed, has_gradients=self._has_gradients)
 
     def gradients(self, optimizer: Any) -> None:
         """Show the unscaled gradients of an optimizer to sources, before clipping if the driver can."""
+        self.notices.missing.update(_parameters(optimizer))
         if self.freezer is None or optimizer not in self.steps.masked:
             return
         if self.reads_gradients:

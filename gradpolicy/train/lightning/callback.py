@@ -33,8 +33,8 @@ class GradientPolicies(Driven, Callback):
       norm nor in logs; in updates that are measured, or whose gradients a mask source needs, this is done
       before the gradients are clipped;
     - under DeepSpeed only the share of active entries is logged of freeze policies;
-    - once for each active tensor that gets no gradient, or only zeros: a warning, see
-      :class:`~gradpolicy.freezing.Freezer`;
+    - once for each trainable tensor that gets no gradient, or only zeros, for 100 updates, or until it
+      freezes or training ends: a warning;
     - at the end of a stage: everything is removed from the model.
 
     A checkpoint has the state of the policies in that of the optimizer.

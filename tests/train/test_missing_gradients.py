@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import gradpolicy as gp
-from tests.freezing.conftest import freezer_of
+from gradpolicy.train.training_run import Run
 
 
 class Branches(nn.Module):
@@ -26,19 +26,20 @@ class Branches(nn.Module):
 
 def told(model, policies, steps, each_step=lambda model, step: None, ends=True):
     """What warnings a training gives."""
-    optimizer, freezer = freezer_of(model, policies)
+    run = Run(policies, layers=False)
+    (optimizer,) = run.install(model, [torch.optim.AdamW(model.parameters(), lr=0.05)])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(steps):
             each_step(model, step)
-            freezer.begin_step(step)
+            run.begin()
             model(torch.ones(1, 2)).backward()
-            freezer.observe(optimizer)
+            run.gradients(optimizer)
             optimizer.step()
             optimizer.zero_grad()
         if ends:
-            freezer.restore()
-            freezer.restore()
+            run.remove()
+            run.remove()
     reasons = ("no gradient gets there", "only zeros get there")
     messages = [str(each.message) for each in caught]
     return [message for message in messages if any(reason in message for reason in reasons)]
@@ -80,7 +81,7 @@ def test_what_is_frozen_or_gets_its_gradient_is_not_named():
 def test_a_gradient_of_zeros_alone_is_named_with_its_reason():
     class Rounded(Branches):
         def forward(self, x):
-            return (self.a(x).round() + self.c(x)).sum()
+            return (self.a(x).round() + self.b(x) + self.c(x)).sum()
 
     policies = {"half": gp.Freeze(gp.masks.Random(0.5), params=["a.*", "c.*"])}
     assert told(Rounded(), policies, 3, ends=False) == []
@@ -96,3 +97,15 @@ def test_zeros_at_first_are_no_reason_for_a_warning():
     model.forward = lambda x: forward(x).sum()
     policies = {"all": gp.Freeze(gp.masks.Random(0.9, every=1))}
     assert told(model, policies, 5) == []
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [gp.Scale(1.0, modules="c"), gp.Rates({"a.*": 0.1}), gp.Freeze(gp.masks.Random(0.5), params="a.*")],
+)
+def test_what_no_freeze_policy_matches_is_named_too_in_training_and_in_the_plan(policy):
+    (message,) = told(Branches(), {"own": policy}, 3)
+    assert message.startswith("b.weight, b.bias train, but no gradient gets there")
+    planned = gp.plan(Branches(), {"own": policy}, lambda copy: copy(torch.ones(1, 2)))
+    (message,) = planned.warnings
+    assert message.startswith("b.weight, b.bias train, but get no gradient")
