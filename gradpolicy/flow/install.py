@@ -392,6 +392,7 @@ def _state(name: str, policy: RulePlacement, locations: Locations) -> RuleState:
         modules=tuple(locations.modules),
         operations=tuple(operation.name for operation in locations.operations),
         parameters=tuple(locations.parameters),
+        each=locations.each,
         any_of=policy.ops == STEP_OPERATIONS,
         expected={f"parameter {key!r}": Expected(None, key in policy.params) for key in locations.parameters},
     )

@@ -13,6 +13,8 @@ from gradpolicy.rules.registry import Rule
 from gradpolicy.when import When
 from gradpolicy.where import STEP_OPERATIONS, match_modules, match_parameters, plain_name
 
+# Modules whose class says nothing about what they run.
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # Rules that are meaningless where input and output are the same tensor.
 _OF_AN_OPERATION = ("identity", "bernoulli", "gumbel", "lsq", "reinmax", "rotation")
 
@@ -44,6 +46,9 @@ class Locations:
         inside: For a policy on operations, the names of the modules in whose forward it acts, by id.
         boundaries: For a policy on modules, their ids.
         parameters: For a policy on parameters, the parameters by name.
+        each: For a policy on operations, the modules that should run one of them: with None those that it
+            names, or a class or ``*.mlp`` matches; with their class those that an open glob (``layers.*``)
+            matches, which should if another of that class does.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -51,6 +56,7 @@ class Locations:
     inside: dict[int, str] = field(default_factory=dict)
     boundaries: frozenset[int] = frozenset()
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    each: dict[str, type | None] = field(default_factory=dict)
 
 
 def find_locations(model: nn.Module, name: str, policy: RulePlacement) -> Locations:
@@ -75,9 +81,16 @@ def find_locations(model: nn.Module, name: str, policy: RulePlacement) -> Locati
         modules = match_modules(model, policy.modules)
     if not policy.ops:
         return Locations(modules, boundaries=frozenset(map(id, modules.values())))
-    patterns = [p[1:] for p in policy.modules if isinstance(p, str) and p.startswith("!")]
-    excluded = {name for pattern in patterns for name in match_modules(model, pattern)}
-    return Locations(modules, operations, _inside(model, set(modules), excluded))
+    apart = [p for p in policy.modules if isinstance(p, str) and p.startswith("!")]
+    excluded = {name for pattern in apart for name in match_modules(model, pattern[1:])}
+    closed = [p for p in policy.modules if not (isinstance(p, str) and p.endswith("*")) and p not in apart]
+    named = {name for pattern in closed for name in match_modules(model, pattern)}
+    each = {
+        name: None if name in named else type(module)
+        for name, module in modules.items()
+        if name in named or not isinstance(module, _CONTAINERS)
+    }
+    return Locations(modules, operations, _inside(model, set(modules), excluded), each=each)
 
 
 def location_at(side: str, module: str) -> str:

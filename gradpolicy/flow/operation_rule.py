@@ -435,6 +435,8 @@ class DispatchMode(TorchFunctionMode):
             for rule in covering:
                 if not rule.allows_plain_recomputation() and may_be_recomputed():
                     self._check_callers(rule)
+                if not is_traced() and self.module is not None:
+                    rule.state.row.ran_in.add(self.module)
             return covering[0].call(NativeCall(func, args, kwargs, self.module, covering[1:]))
         if not is_traced():
             table.seen.add(func)

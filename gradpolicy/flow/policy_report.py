@@ -3,7 +3,7 @@
 import enum
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradpolicy.display import Displayed
 from gradpolicy.errors import PolicyError, nearest, shortened, warn_user
+from gradpolicy.flow.locations import is_below
 from gradpolicy.flow.operations import operation_names
 from gradpolicy.flow.tracing import runs_while_tracing
 
@@ -76,6 +77,8 @@ class ReportRow:
         modules: The names of the matched modules, at or in which it acts.
         operations: The names of its operations.
         parameters: The names of the matched parameters.
+        each: The modules of which each should run one of the operations; see :class:`Locations`.
+        ran_in: The modules in which one of them ran, in eager mode.
         any_of: True if one of the operations is enough, as for the default of ``StraightThrough``.
         expected: The locations where the rule should act.
         counts: For each location, how often each outcome occurred.
@@ -94,6 +97,8 @@ class ReportRow:
     modules: tuple[str, ...] = ()
     operations: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
+    each: Mapping[str, type | None] = field(default_factory=dict)
+    ran_in: set[str] = field(default_factory=set)
     any_of: bool = False
     expected: dict[str, Expected] = field(default_factory=dict)
     counts: defaultdict[str, Counter[Outcome]] = field(default_factory=lambda: defaultdict(Counter))
@@ -181,6 +186,19 @@ class ReportRow:
             excused |= self.locations_with(Outcome.PLAIN)
         missing = [name for name in self.operations if name not in excused]
         return [] if self.any_of and len(missing) < len(self.operations) else missing
+
+    @property
+    def bare(self) -> list[str]:
+        """The outermost modules that should run one of the operations, as others do, and ran none."""
+        ran = [name.split(".") for name in self.ran_in if name is not None]
+        met = {
+            name for name in self.each if any(name.split(".") == one[: name.count(".") + 1] for one in ran)
+        }
+        kinds = {self.each[name] for name in met} | {None}
+        if self.compiled or self.ran_off or not met:
+            return []
+        found = [name for name, kind in self.each.items() if name not in met and kind in kinds]
+        return [name for name in found if not is_below(name.rpartition(".")[0], found)]
 
     def message(self, *ignored: Outcome) -> str:
         """Return a message on operations and locations without the rule; empty if there are none.
@@ -284,6 +302,11 @@ def report_unmet(subject: str, row: ReportRow, *, strict: bool, ignored: Iterabl
     parts = [row.message(Outcome.TAKEN, *ignored)]
     if strict:
         parts += row.unseen
+        if row.bare:
+            modules = _listed(map(repr, row.bare))
+            parts.append(
+                f"none of the operations ran in module {modules}: name one that does, or exclude it (!…)"
+            )
         parts += [
             f"the result of operation {operation!r} went through {function}, which lost its gradient: "
             "write .detach() if none is meant"

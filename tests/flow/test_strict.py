@@ -3,6 +3,7 @@
 The reference is plain torch: a hook on an alias, or ``detach``.
 """
 
+import contextlib
 import copy
 
 import pytest
@@ -276,3 +277,36 @@ def functional_gradients(model, names, x):
     detached = {name: parameter.detach() for name, parameter in names.items()}
     of_parameters, of_input = torch.func.grad(loss, argnums=(0, 1))(detached, x.detach())
     return {"x": of_input, **of_parameters}
+
+
+class Attention(nn.Module):
+    """Attention that is written out, of torch, or none."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x):
+        if self.kind == "torch's":
+            return F.scaled_dot_product_attention(x, x, x)
+        return torch.softmax(x @ x.mT, -1) @ x if self.kind == "written out" else x
+
+
+@pytest.mark.parametrize(
+    ("modules", "kinds", "bare"),
+    [
+        (["0", "1"], ["written out", "torch's"], None),
+        (["0", "1", "2"], ["written out", "none", "torch's"], "'1'"),
+        ("*", ["written out", "none", "torch's"], "'1'"),
+        (["*", "!1"], ["written out", "none", "torch's"], None),
+        (Attention, ["none", "torch's", "none", "written out"], "'0', '2'"),
+    ],
+)
+def test_each_matched_module_meets_one_of_the_operations(modules, kinds, bare):
+    model, x = nn.Sequential(*map(Attention, kinds)), torch.randn(1, 5, 3, requires_grad=True)
+    policy = gp.Stop("zero", ops=["softmax", "scaled_dot_product_attention"], modules=modules)
+    refused = (
+        pytest.raises(gp.PolicyError, match=f"ran in module {bare}:") if bare else contextlib.nullcontext()
+    )
+    with refused, gp.install(model, [policy], strict=True):
+        model(x)
