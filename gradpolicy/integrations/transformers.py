@@ -16,7 +16,13 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.optim.optimizers import innermost, put_inside
 from gradpolicy.policies import Policy
 from gradpolicy.train.step_in_backward import refused
-from gradpolicy.train.training_run import Driven, Run, flat_parameters_refused, needs_masks
+from gradpolicy.train.training_run import (
+    Driven,
+    Run,
+    check_evaluates,
+    flat_parameters_refused,
+    needs_masks,
+)
 
 
 class GradientPoliciesCallback(Driven, TrainerCallback):
@@ -121,6 +127,8 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
                 "GradientPoliciesCallback: under FSDP2 and DeepSpeed a checkpoint is loaded before callbacks "
                 "are called; give it to the Trainer as callbacks=[...], not by add_callback"
             )
+        evaluates = args.eval_strategy != IntervalStrategy.NO
+        check_evaluates(self.policies, evaluates, 'eval_strategy="steps" or "epoch", and an eval_dataset')
         if not self._is_loading:
             self._install(trainer)
         self._is_loading = False

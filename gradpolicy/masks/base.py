@@ -76,6 +76,8 @@ class MaskSource:
     gathers: bool = True
     # The names of settings that settings() returns, without learning rates.
     setting_names: Collection[str] = ()
+    # The names of the metrics that report() needs.
+    metrics: Sequence[str] = ()
     # Groups of parameters that freeze and thaw together, from the input to the output.
     layer_groups: Sequence[Layer] = ()
 

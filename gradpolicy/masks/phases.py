@@ -132,7 +132,8 @@ class Phases(LayerSource):
 
     Raises:
         PolicyError: For an unknown key, an impossible value, or a phase without an end before the last; when
-            the run starts, if a glob matches nothing; later, if a metric was not logged.
+            the run starts, if a glob matches nothing, or a phase ends by a metric and the trainer evaluates
+            nothing; later, if a metric was not logged.
 
     Example:
         >>> import torch
@@ -162,6 +163,7 @@ class Phases(LayerSource):
         self._settings: list[dict[str, Mapping[str, Any]]] = []
         self.writes_weights = any(each.best for each in self._read)
         self.setting_names = {name for each in self._read for own in each.settings.values() for name in own}
+        self.metrics = [each.metric for each in self._read if each.metric is not None]
         counts_epochs = any(each.limits.keys() - {"steps"} for each in self._read)
         self.timetable = Timetable(unit="epoch" if counts_epochs else "step", every=1)
         self._reset()

@@ -380,6 +380,20 @@ def needs_masks(policies: Mapping[str, Policy]) -> bool:
     return any(isinstance(policy, Freeze | Rates) for policy in policies.values())
 
 
+def check_evaluates(policies: Mapping[str, Policy], evaluates: bool, expected: str) -> None:
+    """Check that a trainer evaluates if a mask source, such as a phase that ends by a metric, needs it.
+
+    Raises:
+        PolicyError: If it does not; ``expected`` says how it would.
+    """
+    for name, policy in policies.items():
+        if isinstance(policy, Freeze) and policy.mask.metrics and not evaluates:
+            raise PolicyError(
+                f"policy.{name}: needs the metric {policy.mask.metrics[0]!r} of an evaluation, and found "
+                f"none in this training; expected {expected}"
+            )
+
+
 def flat_parameters_refused() -> PolicyError:
     """Return the error that says why there are no policies under version 1 of FSDP, and what to use."""
     return PolicyError(

@@ -429,6 +429,12 @@ def test_the_end_of_the_last_phase_ends_the_training_with_its_best_weights(train
     assert same(bits(bert), watch.begun[2])
 
 
+def test_a_phase_that_ends_by_a_metric_needs_a_trainer_that_evaluates(train, bert):
+    policies = {"thaw": gp.Freeze(gp.masks.Phases([{"params": "*", "until": STALLS}]))}
+    with pytest.raises(PolicyError, match=r"policy\.thaw: needs the metric 'eval_loss' .*eval_strategy"):
+        train(bert, policies)
+
+
 # ---- beginnings and ends
 
 

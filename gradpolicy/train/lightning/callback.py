@@ -13,7 +13,7 @@ from torch import Tensor
 from gradpolicy.policies import Policy
 from gradpolicy.train.lightning.trainer_parts import STEP_METHODS, callbacks_of, check_weight_averaging
 from gradpolicy.train.step_in_backward import refused
-from gradpolicy.train.training_run import Driven, Run, needs_masks
+from gradpolicy.train.training_run import Driven, Run, check_evaluates, needs_masks
 
 # Entry points of the LightningModule itself, whose forward Lightning replaces temporarily.
 STEP_POINTS = {"": STEP_METHODS}
@@ -94,6 +94,8 @@ class GradientPolicies(Driven, Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install all policies, now that the model is on its device and wrapped, and the optimizers exist."""
         strategy, run = trainer.strategy, self.run
+        expected = "a validation_step, batches to validate, and limit_val_batches above 0"
+        check_evaluates(self.policies, trainer.enable_validation, expected)
         if self.step_in_backward:
             _check_step_in_backward(trainer)
         if not isinstance(strategy, DeepSpeedStrategy):

@@ -147,6 +147,12 @@ def test_a_second_fit_of_a_trainer_goes_on_with_the_phases_of_the_first(fit, two
     assert phase_of_epochs(follow.phases) == [0, 0, 1, 2]
 
 
+def test_a_metric_without_a_validation_is_an_error_before_the_first_step(fit):
+    message = r"policy\.thaw: needs the metric 'val/script' .* found none .*limit_val_batches above 0"
+    with pytest.raises(PolicyError, match=message):
+        fit(METRICS, limit_val_batches=0)
+
+
 @pytest.mark.supports("phases", loop="plain")
 def test_a_loop_killed_at_any_step_ends_with_the_same_bits(two_layers, loader):
     batches = list(itertools.chain(*[loader] * 2))
