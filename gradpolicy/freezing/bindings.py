@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, shortened, under, warn_user
 from gradpolicy.freezing.bound_policy import BoundPolicy
-from gradpolicy.freezing.moving_parts import check_not_renormalised
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.wrapped import check_settings
@@ -140,13 +139,12 @@ class Bindings:
         with under(f"policy.{name}"):
             own = self._optimized_of(matched)
             parameters = self._optimized_of(pick(self.named, policy.restricts))
-            check_not_renormalised(self.model, parameters)
             policy.mask.model = self.model
             policy.mask.setup(own, seed=self._seed)
             holders = {each for p in parameters.values() for each in self.holders(p)}
             known = {key for each in holders for group in each.param_groups for key in group}
             check_settings(policy.mask.setting_names, known)
-        return BoundPolicy(name, policy, parameters)
+            return BoundPolicy(name, policy, parameters)
 
     def _optimized_of(self, matched: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the parameters that an optimizer updates."""

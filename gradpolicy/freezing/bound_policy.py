@@ -33,7 +33,7 @@ class BoundPolicy:
         policy: The policy; its mask source is set up on the parameters that it matches.
         parameters: The parameters that it restricts, by name: under ``Train`` also those that it freezes
             because it does not match them.
-        masks: The current masks by parameter name.
+        masks: The current masks by parameter name; those that never change are known from the start.
         in_effect: True if the policy is active in the current step.
         period: The period of the source's timetable to which the masks belong.
         observed: The ids of the optimizers whose gradients the source got in the current step.
@@ -46,6 +46,10 @@ class BoundPolicy:
     in_effect: bool = False
     period: int | None = None
     observed: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.source, StaticSource):
+            self.masks = self._checked(self.source.masks(0, 0))
 
     @property
     def source(self) -> MaskSource:

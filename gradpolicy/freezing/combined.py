@@ -4,13 +4,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from gradpolicy.errors import under
+from gradpolicy.errors import PolicyError, under
 from gradpolicy.freezing.bindings import Bindings
 from gradpolicy.freezing.bound_policy import BoundPolicy
+from gradpolicy.freezing.moving_parts import renormalised
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.policies import Freeze, Train
 from gradpolicy.rates import Rates, Settings, at, combined
-from gradpolicy.tensors.mask import Mask, intersect, same_mask, unite
+from gradpolicy.tensors.mask import Mask, active_share, intersect, same_mask, unite
 
 
 class CombinedMasks:
@@ -27,6 +28,8 @@ class CombinedMasks:
         self._bindings = bindings
         # Initially empty, since an optimizer may have masks from a checkpoint.
         self.current: dict[str, Mask] = {}
+        self._renormalised = renormalised(bindings.model, bindings.parameters)
+        self._check_renormalised()
 
     def update(self, names: Collection[str]) -> None:
         """Set those of these masks that have changed, with one call for all of the same options."""
@@ -43,6 +46,7 @@ class CombinedMasks:
                 new.setdefault((policy.frozen_state, policy.bias_correction), {})[parameter] = combined
         for (frozen_state, bias_correction), masks in new.items():
             self._set(masks, frozen_state=frozen_state, bias_correction=bias_correction)
+        self._check_renormalised()
 
     def apply(self, changed: Sequence[BoundPolicy]) -> None:
         """Let sources modify the weights for new masks."""
@@ -68,6 +72,24 @@ class CombinedMasks:
         frozen, policies = self.frozen(), self._bindings.policies.values()
         evaluating = [each for each in policies if each.in_effect and each.policy.buffers == "eval"]
         return frozen & {n for each in evaluating for n, mask in each.masks.items() if mask is False}
+
+    def _check_renormalised(self) -> None:
+        """Check that no embedding writes to frozen rows of its table in the forward pass.
+
+        Raises:
+            PolicyError: If one does, or will.
+        """
+        for name, kind in self._renormalised.items():
+            own = {each.name: each for each in self._bindings.policies_of[name]}
+            policies = {key: each.policy for key, each in own.items()}
+            frozen = frozen_together({key: each.frozen_tensors() for key, each in own.items()}, policies)
+            known = [(each.policy, each.masks[name]) for each in own.values() if each.masks]
+            share = active_share(combine(known, self._bindings.parameters[name]))
+            if share < 1.0 or any(name in names for names in frozen.values()):
+                raise PolicyError(
+                    f"{name}: {kind} rescales rows in each forward pass, frozen or not; expected "
+                    "max_norm=None, or policies under which the full table trains"
+                )
 
     def _set(self, masks: Mapping[Tensor, Mask], **options: str) -> None:
         for optimizer, optimized in self._bindings.optimized.items():

@@ -5,7 +5,6 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from gradpolicy.errors import PolicyError
 from gradpolicy.where import plain_name
 
 DROPOUT = "dropout"
@@ -155,20 +154,15 @@ class StillModules:
         return [module for module, still in found.items() if still]
 
 
-def check_not_renormalised(model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-    """Check that no embedding writes to its weight in the forward pass.
-
-    Raises:
-        PolicyError: If one does.
-    """
+def renormalised(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the tables whose rows an embedding rescales in each forward pass, with the embedding's kind."""
+    found: dict[str, str] = {}
     for module in model.modules():
         limit = getattr(module, "max_norm", None)
-        names = [name for name, each in parameters.items() if each is getattr(module, "weight", None)]
-        if names and limit is not None and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            raise PolicyError(
-                f"{names[0]}: {type(module).__name__}(max_norm={limit}) rescales rows in each forward pass, "
-                "frozen or not; expected max_norm=None"
-            )
+        if limit is not None and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            names = [name for name, each in parameters.items() if each is module.weight]
+            found |= dict.fromkeys(names, f"{type(module).__name__}(max_norm={limit})")
+    return found
 
 
 def drops(module: nn.Module) -> bool:

@@ -1,6 +1,7 @@
 """Freeze(buffers=…): what a policy freezes as a whole stands still."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -178,3 +179,23 @@ def test_an_embedding_that_rescales_its_rows_is_refused(embedding, policy):
     message = rf"0\.weight: {embedding.__name__}\(max_norm=1\.0\) rescales .* expected max_norm=None"
     with pytest.raises(PolicyError, match=message), gp.training(model, optimizer, [policy]):
         pass
+
+
+@pytest.mark.parametrize(
+    ("policy", "refused"),
+    [
+        (gp.Train(params="0.weight"), False),
+        (gp.Freeze(gp.masks.Layerwise(active=1, groups=["1.*", "2.*"])), False),
+        (gp.Freeze(gp.masks.Random(0.5)), True),
+        (gp.Freeze(gp.masks.Phases([{"params": "*", "until": {"steps": 9}}, {"params": "1.*"}])), True),
+        (gp.Freeze(gp.masks.Gradual(groups=["0.*", "[12].*"], unit="step")), True),
+    ],
+)
+def test_it_may_where_the_full_table_trains_at_all_times(policy, refused):
+    model = nn.Sequential(nn.Embedding(4, 2, max_norm=0.1), nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer, before = torch.optim.SGD(model.parameters(), 0.1), model[0].weight.clone()
+    refuses = pytest.raises(PolicyError, match=r"0\.weight: .*rescales") if refused else nullcontext()
+    with refuses, gp.training(model, optimizer, [policy]) as masked:
+        model(torch.arange(4)).sum().backward()
+        masked.step()
+    assert torch.equal(model[0].weight, before) == refused
