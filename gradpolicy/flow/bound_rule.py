@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradpolicy.checks import check_number
 from gradpolicy.errors import PolicyError
+from gradpolicy.flow.containers import map_tensors
 from gradpolicy.flow.locations import RulePlacement
 from gradpolicy.flow.policy_report import Outcome, ReportRow
 from gradpolicy.flow.tracing import is_compiling, is_traced, without_modes
@@ -65,6 +66,7 @@ class RuleState:
             for key, value in self.rule.parameters.items()
             if isinstance(value, Tensor) and (value.requires_grad or value.dim() == 0)
         )
+        self.loss_scale: Tensor | None = None
         self.row = ReportRow(name) if row is None else row
         # The number of calls of each operation in the current forward, for policies with `calls=`; None
         # outside of the forward.
@@ -114,14 +116,17 @@ class RuleState:
         return check_number(f"{self.prefix}{key} at {count}", value, least=-math.inf)
 
     def set_loss_scale(self, scale: float | Tensor) -> None:
-        """Set the loss scale of a rule with absolute thresholds."""
-        if "loss_scale" not in (keyword_names(self.policy.rule.function) or ()):
-            return
-        current = self.rule.parameters.get("loss_scale")
-        if isinstance(current, Tensor):
-            current.copy_(torch.as_tensor(scale))
-        elif isinstance(scale, Tensor) or scale != 1.0:
-            self.rule.parameters["loss_scale"] = _number(float(scale))  # type: ignore[index]
+        """Set the loss scale (fp16), which rules do not see.
+
+        A rule with a parameter ``loss_scale`` gets it; for any other that depends on the scale, gradients are
+        divided by it.
+        """
+        if self.loss_scale is not None:
+            self.loss_scale.copy_(torch.as_tensor(scale))
+        elif self.policy.rule.depends_on_scale and (isinstance(scale, Tensor) or scale != 1.0):
+            self.loss_scale = _number(float(scale))
+            if "loss_scale" in (keyword_names(self.policy.rule.function) or ()):
+                self.rule.parameters["loss_scale"] = self.loss_scale  # type: ignore[index]
 
 
 class BoundRule:
@@ -213,7 +218,14 @@ class BoundRule:
             PolicyError: If it returns the wrong number of gradients, or one gradient where several inputs
                 require one.
         """
-        returned = self._call(grad, inputs, output)
+        scale = None if "loss_scale" in self.parameters else self.state.loss_scale
+        if scale is None:
+            returned = self._call(grad, inputs, output)
+        else:
+            # Small gradients vanish in fp16 without their scale.
+            grad, *others = map_tensors(_with_range, (grad, inputs, output), is_differentiable)
+            grad = map_tensors(lambda each: (each / scale).to(each.dtype), grad)
+            returned = map_tensors(lambda each: each * scale, self._call(grad, *others), is_differentiable)
         if isinstance(returned, tuple | list):
             if len(returned) != len(inputs):
                 raise self.error(
@@ -302,6 +314,10 @@ def _shapes(value: Any) -> str:
     if isinstance(value, Tensor):
         return str(tuple(value.shape))
     return f"({', '.join(_shapes(item) if isinstance(item, Tensor) else str(item) for item in value)})"
+
+
+def _with_range(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype == torch.float16 else tensor
 
 
 def _number(value: float) -> Tensor:

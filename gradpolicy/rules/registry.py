@@ -75,6 +75,16 @@ class Rule:
         if self.reads is None:
             object.__setattr__(self, "reads", _names_read(self.function))
 
+    @property
+    def is_built_in(self) -> bool:
+        """True for a rule of this package."""
+        return _origin(self.function)[0].startswith("gradpolicy.rules.")
+
+    @property
+    def depends_on_scale(self) -> bool:
+        """True if ``rule(a · grad)`` may be other than ``a · rule(grad)`` for an ``a`` above 0."""
+        return not self.is_built_in or "loss_scale" in (keyword_names(self.function) or ())
+
     def __reduce__(self) -> tuple:
         values = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
         values["parameters"] = dict(self.parameters)
@@ -191,11 +201,7 @@ def unknown_rule(name: str, others: Iterable[str] = ()) -> PolicyError:
         name: What the user wrote.
         others: Names of what else could have been meant.
     """
-    own = sorted(
-        known.name
-        for known in _RULES.values()
-        if not _origin(known.function)[0].startswith("gradpolicy.rules.")
-    )
+    own = sorted(known.name for known in _RULES.values() if not known.is_built_in)
     hint = "; in a config extensions=[my_rules] names a module of yours that registers rules"
     if own:
         hint += f"; registered besides the built-in ones: {', '.join(map(repr, own))}"

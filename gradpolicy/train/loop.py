@@ -17,7 +17,6 @@ from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import deepspeed_refused, wrapper_of
 from gradpolicy.optim.optimizers import innermost, is_prepared, put_inside
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
-from gradpolicy.rules.registry import keyword_names
 from gradpolicy.tensors.sharding import is_sharded
 from gradpolicy.train.step_in_backward import refused
 from gradpolicy.train.training_run import Run
@@ -89,7 +88,8 @@ def training(
         policies: Flow and freeze policies, by name or in a list.
         seed: The seed of mask sources without a seed of their own.
         steps_per_epoch: The number of optimizer steps per epoch, for policies that count epochs.
-        scaler: The ``GradScaler``, if there is one and a policy such as ``Clip`` depends on the loss scale.
+        scaler: The ``GradScaler``, if there is one and a policy, such as ``Clip`` or one with a rule of your
+            own, depends on the loss scale.
         toggle_requires_grad: Turn ``requires_grad`` off for tensors that are frozen completely, so that the
             backward pass skips them. Pass False if one compiled function is the training step.
         step_in_backward: Update each parameter in the backward pass as soon as its gradient is complete, and
@@ -264,18 +264,16 @@ def _begin_before_forward(run: Run, outer: nn.Module, model: nn.Module, scaler: 
 
 def _require_scaler(run: Run) -> None:
     """Refuse steps of a GradScaler if a policy depends on the loss scale."""
-    bounded = [
-        name
-        for name, policy in run.policies.items()
-        if isinstance(policy, FlowPolicy) and "loss_scale" in (keyword_names(policy.rule.function) or ())
-    ]
+    flow = {name: policy for name, policy in run.policies.items() if isinstance(policy, FlowPolicy)}
+    bounded = [name for name, policy in flow.items() if policy.rule.depends_on_scale]
 
     @torch.compiler.disable
     def refuse(optimizer: Any, *_: Any) -> None:
         if getattr(optimizer, "found_inf", None) is not None:
             del optimizer.grad_scale, optimizer.found_inf  # the scaler does not after an error
+            kind = "bound" if flow[bounded[0]].rule.is_built_in else "rule"
             raise PolicyError(
-                f"policy.{bounded[0]}: its bound must follow the loss scale, which a GradScaler sets; "
+                f"policy.{bounded[0]}: its {kind} must follow the loss scale, which a GradScaler sets; "
                 "name it: gradpolicy.training(..., scaler=scaler)"
             )
 

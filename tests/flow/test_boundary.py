@@ -82,6 +82,39 @@ def test_absolute_thresholds_follow_the_loss_scale(gradient):
             torch.testing.assert_close(found / scale, weights.clamp(-0.5, 0.5))
 
 
+def signs(grad, inputs, output):
+    return 0.25 * grad.sign()
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        gp.UseRule(signs, modules=PassOn),
+        gp.UseRule(signs, modules=PassOn, at="through"),
+        gp.UseRule(signs, ops="mul"),
+        gp.UseRule(lambda own, inputs, output: [signs(own[0], (), None)], ops="mul", own=True),
+        gp.UseRule(gp.Rule("signs", signs, gradient_filter=lambda grad: signs(grad, (), None)), ops="mul"),
+    ],
+)
+def test_rules_of_ones_own_see_gradients_without_the_loss_scale(policy, gradient, as_module, run):
+    model, weights = nn.Sequential(PassOn(), as_module(lambda x: 1.0 * x)), torch.tensor([3.0, -0.2, 0.7])
+    with gp.install(model, [policy]) as installed:
+        for scale in (1.0, 1024.0, torch.tensor(2.0**16)):
+            installed.set_loss_scale(scale)
+            found, _ = gradient(run(model), torch.ones(3), weights * scale)
+            assert torch.equal(found / scale, 0.25 * weights.sign())
+
+
+def test_fp16_gradients_keep_their_precision_without_the_loss_scale(gradient):
+    seen, small = [], torch.full((3,), 2.0**-30)
+    linear = gp.UseRule(lambda grad, inputs, output: seen.append(grad) or 3 * grad, modules=PassOn)
+    with gp.install(model := PassOn(), [linear]) as installed:
+        installed.set_loss_scale(2.0**16)
+        found, _ = gradient(model, torch.ones(3).half(), (small * 2**16).half())
+    assert torch.equal(seen[0], small)
+    assert torch.equal(found, (3 * small * 2**16).half())
+
+
 def test_policies_act_in_declared_order(gradient):
     model, weights = PassOn(), torch.tensor([3.0, 0.3, -2.0])
     clip, scale = gp.Clip(value=1.0, modules=PassOn), gp.Scale(2.0, modules=PassOn)

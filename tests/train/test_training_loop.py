@@ -394,8 +394,21 @@ def test_a_step_that_mixed_precision_skips_is_none(fused, source):
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-5)
 
 
+def signs(grad, inputs, output):
+    return 0.01 * grad.sign()
+
+
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_bound_that_does_not_know_the_loss_scale_is_refused_before_the_first_update(fused):
+@pytest.mark.parametrize(
+    ("policies", "message"),
+    [
+        (flow(), "policy.clip: its bound must follow the loss scale"),
+        ({"signs": gp.UseRule(signs, modules="head")}, "policy.signs: its rule must follow the loss scale"),
+    ],
+)
+def test_a_bound_that_does_not_know_the_loss_scale_is_refused_before_the_first_update(
+    fused, policies, message
+):
     def step(optimizer, model, scaler):
         x, y = batch(0)
         scaler.scale(cross_entropy(model(x), y)).backward()
@@ -403,13 +416,22 @@ def test_a_bound_that_does_not_know_the_loss_scale_is_refused_before_the_first_u
 
     model, before = Net(), bits(Net())
     plain = torch.optim.AdamW(model.parameters(), lr=RATE, fused=fused)
-    with gp.training(model, plain, flow()) as optimizer:
-        with pytest.raises(gp.PolicyError, match=r"policy.clip: its bound must follow the loss scale"):
+    with gp.training(model, plain, policies) as optimizer:
+        with pytest.raises(gp.PolicyError, match=message):
             step(optimizer, model, torch.amp.GradScaler("cpu"))
         assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
         step(optimizer, model, torch.amp.GradScaler("cpu", enabled=False))
     with gp.training(model, plain, [gp.StraightThrough(ops=["round"])]) as optimizer:
         step(optimizer, model, torch.amp.GradScaler("cpu"))
+    ends = []
+    for scaler in (torch.amp.GradScaler("cpu", init_scale=2.0**12), torch.amp.GradScaler(enabled=False)):
+        model = Net()
+        with gp.training(
+            model, torch.optim.SGD(model.parameters(), 0.1), policies, scaler=scaler
+        ) as optimizer:
+            step(optimizer, model, scaler)
+        ends.append(bits(model))
+    torch.testing.assert_close(*ends)
 
 
 def test_one_block_within_another_is_refused_for_the_same_optimizer():

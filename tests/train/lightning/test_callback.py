@@ -606,13 +606,21 @@ def test_a_run_that_fails_says_nothing_else(train, recwarn):
     assert not [warning for warning in recwarn if "never met" in str(warning.message)]
 
 
-def test_bounds_on_gradients_follow_the_loss_scale(two_layers, train):
+@pytest.mark.parametrize(
+    "policy",
+    [
+        gp.Clip(value=1e-3, modules="head", at="output"),
+        gp.UseRule(lambda grad, *_: 1e-3 * grad.sign(), modules="head", at="output"),
+    ],
+)
+def test_rules_follow_the_loss_scale(two_layers, train, policy):
     moved = []
     for scale in (1.0, 2.0**10):
         module = copy.deepcopy(two_layers)
         module.optimizer = torch.optim.SGD
-        bound = {"bound": gp.Clip(value=1e-3, modules="head", at="output")}
-        train(bound, module=module, limit_train_batches=1, plugins=[loss_scaler(init_scale=scale)])
+        train(
+            {"bound": policy}, module=module, limit_train_batches=1, plugins=[loss_scaler(init_scale=scale)]
+        )
         moved.append(module.head.bias.detach() - two_layers.head.bias.detach())
     # The gradient of the bias adds up those of eight samples.
     assert 0 < moved[0].abs().max() <= 0.05 * 8 * 1e-3 * 1.01
