@@ -158,7 +158,7 @@ class Installed(Displayed):
             self._report_unmet()
 
     def update(self, phase: str = "fit", step: int = 0, epoch: int = 0) -> None:
-        """Switch the policies on or off for a step, and set their scheduled parameters.
+        """Switch the policies on or off for a step, as :meth:`set_active`, and set scheduled parameters.
 
         Args:
             phase: ``fit``, ``validate``, ``test`` or ``predict``.
@@ -177,7 +177,10 @@ class Installed(Displayed):
         return self._state(name).active
 
     def set_active(self, name: str, active: bool) -> None:
-        """Switch a policy on or off, independent of its ``when``.
+        """Switch a policy on or off, independent of its ``when``, from the next forward pass on.
+
+        Rules are bound in the forward pass, so switching between it and its backward pass has no effect on
+        that; except for rules on parameters (``params=``), which act when their gradients arrive.
 
         Raises:
             PolicyError: If there is no such policy.
@@ -185,7 +188,7 @@ class Installed(Displayed):
         self._state(name).active = active
 
     def set_loss_scale(self, scale: float | Tensor) -> None:
-        """Set the loss scale (fp16), by which absolute thresholds are multiplied."""
+        """Set the loss scale (fp16), so that rules act on gradients without it."""
         for state in self._states.values():
             state.set_loss_scale(scale)
 

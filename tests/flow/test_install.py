@@ -168,8 +168,22 @@ def test_update_sets_the_time(net):
             installed.set_active("lat", True)
 
 
-def test_a_policy_that_is_off_leaves_the_gradient_plain(net, batch, parameter_gradients, same):
+def test_a_policy_that_is_off_leaves_the_gradient_plain_from_the_next_forward_pass_on(
+    net, batch, parameter_gradients, same
+):
     plain = parameter_gradients(net, batch)
+    policies = {name: policy for name, policy in EVERY_KIND.items() if not policy.params}
+
+    def switched_off_after(*inputs):
+        result = net(*inputs)
+        for name in policies:
+            installed.set_active(name, False)
+        return result
+
+    with gp.install(net, policies) as installed:
+        ruled = parameter_gradients(net, batch)
+        assert same(parameter_gradients(net, batch, call=switched_off_after), ruled)
+        assert same(parameter_gradients(net, batch), plain)
     with gp.install(net, EVERY_KIND) as installed:
         for name in EVERY_KIND:
             installed.set_active(name, False)
