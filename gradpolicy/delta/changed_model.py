@@ -61,7 +61,8 @@ def save(
         )
     prints: dict[str, Print] = {}
     changes: dict[str, TensorChange] = {}
-    tied: dict[tuple[object, ...], tuple[Print, TensorChange | None]] = {}
+    owners: dict[tuple[object, ...], str] = {}
+    tied: dict[str, str] = {}
     for name, tensor in after.items():
         old = before[name]
         if (old.shape, old.dtype) != (tensor.shape, tensor.dtype):
@@ -70,13 +71,14 @@ def save(
             )
         old = full_cpu(old)
         prints[name] = print_of(old)
-        former, change = tied.get(memory_of(tensor), (None, None))
-        if former != prints[name]:
+        owner = owners.setdefault(memory_of(tensor), name)
+        if owner != name and prints[owner] == prints[name]:
+            tied[name], change = owner, changes.get(owner)
+        else:
             change = difference(old, full_cpu(tensor))
-            tied.setdefault(memory_of(tensor), (prints[name], change))
         if change is not None:
             changes[name] = change
-    delta = Delta(prints, changes, replaced)
+    delta = Delta(prints, changes, replaced, tied)
     write(path, delta)
     return describe(path, delta)
 

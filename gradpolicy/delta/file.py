@@ -45,11 +45,13 @@ class Delta:
         base: The fingerprint of each tensor of the base, in the order of their names.
         changes: The changes, by the tensor's name. Names that share a tensor share a change.
         replaced: Further tensors, which are written whatever a model has; `base` does not have them.
+        tied: Names of tensors, changed or not, that are the tensor of another name.
     """
 
     base: Prints
     changes: Mapping[str, TensorChange]
     replaced: Mapping[str, Tensor] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -63,19 +65,14 @@ def write(path: str | Path, delta: Delta) -> None:
     Raises:
         PolicyError: If it cannot be written, or another file exists.
     """
-    owners: dict[int, str] = {}
     tensors: dict[str, Tensor] = {}
-    same: dict[str, str] = {}
     for name, change in delta.changes.items():
-        owner = owners.setdefault(id(change), name)
-        if owner != name:
-            same[name] = owner
-            continue
-        tensors[f"{_VALUES}:{name}"] = change.values.contiguous()
-        tensors[f"{_GAPS}:{name}"] = encode(change.lines)
+        if name not in delta.tied:
+            tensors[f"{_VALUES}:{name}"] = change.values.contiguous()
+            tensors[f"{_GAPS}:{name}"] = encode(change.lines)
     # A copy each, as the format does not support tensors that share memory.
     tensors.update({f"{_WHOLE}:{name}": tensor.clone() for name, tensor in delta.replaced.items()})
-    metadata = {"format": FORMAT, "base": _compact(delta.base), "same": _compact(same)}
+    metadata = {"format": FORMAT, "base": _compact(delta.base), "same": _compact(delta.tied)}
     metadata["checksum"] = _checksum(tensors, metadata)
     write_safetensors(path, tensors, metadata, DELTA_MARK)
 
@@ -188,13 +185,13 @@ def _checked(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Delta:
             raise ValueError(f"it holds {shown(key)}, which belongs to no tensor of the base")
         with under(shown(name)):
             changes[name] = _change(base[name], tensors[f"{_VALUES}:{name}"], tensors[f"{_GAPS}:{name}"])
-    shared = {}
-    for name, owner in _table(metadata, "same").items():
-        valid = isinstance(owner, str) and owner in changes and name not in changes
+    tied = _table(metadata, "same")
+    for name, owner in tied.items():
+        valid = isinstance(owner, str) and owner in base and owner not in tied and name not in changes
         if not (valid and base.get(name) == base[owner]):
             raise ValueError(f"{shown(name)} cannot be the same as {shown(owner)}")
-        shared[name] = changes[owner]
-    return Delta(base, dict(sorted({**changes, **shared}.items())), dict(sorted(replaced.items())))
+    changes.update({name: changes[owner] for name, owner in tied.items() if owner in changes})
+    return Delta(base, dict(sorted(changes.items())), dict(sorted(replaced.items())), tied)
 
 
 def _table(metadata: Mapping[str, str], key: str) -> dict[str, Any]:

@@ -19,7 +19,8 @@ class TensorInfo:
         name: Its name in the state_dict.
         dtype: Its dtype, such as ``"float32"``.
         shape: Its shape.
-        form: ``"entries"``, ``"rows"`` or ``"whole"``; ``"replaced"`` if the base's values do not matter.
+        form: ``"entries"``, ``"rows"`` or ``"whole"``; ``"replaced"`` if the base's values do not matter;
+            ``"tied"`` if it is the tensor of another name, which counts there.
         stored: The number of entries with a value in the file.
     """
 
@@ -85,11 +86,14 @@ def info(path: str | Path) -> Info:
 
 def describe(path: str | Path, delta: Delta) -> Info:
     """Return a summary of a file's content."""
+    stored = {name: (each.form, each.stored) for name, each in delta.changes.items()}
+    stored.update({name: ("tied", 0) for name in delta.tied if name in stored})
     tensors = tuple(
-        TensorInfo(name, delta.base[name].dtype, change.shape, change.form, change.stored)
+        TensorInfo(name, delta.base[name].dtype, change.shape, *stored[name])
         for name, change in delta.changes.items()
     )
-    sizes = [(math.prod(each.shape), DTYPES[each.dtype].itemsize) for each in delta.base.values()]
+    counted = [each for name, each in delta.base.items() if name not in delta.tied]
+    sizes = [(math.prod(each.shape), DTYPES[each.dtype].itemsize) for each in counted]
     for name, new in delta.replaced.items():
         tensors += (TensorInfo(name, print_of(new).dtype, tuple(new.shape), "replaced", new.numel()),)
         sizes.append((new.numel(), new.itemsize))

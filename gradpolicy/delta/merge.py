@@ -48,20 +48,18 @@ def merge(paths: Sequence[str | Path], weights: Sequence[float], out: str | Path
             raise PolicyError(
                 f"delta.merge: {path} has another base than {paths[0]}: see {shortened(differing)}"
             )
-    merged: dict[tuple[int, ...], TensorChange] = {}
+    tied = dict(set.intersection(*(set(delta.tied.items()) for delta in deltas)))
     changes = {}
-    for name in sorted({name for delta in deltas for name in delta.changes}):
+    for name in sorted({name for delta in deltas for name in delta.changes if name not in tied}):
         parts = [
             (delta.changes[name], float(weight))
             for delta, weight in zip(deltas, weights, strict=True)
             if name in delta.changes
         ]
-        # Names that share a tensor keep sharing it if they do so in every file.
-        same = tuple(id(change) for change, _ in parts)
-        if same not in merged:
-            merged[same] = _merged(name, parts)
-        changes[name] = merged[same]
-    result = Delta(base, changes)
+        changes[name] = _merged(name, parts)
+    # Names that share a tensor keep sharing it if they do so in every file.
+    changes.update({name: changes[owner] for name, owner in tied.items() if owner in changes})
+    result = Delta(base, dict(sorted(changes.items())), tied=tied)
     write(out, result)
     return describe(out, result)
 

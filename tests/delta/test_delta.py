@@ -114,11 +114,19 @@ def test_one_percent_of_the_entries_takes_at_most_three_percent_of_the_file(dtyp
 
 def test_tied_weights_are_stored_once(path: Path) -> None:
     model = dict.fromkeys(["embedding.weight", "head.weight"], torch.randn(50, 20))
+    model.update(dict.fromkeys(["kept.weight", "also.weight"], torch.randn(5, 2)))
     base = {name: tensor.clone() for name, tensor in model.items()}
     model["head.weight"][3] += 1.0
     after = copy.deepcopy(model)
-    gp.delta.save(path, model, base)
-    assert path.stat().st_size < 2 * 20 * 4 + 700
+    saved = gp.delta.save(path, model, base)
+    merged = gp.delta.merge([path, path], [0.5, 0.5], path.with_suffix(".merged"))
+    for info in (saved, gp.delta.info(path), merged):
+        assert (info.stored, info.entries, info.base_bytes) == (20, 1010, 4 * 1010)
+        assert [(each.name, each.form) for each in info.tensors] == [
+            ("embedding.weight", "rows"),
+            ("head.weight", "tied"),
+        ]
+    assert path.stat().st_size < 2 * 20 * 4 + 1000
     gp.delta.revert(model, path)
     assert same_bits(model, base)
     gp.delta.apply(base, path)
