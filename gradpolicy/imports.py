@@ -44,7 +44,7 @@ def import_by_name(path: str) -> Any:
 
 
 def to_install(error: ModuleNotFoundError) -> str:
-    """Return a clause with the missing package and the command to install it.
+    """Return a clause with the missing package, and the command to install it if an extra does.
 
     Example:
         >>> to_install(ModuleNotFoundError("No module named 'optuna'", name="optuna"))
@@ -55,8 +55,8 @@ def to_install(error: ModuleNotFoundError) -> str:
     package = next((name for name in EXTRAS if name in said), (error.name or "").split(".")[0])
     if not package:
         return brief(said, most=200)
-    install = f"'gradpolicy[{EXTRAS[package]}]'" if package in EXTRAS else package
-    return f"needs {brief(package)}, which is not installed: pip install {brief(install)}"
+    install = f": pip install 'gradpolicy[{EXTRAS[package]}]'" if package in EXTRAS else ""
+    return f"needs {brief(package)}, which is not installed{install}"
 
 
 def _module(path: str, name: str, *, optional: bool = False) -> Any:

@@ -32,7 +32,7 @@ def test_any_path_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ),
         (
             ModuleNotFoundError("No module named 'theirs.a'", name="theirs.a"),
-            "needs theirs, which is not installed: pip install theirs",
+            "needs theirs, which is not installed",
         ),
     ],
 )

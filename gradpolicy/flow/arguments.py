@@ -116,6 +116,11 @@ def signatures_of(name: str, function: Callable[..., Any]) -> list[inspect.Signa
     return [one for one in (*_schemas(name), _signature_in_python(function)) if one is not None]
 
 
+def returns_tensors(name: str) -> bool:
+    """Return True if an overload of an operation takes tensors and returns one or more."""
+    return any("Tensor" in str(signature.return_annotation) for signature in _schemas(name))
+
+
 def _signature_in_python(function: Callable[..., Any]) -> inspect.Signature | None:
     """Return the signature of a Python function; None for other functions and for ``*args`` wrappers."""
     try:
@@ -128,7 +133,9 @@ def _signature_in_python(function: Callable[..., Any]) -> inspect.Signature | No
 
 def _renamed(signature: inspect.Signature) -> inspect.Signature:
     listed = signature.parameters.values()
-    return inspect.Signature([one.replace(name=_ALSO_CALLED.get(one.name, one.name)) for one in listed])
+    return signature.replace(
+        parameters=[one.replace(name=_ALSO_CALLED.get(one.name, one.name)) for one in listed]
+    )
 
 
 def _fitting_schema(name: str, args: tuple, kwargs: dict) -> inspect.Signature | None:

@@ -2,9 +2,9 @@
 
 A bool or integer tensor cannot have a gradient. If it is the result of an operation with a rule, it gets a
 *gradient path*: a floating-point tensor with the same values, whose gradient is the rule's. Casts, views,
-indexing, ``not``, ``1 - x``, ``x + 1``, products, ``where`` and ``one_hot`` carry it: they compute the path
-of their result from the path of their argument, and attach the path's gradient where the result is
-floating-point. All other functions lose it, with a warning if their result is floating-point.
+indexing, ``not``, ``1 - x``, ``x + 1``, products, ``where``, ``one_hot`` and ``scatter`` carry it: they
+compute the path of their result from the path of their argument, and attach the path's gradient where the
+result is floating-point. All other functions lose it, with a warning if their result is floating-point.
 """
 
 from collections import OrderedDict
@@ -382,6 +382,30 @@ def _one_hot(call: Call, function: Function, args: tuple, kwargs: Mapping[str, A
         return _follow(result, tensor, [GradientPath(None, path.origins)])
 
 
+def _scatter(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """Propagate the path of an index that is scattered: ``y = code · value + (1 − code) · before``."""
+    given = dict(zip(("input", "dim", "index", "value"), args, strict=False))
+    given |= {"value" if key == "src" else key: value for key, value in kwargs.items()}
+    target, dim, index, value = (given.pop(key, None) for key in ("input", "dim", "index", "value"))
+    path = path_of(index)
+    if given or path is None or not path.is_index or index.shape[dim] != 1 or paths_in((target, value), {}):
+        return NotImplemented
+    before = target.detach().clone()
+    # Detached, so that an outer block does not propagate the path again.
+    result = call(function, (target, dim, index.detach(), value), {})
+    with without_modes():
+        code = path.tensor.transpose(dim % index.dim(), -1).squeeze(-1)
+        if code.shape != result.shape or result.is_complex():
+            _lose([path], function, result)
+            return result
+        slope = _detached(value, code) - _detached(before, code)
+        changes = function in _WRITES and not is_discrete(result)
+        found = _follow(
+            result.clone() if changes else result, code * slope, [GradientPath(None, path.origins)]
+        )
+        return result.copy_(found) if changes else found
+
+
 def _functions(names: Iterable[str]) -> list[Function]:
     return [function for name in names for function in resolve_operation(name).functions]
 
@@ -396,6 +420,7 @@ _CARRIERS: dict[Function, Carrier] = {
     **dict.fromkeys(_functions(["add", "sub", "rsub"]), _shift),
     **dict.fromkeys(_functions(["mul"]), _multiply),
     **dict.fromkeys(_functions(["where"]), _choose),
+    **dict.fromkeys(_functions(["scatter"]), _scatter),
     F.one_hot: _one_hot,
 }
 _WRITES = frozenset(function for function in _CARRIERS if spelling_of(function).writes)

@@ -23,7 +23,6 @@ from gradpolicy.flow.locations import (
     location_at,
 )
 from gradpolicy.flow.operation_rule import DispatchTable, OperationRule
-from gradpolicy.flow.operations import name_of
 from gradpolicy.flow.parameters import ParameterRules
 from gradpolicy.flow.policy_report import (
     Expected,
@@ -236,7 +235,7 @@ class Installed(Displayed):
         row.active = state.active
         for names, table in self._tables.items():
             if name in names:
-                row.note_all(Outcome.PLAIN, map(name_of, table.seen))
+                row.note_all(Outcome.PLAIN, table.names_seen)
         row.note_all(Outcome.TAKEN, self._session.taken)
         return row
 

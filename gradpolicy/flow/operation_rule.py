@@ -31,7 +31,7 @@ from gradpolicy.flow.carrying import (
 )
 from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
 from gradpolicy.flow.edges import insert_rule, replace, tap
-from gradpolicy.flow.operations import Operation
+from gradpolicy.flow.operations import SHARED, Operation, name_of, name_of_call
 from gradpolicy.flow.policy_report import ACROSS, Outcome
 from gradpolicy.flow.tracing import (
     Function,
@@ -223,6 +223,8 @@ class OperationRule:
         scores = _SCORES[self.name](index, *native.args, **native.kwargs)
         if self.name == "categorical" and self.state.rule.name in OF_LOGITS:
             scores = scores.clamp_min(torch.finfo(scores.dtype).tiny).log()
+        if self.name == "argmin_one_hot" and self.state.rule.name in OF_LOGITS:
+            scores = -scores
         bound_rule = self._bound_to(native)
         return start_path(bound_rule, self.name, index, [scores], classes=scores.shape[-1])
 
@@ -287,7 +289,7 @@ OF_LOGITS = ("gumbel", "reinmax")
 
 
 def _scores_of_argmax(result: Tensor, input: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """Return the scores of an argmax in the shape of its one-hot code, with the categories last."""
+    """Return the scores of an argmax or argmin in the shape of its one-hot code, with the categories last."""
     if dim is None:
         return input.reshape(*result.shape, -1)
     scores = input.movedim(dim, -1)
@@ -303,6 +305,7 @@ def _scores_of_draw(result: Tensor, input: Tensor, *args: Any, **kwargs: Any) ->
 # The scores of operations whose result is an index into categories.
 _SCORES: dict[str, Callable[..., Tensor]] = {
     "argmax_one_hot": _scores_of_argmax,
+    "argmin_one_hot": _scores_of_argmax,
     "categorical": _scores_of_draw,
 }
 
@@ -379,8 +382,13 @@ class DispatchTable:
                     self.opaque.setdefault(_opaque_name(function), []).append((state, reason))
         opaque = [function for function, within in OPAQUE_CALLS.items() if within is not None]
         show_to_compiler([*self.by_function, *opaque])
-        # The functions that were called without a rule, for reports.
-        self.seen: set[Function] = set()
+        # The functions or operations that were called without a rule, for reports.
+        self.seen: set[Function | str] = set()
+
+    @property
+    def names_seen(self) -> set[str]:
+        """The names of the operations that were called without a rule."""
+        return {each if isinstance(each, str) else name_of(each) for each in self.seen}
 
     def __reduce__(self) -> tuple:
         # Some torch functions cannot be pickled; the rules can.
@@ -439,7 +447,7 @@ class DispatchMode(TorchFunctionMode):
                     rule.state.row.ran_in.add(self.module)
             return covering[0].call(NativeCall(func, args, kwargs, self.module, covering[1:]))
         if not is_traced():
-            table.seen.add(func)
+            table.seen.add(name_of_call(func, args, kwargs) if func in SHARED else func)
         return func(*args, **kwargs)
 
     def _check_callers(self, rule: OperationRule) -> None:

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError, nearest, shown, unknown
-from gradpolicy.flow.arguments import signatures_of
+from gradpolicy.errors import PolicyError, nearest, shown
+from gradpolicy.flow.arguments import returns_tensors, signatures_of
 from gradpolicy.flow.tracing import Function
 from gradpolicy.imports import import_by_name
 from gradpolicy.rules.derivative import OperationDerivative
@@ -35,6 +35,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "abs": ("abs", "absolute"),
     "acos": ("acos", "arccos"),
     "argmax_one_hot": ("argmax",),
+    "argmin_one_hot": ("argmin",),
     "asin": ("asin", "arcsin"),
     "atan": ("atan", "arctan"),
     "categorical": ("multinomial",),
@@ -45,6 +46,8 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "gt": ("gt", "greater"),
     "le": ("le", "less_equal"),
     "lt": ("lt", "less"),
+    "maximum": ("maximum", "max"),
+    "minimum": ("minimum", "min"),
     "max_pool": (
         *("max_pool1d", "max_pool2d", "max_pool3d"),
         *("max_pool1d_with_indices", "max_pool2d_with_indices", "max_pool3d_with_indices"),
@@ -52,7 +55,8 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "mul": ("mul", "multiply"),
     "ne": ("ne", "not_equal"),
     "neg": ("neg", "negative"),
-    "relu6": ("relu6", "hardtanh"),
+    "relu": ("relu", "clamp", "clip", "clamp_min", "threshold"),
+    "relu6": ("relu6", "hardtanh", "clamp", "clip"),
     "sigmoid": ("sigmoid", "expit"),
     "sub": ("sub", "subtract"),
     "trunc": ("trunc", "fix"),
@@ -60,16 +64,28 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
 }
 
 # Operations that share a torch function with another operation, after which the function is named.
-SHARING = (*CASTS, "floor_divide", "relu6")
+SHARING = (*CASTS, "floor_divide", "maximum", "minimum", "relu", "relu6")
 
 # Other operations that the documentation lists. All other torch functions work too.
 LISTED = (
-    *("add", "bernoulli", "ceil", "eq", "floor", "gelu", "hardtanh", "heaviside", "leaky_relu", "matmul"),
-    *("relu", "round", "sign", "silu", "softmax", "tanh", "to", "type", "type_as", "where"),
+    *(
+        "add",
+        "bernoulli",
+        "ceil",
+        "eq",
+        "floor",
+        "gelu",
+        "hardtanh",
+        "heaviside",
+        "leaky_relu",
+        "matmul",
+        "max",
+        "min",
+    ),
+    *("round", "sign", "silu", "softmax", "tanh", "to", "type", "type_as", "threshold", "where"),
 )
 
 ALSO_CALLED = {
-    "argmax": "argmax_one_hot",
     "argmax_to_one_hot": "argmax_one_hot",
     "one_hot": "argmax_one_hot",
     **{
@@ -81,6 +97,8 @@ ALSO_CALLED = {
     "floordiv": "floor_divide",
 }
 
+# The beginnings of dotted names of torch's operations.
+_OF_TORCH = ("torch.", "nn.", "F.", "Tensor.")
 # An operator of torch.ops, and one of its overloads.
 _OPERATORS = (type(torch.ops.aten.relu), type(torch.ops.aten.relu.default))
 
@@ -159,7 +177,10 @@ class Operation:
 
     def __reduce__(self) -> tuple:
         # Some torch functions cannot be pickled, but names can.
-        return (resolve_operation, (self.name if is_operation(self.name) else self.functional,))
+        return (
+            resolve_operation,
+            (self.name if is_operation(self.name) else f"torch.ops.{self.functional}",),
+        )
 
 
 def operation_names() -> list[str]:
@@ -180,7 +201,7 @@ def resolve_operation(specification: str | Function) -> Operation:
     Args:
         specification: A name such as ``"relu"``, ``"floor_divide"`` or ``"argmax-to-one-hot"``, or any
             function: ``torch.relu``, ``torch.nn.functional.relu``, ``torch.Tensor.relu_``. An operator of
-            ``torch.library`` is also an operation.
+            ``torch.library`` is also an operation, by its name too: ``"namespace::name"``.
 
     Raises:
         PolicyError: If there is no such operation.
@@ -191,7 +212,9 @@ def resolve_operation(specification: str | Function) -> Operation:
     """
     if isinstance(specification, str):
         canonical = _canonical(specification)
-        if "." in specification and not (specification.startswith("torch.") or _spellings(canonical)):
+        if "::" in specification or specification.startswith("torch.ops."):
+            return resolve_operation(_of_library(specification))
+        if "." in specification and not specification.startswith(_OF_TORCH):
             return resolve_operation(import_by_name(specification))
         return _operation_named(canonical, specification)
     # Modes get the overload of a function of torch.library.
@@ -212,6 +235,17 @@ def resolve_operation(specification: str | Function) -> Operation:
 def name_of(function: Function) -> str:
     """Return the name of a torch function's operation, for messages."""
     return _operation_name(function) or str(getattr(function, "__name__", function))
+
+
+def name_of_call(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> str:
+    """Return the name of the operation that a call of a function in ``SHARED`` is, for messages."""
+    names = (name for name in SHARED[function] if _DECIDED_BY_ARGUMENTS[name](function, args, kwargs))
+    return next(names, name_of(function))
+
+
+def takes_rule(name: str) -> bool:
+    """Return True if a name is that of an operation from tensors to tensors."""
+    return name in operation_names() or hasattr(F, name) or returns_tensors(name)
 
 
 def as_rule(specification: str | Rule | RuleFunction | Function) -> Rule:
@@ -272,8 +306,22 @@ def spelling_of(function: Function) -> Spelling:
 
 def _nearest_operation(specification: object) -> str:
     kind = specification if isinstance(specification, type) else type(specification)
-    name = getattr(specification, "__name__", kind.__name__)
-    return nearest(name, {*operation_names(), *_torch_names()})
+    return nearest(getattr(specification, "__name__", kind.__name__), _names())
+
+
+def _of_library(name: str) -> Function:
+    """Return the operator of ``torch.library`` named ``"space::name"`` or ``"torch.ops.space.name"``.
+
+    Raises:
+        PolicyError: If there is none.
+    """
+    space, *parts = name.removeprefix("torch.ops.").replace("::", ".").split(".")
+    found: Any = getattr(torch.ops, space, None)
+    for part in parts:
+        found = getattr(found, part, None)
+    if not isinstance(found, _OPERATORS):
+        raise PolicyError(f"unknown operation {shown(name)}; import the library that registers it before")
+    return found
 
 
 def _canonical(name: str) -> str:
@@ -287,7 +335,7 @@ def _canonical(name: str) -> str:
 def _operation_named(name: str, written: str) -> Operation:
     functions = _spellings(name)
     if not functions:
-        raise unknown("operation", written, {*operation_names(), *_torch_names()})
+        raise PolicyError(f"unknown operation {shown(written)}; {nearest(name, _names())}")
     stem = SYNONYMS.get(name, (name,))[0]
     functional = next((f for namespace in (*NAMESPACES, Tensor) if (f := _function(namespace, stem))), None)
     spellings = {function: spelling_of(function) for function in functions}
@@ -344,13 +392,17 @@ def _find_operation_name(function: Function) -> str | None:
 
 
 @cache
-def _torch_names() -> frozenset[str]:
-    return frozenset(
+def _names() -> frozenset[str]:
+    """Return the names of all operations, for messages."""
+    return frozenset(operation_names()) | {
         name
         for namespace in (torch, F, Tensor)
         for name in dir(namespace)
-        if name.islower() and not (name.startswith("_") or name.endswith("_")) and _function(namespace, name)
-    )
+        if name.islower()
+        and not name.startswith(("_", "has_torch", "handle_torch"))
+        and not name.endswith("_")
+        and _function(namespace, name)
+    }
 
 
 def _rounds_down(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
@@ -361,17 +413,34 @@ def _does_not_round(function: Function, args: tuple, kwargs: Mapping[str, Any]) 
     return kwargs.get("rounding_mode") is None
 
 
+def _given(names: tuple[str, ...], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name; tensors as None, since only numbers decide."""
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return {key: None if isinstance(value, Tensor) else value for key, value in given.items()}
+
+
+def _is_relu(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    if function in _THRESHOLD:
+        given = _given(("input", "threshold", "value"), args, kwargs)
+        return given.get("threshold") == given.get("value") == 0
+    given = _given(("input", "min", "max"), args, kwargs)
+    return function not in _CLAMP or (given.get("min") == 0 and given.get("max", kwargs.get("max")) is None)
+
+
 def _is_relu6(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
     # torch.nn.ReLU6 calls hardtanh(x, 0, 6), so the bounds decide.
-    if function not in _HARDTANH:
-        return True
-    bounds = dict(zip(("min_val", "max_val"), args[1:3], strict=False))
-    bounds.update({key: kwargs[key] for key in ("min_val", "max_val") if key in kwargs})
-    return (bounds.get("min_val", -1.0), bounds.get("max_val", 1.0)) == (0.0, 6.0)
+    ends = ("min_val", "max_val") if function in _HARDTANH else ("min", "max")
+    given = _given(("input", *ends), args, kwargs)
+    return function in _RELU6 or [given.get(end) for end in ends] == [0, 6]
+
+
+def _of_two(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    # torch.max and torch.min take a second tensor, or reduce the first.
+    return function in _OF_TWO or "other" in kwargs or (len(args) > 1 and isinstance(args[1], Tensor))
 
 
 def _draws_independently(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-    given = {**dict(zip(("input", "num_samples", "replacement"), args, strict=False)), **kwargs}
+    given = _given(("input", "num_samples", "replacement"), args, kwargs)
     return bool(given.get("replacement")) or given.get("num_samples") == 1
 
 
@@ -396,12 +465,23 @@ _TO_NUMBERS = frozenset(
     if getattr(function, "__name__", "").startswith("__")
 )
 _ROUND_DOWN_ALWAYS = _spellings("floor_divide") - _spellings("div")
-_HARDTANH = _spellings("hardtanh")
+_CLAMP, _HARDTANH, _THRESHOLD = _spellings("clamp"), _spellings("hardtanh"), _spellings("threshold")
+_RELU6 = _spellings("relu6") - _CLAMP - _HARDTANH
+_OF_TWO = (_spellings("maximum") | _spellings("minimum")) - _spellings("max") - _spellings("min")
 _DECIDED_BY_ARGUMENTS: dict[str, Decision] = {
     "categorical": _draws_independently,
     "div": _does_not_round,
     "floor_divide": _rounds_down,
     "hardtanh": lambda function, args, kwargs: not _is_relu6(function, args, kwargs),
+    "maximum": _of_two,
+    "minimum": _of_two,
+    "relu": _is_relu,
     "relu6": _is_relu6,
+    **dict.fromkeys(("max", "min"), lambda function, args, kwargs: not _of_two(function, args, kwargs)),
     **{name: _casts_to(dtype) for name, dtype in CASTS.items()},
 }
+# The functions whose arguments decide which operation a call is, each with these operations.
+SHARED: dict[Function, list[str]] = {}
+for _name in _DECIDED_BY_ARGUMENTS:
+    for _spelling in _spellings(_name):
+        SHARED.setdefault(_spelling, []).append(_name)

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.bound_rule import RuleState
 from gradpolicy.flow.operation_rule import DispatchMode, DispatchTable, OperationRule, note_taken
-from gradpolicy.flow.operations import as_rule, name_of, resolve_operation
+from gradpolicy.flow.operations import as_rule, resolve_operation
 from gradpolicy.flow.policy_report import Outcome, ReportRow, report_unmet
 from gradpolicy.flow.tracing import Function, checkpoints_above, has_graph, mode_at, mode_count
 from gradpolicy.rules.registry import Rule, RuleFunction
@@ -121,7 +121,7 @@ class Block:
         row = self.row
         if self._has_warned or not (self.states.keys() - row.matched.keys() or row.opaque_calls or row.lost):
             return
-        row.note_all(Outcome.PLAIN, map(name_of, self.table.seen))
+        row.note_all(Outcome.PLAIN, self.table.names_seen)
         row.note_all(Outcome.TAKEN, self.taken)
         names = tuple(name for name, state in self.states.items() if not state.acted_in_compiled_code)
         row = replace(row, name=self.subject, operations=names)

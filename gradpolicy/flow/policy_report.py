@@ -13,7 +13,7 @@ from torch import Tensor
 from gradpolicy.display import Displayed
 from gradpolicy.errors import PolicyError, nearest, shortened, warn_user
 from gradpolicy.flow.locations import is_below
-from gradpolicy.flow.operations import operation_names
+from gradpolicy.flow.operations import takes_rule
 from gradpolicy.flow.tracing import runs_while_tracing
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ class ReportRow:
             return "it ran only with arguments that make it another operation"
         if self.opaque_calls:
             return f"it may run within {_listed(self.opaque_calls)}, which cannot be seen into"
-        named = sorted(ran & set(operation_names()))
+        named = sorted(filter(takes_rule, ran))
         if not named:
             return "nothing ran there that a rule could be put on"
         return nearest(never[0], named).replace("valid names", "what ran there")

@@ -180,6 +180,11 @@ def _unmet(report: Mapping[str, ReportRow], model: nn.Module) -> Iterator[str]:
     thaws = any(not parameter.requires_grad for parameter in model.parameters())
     for name, row in report.items():
         yield from (f"{name}: {clause}" for clause in row.unseen)
+        if row.kind in ("Guided", "Deconv") and row.operations == ("relu",):
+            yield from (
+                f"{name}: {other} ran there with the plain gradient; if it is a ReLU, name it (ops=…)"
+                for other in sorted(row.operations_met & {"maximum", "relu6"})
+            )
         if message := check_operations(row, may_get_gradient=thaws):
             yield f"{name}: {message}"
 

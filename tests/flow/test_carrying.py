@@ -201,6 +201,12 @@ def test_vmap_and_grad_give_the_same_as_autograd(gradient):
     torch.testing.assert_close(found, expected)
 
 
+def scattered(target, index, value):
+    """Return a target into which a value was scattered in place."""
+    target.scatter_(-1, index, value)
+    return target
+
+
 @pytest.mark.parametrize("name", ["identity", "gumbel"])
 @pytest.mark.parametrize(
     "one_hot",
@@ -209,6 +215,10 @@ def test_vmap_and_grad_give_the_same_as_autograd(gradient):
         lambda x: F.one_hot(x.argmax(-1)[[1, 0]].view(2, 1)).float()[[1, 0], 0],
         lambda x: F.one_hot(torch.argmax(x, 1, keepdim=True), 4).squeeze(1) * 1.0,
         lambda x: F.one_hot(x.argmax(-1).int().long(), 6)[:, :4].to(x),
+        lambda x: torch.zeros(2, 4).scatter_(1, x.argmax(-1, keepdim=True), 1.0),
+        lambda x: -torch.zeros(4, 2).scatter(0, index=x.argmax(-1)[None], src=-torch.ones(1, 2)).T,
+        lambda x: scattered(torch.ones(2, 4), x.argmax(-1, keepdim=True), 0.0) * -1.0 + 1.0,
+        lambda x: scattered(torch.zeros(2, 4, dtype=torch.int), x.argmax(-1, keepdim=True), 1).float(),
     ],
 )
 def test_an_argmax_that_becomes_a_one_hot_code(name, one_hot, gradient):

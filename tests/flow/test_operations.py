@@ -49,8 +49,20 @@ SPELLINGS = {
         in_place(F.relu_),
         torch.ops.aten.relu,
         torch.ops.aten.relu.default,
+        nn.Threshold(0, 0),
+        lambda x: torch.clamp(x, min=0),
+        in_place("clip_", 0.0),
+        in_place("clamp_min_", 0),
     ],
-    "relu6": [F.relu6, nn.ReLU6(), lambda x: F.hardtanh(x, 0.0, 6.0), in_place(F.relu6, inplace=True)],
+    "relu6": [
+        F.relu6,
+        nn.ReLU6(),
+        lambda x: F.hardtanh(x, 0.0, 6.0),
+        in_place(F.relu6, inplace=True),
+        in_place("clamp_", 0, max=6),
+    ],
+    "maximum": [lambda x: torch.maximum(x, X), lambda x: torch.max(x, X), lambda x: x.max(other=X)],
+    "minimum": [lambda x: torch.minimum(x, X), lambda x: torch.min(x, other=X), lambda x: x.min(X)],
     "leaky_relu": [F.leaky_relu, nn.LeakyReLU(), in_place(F.leaky_relu, inplace=True)],
     "gelu": [F.gelu, nn.GELU(), lambda x: F.gelu(x, approximate="tanh")],
     "silu": [F.silu, nn.SiLU(), in_place(F.silu, inplace=True)],
@@ -145,13 +157,13 @@ def test_every_spelling(name, gradient):
 
 @pytest.mark.parametrize(
     ("name", "dim"),
-    [("argmax", None), ("argmax", 0), ("argmax-to-one-hot", -1), ("argmax_one_hot", 0), (torch.argmax, -1)],
+    [("argmax", None), ("argmin", 0), ("argmax-to-one-hot", -1), ("argmax_one_hot", 0), (torch.argmin, -1)],
 )
-def test_one_hot_of_argmax(name, dim, gradient):
+def test_one_hot_of_argmax_and_argmin(name, dim, gradient):
     scores, count = torch.randn(3, 4), {None: 12, 0: 3, -1: 4}[dim]
 
     def one_hot(x):
-        return F.one_hot(x.argmax(dim), count).to(x.dtype)
+        return F.one_hot((x.argmin if name in ("argmin", torch.argmin) else x.argmax)(dim), count).to(x.dtype)
 
     weights = torch.randn_like(one_hot(scores))
     with gp.gradient_override({name: "identity"}):
@@ -166,6 +178,9 @@ def test_one_hot_of_argmax(name, dim, gradient):
         ("hardtanh", nn.ReLU6(), [0.0, 0.0, 1.0, 1.0]),
         ("relu6", nn.Hardtanh(), [0.0, 1.0, 1.0, 0.0]),
         ("floor_divide", lambda x: x / 2, [0.5] * 4),
+        ("relu", lambda x: x.clamp(0, 1) + x.clip(max=0) + F.threshold(x, 1.0, 0.0), [1.0, 1.0, 1.0, 1.0]),
+        ("relu6", lambda x: torch.clamp(x, 0, 2), [0.0, 0.0, 1.0, 0.0]),
+        ("max", lambda x: torch.max(x, X[0]) + x.max(), [0.5 + 10, 11.0, 11.0, 11.0]),
         ("div", lambda x: x / 2 + torch.div(x, 2, rounding_mode="floor"), [10.0] * 4),
         ("bernoulli", lambda x: x + (x * 1).bernoulli_(0.5), [1.0] * 4),
     ],
@@ -189,10 +204,17 @@ def test_operator_of_torch_library(gradient):
     def halved(x: torch.Tensor) -> torch.Tensor:
         return x / 2
 
-    for key in (halved, torch.ops.tests_flow.halved, torch.ops.tests_flow.halved.default):
+    operator, names = (
+        torch.ops.tests_flow.halved,
+        ("tests_flow::halved", "torch.ops.tests_flow.halved.default"),
+    )
+    for key in (halved, operator, operator.default, *names):
         with gp.gradient_override({key: "identity"}):
             found, _ = gradient(halved, X)
         assert torch.equal(found, torch.ones(4))
+        assert (
+            pickle.loads(pickle.dumps(resolve_operation(key))).functions == resolve_operation(key).functions
+        )
 
 
 @pytest.mark.parametrize(
@@ -205,6 +227,10 @@ def test_operator_of_torch_library(gradient):
         (3, "name or a torch function"),
         ("roud", "'round'"),
         ("ReLU", "'relu'"),
+        ("nn.ReLU", "unknown operation 'nn.ReLU'; did you mean 'relu'"),
+        ("torch.nn.ReLU", "did you mean 'relu'"),
+        ("nowhere.relu", "needs nowhere, which is not installed$"),
+        ("nowhere::relu", "import the library that registers it"),
         ("flor_divide", "floor_divide"),
         ("init", "unknown"),
     ],

@@ -56,6 +56,12 @@ class Steps(nn.Module):
             r"'heaviside' was never met; what ran there: 'gt', 'lt'.* 'where'",
         ),
         ("round", lambda x: x.long(), "what ran there: 'long'"),
+        (
+            "round",
+            lambda x: torch.cat([x.exp().cumsum(0), x.sin()]).mean(),
+            "ran there: 'cat', 'cumsum', 'exp', 'mean', 'sin'",
+        ),
+        ("relu", nn.ReLU6(), "did you mean 'relu6'"),
     ],
 )
 def test_block_names_what_ran(operation, run, message, strict, x, warned):
@@ -392,6 +398,13 @@ def test_says_what_hides_an_operation_that_acts_elsewhere(kind, warned, as_modul
         gp.gradient_override({operation: "identity"}, strict=True),
     ):
         model(x)
+
+
+def test_the_plan_names_what_may_be_a_relu_and_is_not_guided(as_module, x):
+    model = as_module(lambda x: F.relu6(x) + torch.max(x, torch.zeros(4)) + x.clamp(min=0) + x.max())
+    planned = gp.plan(model, [gp.Guided()], lambda copy: copy(x).sum())
+    assert [line.split(" ran")[0] for line in planned.warnings] == ["guided: maximum", "guided: relu6"]
+    assert planned.rows[0].operations == {"relu": 1}
 
 
 def counted(x):
