@@ -1,12 +1,13 @@
 """The policy that sets learning rates and other optimizer settings of parameters."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from gradpolicy.checks import check_call, check_number, check_setting
 from gradpolicy.errors import KnowsItsArguments, PolicyError, shown, under
+from gradpolicy.masks.base import Layer
 from gradpolicy.masks.layers import Groups, find_layers, layers_of, read_groups
 from gradpolicy.policies import Policy, WhenLike
 from gradpolicy.schedules import value_at
@@ -46,16 +47,19 @@ class LayerDecay(KnowsItsArguments):
         groups = "" if self.groups is None else f", groups={self.groups!r}"
         return f"LayerDecay({self.decay}{groups})"
 
-    def factors(self, parameters: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return the factor of each parameter.
+    def layers(self, parameters: Mapping[str, Tensor]) -> list[Layer]:
+        """Return the layers from the input to the output.
 
         Raises:
-            PolicyError: If a group matches none of them, or two groups overlap.
+            PolicyError: If a group matches none of the parameters, or two groups overlap.
         """
         if self.groups is None:
-            layers = find_layers(parameters)
-        else:
-            layers = layers_of("LayerDecay.groups", self.groups, parameters)
+            return find_layers(parameters)
+        return layers_of("LayerDecay.groups", self.groups, parameters)
+
+    def factors(self, parameters: Mapping[str, Tensor]) -> dict[str, float]:
+        """Return the factor of each parameter; see :meth:`layers`."""
+        layers = self.layers(parameters)
         depth = {name: index for index, layer in enumerate(layers) for name in layer.parameters}
         return {name: self.decay ** (len(layers) - 1 - depth[name]) for name in parameters if name in depth}
 
@@ -114,16 +118,31 @@ class Rates(Policy):
             PolicyError: If a pattern matches nothing, or only parameters of earlier patterns.
         """
         found: dict[str, Settings] = {}
-        for pattern, own in self.params.items():
+        for pattern, matched, own in self._matches(named):
+            factor = own.get("lr")
             with under(pattern):
-                matched = {name: p for name, p in pick(named, pattern).items() if name not in found}
-                if not matched:
-                    raise PolicyError("a pattern before it has all that it matches")
-                factor = own.get("lr")
                 factors = factor.factors(matched) if isinstance(factor, LayerDecay) else None
             for name in matched:
                 found[name] = own if factors is None else {**own, "lr": factors.get(name, 1.0)}
         return found
+
+    def layers_of(self, named: Mapping[str, Named]) -> list[Layer]:
+        """Return the layers that a :class:`LayerDecay` counts."""
+        decays = ((matched, own.get("lr")) for _, matched, own in self._matches(named))
+        return [
+            layer for matched, one in decays if isinstance(one, LayerDecay) for layer in one.layers(matched)
+        ]
+
+    def _matches(self, named: Mapping[str, Named]) -> Iterator[tuple[str, dict[str, Named], Settings]]:
+        """Yield each pattern, what it matches and none before it does, and its settings."""
+        seen: set[str] = set()
+        for pattern, own in self.params.items():
+            with under(pattern):
+                matched = {name: p for name, p in pick(named, pattern).items() if name not in seen}
+                if not matched:
+                    raise PolicyError("a pattern before it has all that it matches")
+            yield pattern, matched, own
+            seen |= matched.keys()
 
     def course(self, named: Mapping[str, Named]) -> str:
         """Return the initial settings as text, such as ``lr × 0.25 to 1, weight_decay 0.0``."""

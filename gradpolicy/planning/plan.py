@@ -13,7 +13,7 @@ from gradpolicy.flow.install import checked_policies
 from gradpolicy.flow.locations import check_cuts
 from gradpolicy.freezing.bound_policy import BoundPolicy, layers_under, masks_never_change
 from gradpolicy.freezing.combined import combine
-from gradpolicy.masks.base import MaskSource
+from gradpolicy.masks.base import Layer, MaskSource
 from gradpolicy.planning.first_step import FirstStep, Optimizers, Step, first_step, of_kind
 from gradpolicy.planning.plan_table import Plan, PlanRow
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
@@ -90,7 +90,7 @@ def plan(
         ),
         without_gradient=tuple(without),
         zero_gradient=tuple(name for name in sizes if name not in (*getting, *without)),
-        warnings=(*_vain_warnings(found, masks), *found.warnings),
+        warnings=(*_vain_warnings(found, masks), *_idle_layers(found), *found.warnings),
         layers=layers,
     )
 
@@ -149,6 +149,21 @@ def _vain_warnings(found: FirstStep, masks: Mapping[str, Mask]) -> Iterator[str]
     others = [key for key in found.parameters if key not in matched_by_any and masks[key] is not False]
     if (named := [key for key in others if not found.gets_gradient(key)]) and found.policies:
         yield f"{shortened(named)} train, but get no gradient: {_why_vain(named, found)}"
+
+
+def _idle_layers(found: FirstStep) -> Iterator[str]:
+    """Yield a line for each policy that counts layers without a gradient beside others with one."""
+    rates = of_kind(found.policies, Rates)
+    counted: dict[str, Iterable[Layer]] = {
+        **{name: each.source.layer_groups for name, each in found.bound.items()},
+        **{name: each.layers_of(found.matched[name]) for name, each in rates.items()},
+    }
+    for name, layers in counted.items():
+        reached = [layer for layer in layers if any(map(found.gets_gradient, layer.parameters))]
+        idle = [layer.name for layer in layers if layer not in reached]
+        if idle and reached:
+            out = f"put '{idle[0]}.*': 1.0 before it" if name in rates else f"exclude it (!{idle[0]}.*)"
+            yield f"{name}: counts {shortened(idle)} as a layer, which gets no gradient: {out}"
 
 
 def _why_vain(names: Iterable[str], found: FirstStep) -> str:

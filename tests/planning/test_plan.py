@@ -176,6 +176,23 @@ def test_what_gets_no_gradient_is_the_first_warning_and_does_not_count_as_traini
     assert passed.rows[0].training_share == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        gp.Rates({"*": gp.LayerDecay(0.5)}),
+        gp.Rates({"pooler.*": 1.0, "*": gp.LayerDecay(0.5)}),
+        gp.Freeze(gp.masks.Gradual()),
+        gp.Freeze(gp.masks.Gradual(), params=["*", "!pooler.*"]),
+    ],
+)
+def test_layers_without_a_gradient_that_a_policy_counts_are_named(policy):
+    model = Normed()
+    model.pooler = nn.Linear(2, 2)
+    planned = gp.plan(model, {"own": policy}, lambda model: model(torch.randn(8, 4)).square().sum())
+    named = [line for line in planned.warnings if "counts pooler as a layer, which gets no" in line]
+    assert len(named) == ("pooler" not in repr(policy))
+
+
 def test_only_some_parameters_without_a_gradient_are_named(plan_of):
     plan = plan_of({"all": gp.Freeze(gp.masks.Random(0.5)), "cut": gp.Scale(2.0, params="*")})
     assert [warning.partition(" (")[0] for warning in plan.warnings[:2]] == [
