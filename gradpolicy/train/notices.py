@@ -52,7 +52,7 @@ class Notices:
 
     def follow(self, model: nn.Module, installed: Installed | None) -> None:
         """Set the model, and the flow policies on it."""
-        self._model, self._installed, self._freezer = model, installed, None
+        self._model, self._installed = model, installed
 
     def attach(self, freezer: Freezer | None, optimizers: Sequence[Any], *, partitioned: bool) -> None:
         """Check that every policy is installed, and warn of what is known before training.

@@ -5,13 +5,17 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from gradpolicy.policies import Policy
-from gradpolicy.train.lightning.trainer_parts import STEP_METHODS, callbacks_of, check_weight_averaging
+from gradpolicy.train.lightning.trainer_parts import (
+    DEEPSPEED,
+    STEP_METHODS,
+    AnyCallback,
+    check_weight_averaging,
+)
 from gradpolicy.train.step_in_backward import refused
 from gradpolicy.train.training_run import Driven, Run, check_evaluates, needs_masks
 
@@ -19,7 +23,7 @@ from gradpolicy.train.training_run import Driven, Run, check_evaluates, needs_ma
 STEP_POINTS = {"": STEP_METHODS}
 
 
-class GradientPolicies(Driven, Callback):
+class GradientPolicies(Driven, AnyCallback):
     """Installs gradient policies for a Lightning run and removes them afterwards.
 
     The callback does the following:
@@ -89,7 +93,7 @@ class GradientPolicies(Driven, Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check, before training, that no callback averages frozen weights."""
         if stage == "fit":
-            check_weight_averaging(callbacks_of(trainer, Callback), self.policies)
+            check_weight_averaging(trainer.callbacks, self.policies)  # type: ignore[attr-defined]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install all policies, now that the model is on its device and wrapped, and the optimizers exist."""
@@ -98,7 +102,7 @@ class GradientPolicies(Driven, Callback):
         check_evaluates(self.policies, trainer.enable_validation, expected)
         if self.step_in_backward:
             _check_step_in_backward(trainer)
-        if not isinstance(strategy, DeepSpeedStrategy):
+        if not isinstance(strategy, DEEPSPEED):
             # The same configuration also runs on one process, which sends nothing.
             strategy.optimizers = run.install(
                 pl_module,
@@ -160,7 +164,7 @@ class GradientPolicies(Driven, Callback):
         """Pass the unscaled gradients to sources and measurements, before they are clipped."""
         if self.run.reads_gradients:
             _unscale(trainer, optimizer)
-        if not isinstance(trainer.strategy, DeepSpeedStrategy):
+        if not isinstance(trainer.strategy, DEEPSPEED):
             self.run.gradients(optimizer)
 
     def on_train_batch_end(
@@ -213,7 +217,7 @@ class GradientPolicies(Driven, Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Pass the metrics to mask sources, and switch back from validation within a fit."""
-        if trainer.state.fn is TrainerFn.FITTING:
+        if trainer.state.fn == TrainerFn.FITTING:
             if not trainer.sanity_checking:
                 self.run.report(trainer.callback_metrics)
                 self._stop_if_finished(trainer, trainer.current_epoch)
@@ -231,7 +235,7 @@ def _check_step_in_backward(trainer: Trainer) -> None:
     Raises:
         PolicyError: If something does.
     """
-    if isinstance(trainer.strategy, DeepSpeedStrategy):
+    if isinstance(trainer.strategy, DEEPSPEED):
         raise refused("DeepSpeed, whose engine steps", "another strategy")
     if trainer.accumulate_grad_batches != 1:
         raise refused(f"accumulate_grad_batches={trainer.accumulate_grad_batches}", "1")

@@ -1,10 +1,10 @@
-"""Parts of Lightning's Trainer that callbacks read, and a check of its callbacks."""
+"""Parts of both Lightning packages' Trainers that callbacks read, and a check of their callbacks."""
 
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+import pytorch_lightning
+from lightning.pytorch import Callback, Trainer, callbacks, strategies
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.freezing.bound_policy import masks_never_change
@@ -13,7 +13,20 @@ from gradpolicy.policies import Freeze, Policy
 # The methods that Lightning calls instead of the forward method of a LightningModule.
 STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 
+# `lightning` and `pytorch_lightning` have the same classes, each its own.
+PACKAGES = ((callbacks, strategies), (pytorch_lightning.callbacks, pytorch_lightning.strategies))
+AVERAGING = tuple(
+    kind for one, _ in PACKAGES for kind in (one.WeightAveraging, one.StochasticWeightAveraging)
+)
+EMA = tuple(one.EMAWeightAveraging for one, _ in PACKAGES)
+DEEPSPEED = tuple(one.DeepSpeedStrategy for _, one in PACKAGES)
+
 Kind = TypeVar("Kind", bound=Callback)
+_Twin: Any = pytorch_lightning.Callback
+
+
+class AnyCallback(Callback, _Twin):
+    """A callback that the Trainers of both packages take."""
 
 
 def callbacks_of(trainer: Trainer, kind: type[Kind]) -> list[Kind]:
@@ -22,7 +35,7 @@ def callbacks_of(trainer: Trainer, kind: type[Kind]) -> list[Kind]:
     return [each for each in trainer.callbacks if isinstance(each, kind)]  # type: ignore[attr-defined]
 
 
-def check_weight_averaging(callbacks: Iterable[Callback], policies: Mapping[str, Policy]) -> None:
+def check_weight_averaging(given: Iterable[object], policies: Mapping[str, Policy]) -> None:
     """Check that no callback averages weights whose masks change during training.
 
     An average over all steps mixes the values of an entry from before and after it froze. If masks never
@@ -32,11 +45,7 @@ def check_weight_averaging(callbacks: Iterable[Callback], policies: Mapping[str,
         PolicyError: If a callback averages weights whose masks change; or if it is EMAWeightAveraging, which
             rounds averages of equal values to others.
     """
-    averaging = [
-        type(callback).__name__
-        for callback in callbacks
-        if isinstance(callback, WeightAveraging | StochasticWeightAveraging)
-    ]
+    averaging = [type(callback).__name__ for callback in given if isinstance(callback, AVERAGING)]
     freezing = {name: policy for name, policy in policies.items() if isinstance(policy, Freeze)}
     if not averaging or not freezing:
         return
@@ -47,7 +56,7 @@ def check_weight_averaging(callbacks: Iterable[Callback], policies: Mapping[str,
             "these; leave it out, give the policy masks that never change, or average active entries alone "
             "in a loop of your own (docs/python.md, Averaged weights)"
         )
-    if any(isinstance(callback, EMAWeightAveraging) for callback in callbacks):
+    if any(isinstance(callback, EMA) for callback in given):
         raise PolicyError(
             f"policy.{next(iter(freezing))}: {averaging[0]} rounds the average of equal values, which moves "
             "frozen entries; use WeightAveraging("

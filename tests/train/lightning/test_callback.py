@@ -4,6 +4,7 @@ import contextlib
 import copy
 import csv
 import functools
+import importlib
 import itertools
 import math
 import warnings
@@ -739,3 +740,30 @@ def test_warnings_that_a_plan_has_shown_are_not_repeated(loader, train):
         gp.plan(Normalized(), policies, lambda copy: training_loss(copy, batch)).warnings
     )
     assert caught(train, callback) == []
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_trainers_of_both_lightning_packages_take_it_and_report_after_each_validation(
+    package, two_layers, loader, capsys
+):
+    lightning = importlib.import_module(package)
+
+    class Twin(lightning.LightningModule):
+        forward, configure_optimizers = TwoLayers.forward, TwoLayers.configure_optimizers
+        training_step, validation_step = TwoLayers.training_step, TwoLayers.validation_step
+        optimizer = torch.optim.AdamW
+
+        def __init__(self):
+            super().__init__()
+            self.trunk, self.head = two_layers.trunk, two_layers.head
+
+    head = {"params": "head.*", "until": {"metric": "val/loss", "patience": 1, "min_delta": 9.0}}
+    phases = gp.masks.Phases([head, {"params": "*"}])
+    callback, seen = gp.GradientPolicies({"thaw": gp.Freeze(phases), **ROUNDING}, log=False), []
+    callback.run.report, report = lambda metrics: [seen.append(metrics), report(metrics)], callback.run.report
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(accelerator="cpu", max_epochs=3, callbacks=[callback], **quiet)
+    trainer.fit(Twin(), loader, loader)
+    # Not after the sanity check, which has not made the table wrong either.
+    assert (len(seen), phases.phase) == (3, 1)
+    assert "18 of 130 entries" in capsys.readouterr().out
