@@ -431,7 +431,7 @@ class DispatchMode(TorchFunctionMode):
 
     def _call(self, func: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         table = self.table
-        if torch.is_grad_enabled():
+        if (is_traced() or func in OPAQUE_CALLS) and torch.is_grad_enabled():
             name = _opaque_name(func)
             for state, reason in table.opaque.get(name, ()):
                 if state.active:

@@ -239,8 +239,10 @@ def name_of(function: Function) -> str:
 
 def name_of_call(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> str:
     """Return the name of the operation that a call of a function in ``SHARED`` is, for messages."""
-    names = (name for name in SHARED[function] if _DECIDED_BY_ARGUMENTS[name](function, args, kwargs))
-    return next(names, name_of(function))
+    for name in SHARED[function]:
+        if _DECIDED_BY_ARGUMENTS[name](function, args, kwargs):
+            return name
+    return name_of(function)
 
 
 def takes_rule(name: str) -> bool:
@@ -405,33 +407,22 @@ def _names() -> frozenset[str]:
     }
 
 
-def _rounds_down(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-    return function in _ROUND_DOWN_ALWAYS or kwargs.get("rounding_mode") == "floor"
+def _is(value: Any, number: Any) -> bool:
+    # A tensor does not decide: its values may be on another device.
+    return value is number or (isinstance(value, int | float) and value == number)
 
 
-def _does_not_round(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-    return kwargs.get("rounding_mode") is None
+def _with_numbers(*cases: tuple[frozenset[Function], tuple[str, str], tuple]) -> Decision:
+    """Return a decision: False for a function of a case whose two arguments are not these numbers."""
 
+    def decide(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+        for functions, (first, second), (one, other) in cases:
+            if function in functions:
+                found = args[1] if len(args) > 1 else kwargs.get(first)
+                return _is(found, one) and _is(args[2] if len(args) > 2 else kwargs.get(second), other)
+        return True
 
-def _given(names: tuple[str, ...], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name; tensors as None, since only numbers decide."""
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return {key: None if isinstance(value, Tensor) else value for key, value in given.items()}
-
-
-def _is_relu(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-    if function in _THRESHOLD:
-        given = _given(("input", "threshold", "value"), args, kwargs)
-        return given.get("threshold") == given.get("value") == 0
-    given = _given(("input", "min", "max"), args, kwargs)
-    return function not in _CLAMP or (given.get("min") == 0 and given.get("max", kwargs.get("max")) is None)
-
-
-def _is_relu6(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-    # torch.nn.ReLU6 calls hardtanh(x, 0, 6), so the bounds decide.
-    ends = ("min_val", "max_val") if function in _HARDTANH else ("min", "max")
-    given = _given(("input", *ends), args, kwargs)
-    return function in _RELU6 or [given.get(end) for end in ends] == [0, 6]
+    return decide
 
 
 def _of_two(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
@@ -440,8 +431,12 @@ def _of_two(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _draws_independently(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-    given = _given(("input", "num_samples", "replacement"), args, kwargs)
+    given = {**dict(zip(("input", "num_samples", "replacement"), args, strict=False)), **kwargs}
     return bool(given.get("replacement")) or given.get("num_samples") == 1
+
+
+def _unless(decide: Decision) -> Decision:
+    return lambda function, args, kwargs: not decide(function, args, kwargs)
 
 
 def _casts_to(dtype: torch.dtype) -> Decision:
@@ -465,23 +460,27 @@ _TO_NUMBERS = frozenset(
     if getattr(function, "__name__", "").startswith("__")
 )
 _ROUND_DOWN_ALWAYS = _spellings("floor_divide") - _spellings("div")
-_CLAMP, _HARDTANH, _THRESHOLD = _spellings("clamp"), _spellings("hardtanh"), _spellings("threshold")
-_RELU6 = _spellings("relu6") - _CLAMP - _HARDTANH
 _OF_TWO = (_spellings("maximum") | _spellings("minimum")) - _spellings("max") - _spellings("min")
+_ENDS = (_spellings("clamp"), ("min", "max"))
+_is_relu = _with_numbers((*_ENDS, (0, None)), (_spellings("threshold"), ("threshold", "value"), (0, 0)))
+# torch.nn.ReLU6 calls hardtanh(x, 0, 6).
+_is_relu6 = _with_numbers((*_ENDS, (0, 6)), (_spellings("hardtanh"), ("min_val", "max_val"), (0, 6)))
 _DECIDED_BY_ARGUMENTS: dict[str, Decision] = {
     "categorical": _draws_independently,
-    "div": _does_not_round,
-    "floor_divide": _rounds_down,
-    "hardtanh": lambda function, args, kwargs: not _is_relu6(function, args, kwargs),
-    "maximum": _of_two,
-    "minimum": _of_two,
+    "div": lambda function, args, kwargs: kwargs.get("rounding_mode") is None,
+    "floor_divide": lambda function, args, kwargs: (
+        function in _ROUND_DOWN_ALWAYS or kwargs.get("rounding_mode") == "floor"
+    ),
+    "hardtanh": _unless(_is_relu6),
+    **dict.fromkeys(("max", "min"), _unless(_of_two)),
+    **dict.fromkeys(("maximum", "minimum"), _of_two),
     "relu": _is_relu,
     "relu6": _is_relu6,
-    **dict.fromkeys(("max", "min"), lambda function, args, kwargs: not _of_two(function, args, kwargs)),
     **{name: _casts_to(dtype) for name, dtype in CASTS.items()},
 }
-# The functions whose arguments decide which operation a call is, each with these operations.
+# Functions that are named after another operation, each with the operations that its arguments may make it.
 SHARED: dict[Function, list[str]] = {}
-for _name in _DECIDED_BY_ARGUMENTS:
+for _name in ("maximum", "minimum", "relu", "relu6"):
     for _spelling in _spellings(_name):
-        SHARED.setdefault(_spelling, []).append(_name)
+        if name_of(_spelling) != _name:
+            SHARED.setdefault(_spelling, []).append(_name)
