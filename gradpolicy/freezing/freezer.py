@@ -56,6 +56,7 @@ class Freezer:
         matched: The parameters that match any policy, by name.
         dropped: Parameters whose gradients are computed in this update, but dropped like those of updates in
             which ``requires_grad`` is disabled.
+        check_graphs: Checks that layers which train were in a graph, after a backward pass or its failure.
         may_change: True if masks may change after the first update.
         observers: Objects that are called when masks change.
 
@@ -87,7 +88,7 @@ class Freezer:
         self._gradients = ComputedGradients(
             model, self._bindings.optimized.values(), self.parameters, toggle=toggle_requires_grad
         )
-        self.dropped = self._gradients.dropped
+        self.dropped, self.check_graphs = self._gradients.dropped, self._gradients.check_graphs
         self._still = StillModules(model)
         # The step whose masks are set; None before the first step and after loading a state.
         self._step: int | None = None

@@ -56,6 +56,7 @@ class ComputedGradients:
         self._rows = RowGradients(model)
         self._wanted: set[str] = set()
         self._requires_grad = RequiresGrad(model, groups)
+        self.check_graphs = self._requires_grad.check_graphs
 
     def update(self, masks: Mapping[str, Mask], wanted: set[str], *, changed: bool) -> None:
         """Choose the gradients of an update.
@@ -81,7 +82,7 @@ class ComputedGradients:
 
     def observe(self) -> None:
         """Check that layers which train were in a graph, and remove gradients that are dropped."""
-        self._requires_grad.check_graphs()
+        self.check_graphs()
         for parameter in self.dropped:
             parameter.grad = None
         self._computes_all = False

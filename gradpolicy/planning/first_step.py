@@ -160,18 +160,28 @@ def _flow_report(
 
 
 def _observe(
-    model: nn.Module, policies: Mapping[str, FlowPolicy], active: Set[str], step: Step
+    model: nn.Module,
+    policies: Mapping[str, FlowPolicy],
+    active: Set[str],
+    step: Step,
+    *,
+    reentrant: bool = False,
 ) -> tuple[dict[str, Tensor | None], dict[str, ReportRow]]:
-    """Do one step with some of the policies active."""
+    """Do one step with some of the policies active; ``reentrant``: with a backward pass to all leaves."""
     entry_point = "training_step" if hasattr(model, "training_step") else "forward"
     installed = install(model, policies, entry_points={"": [entry_point]})
     try:
         for name in policies:
             installed.set_active(name, name in active)
-        gradients = _gradients(step(model), _trainable(model))
+        gradients = _gradients(step(model), _trainable(model), reentrant=reentrant)
         return gradients, {row.name: row for row in installed.report().rows}
+    except RuntimeError as error:
+        # Reentrant checkpoints refuse gradients of chosen tensors.
+        if reentrant or "use_reentrant" not in str(error):
+            raise
     finally:
         installed.remove(quiet=True)
+    return _observe(model, policies, active, step, reentrant=True)
 
 
 def _unmet(report: Mapping[str, ReportRow], model: nn.Module) -> Iterator[str]:
@@ -189,9 +199,16 @@ def _unmet(report: Mapping[str, ReportRow], model: nn.Module) -> Iterator[str]:
             yield f"{name}: {message}"
 
 
-def _gradients(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
+def _gradients(
+    loss: Tensor, parameters: Mapping[str, nn.Parameter], *, reentrant: bool
+) -> dict[str, Tensor | None]:
     if not (loss.requires_grad and parameters):
         return dict.fromkeys(parameters)
+    if reentrant:
+        for parameter in parameters.values():
+            parameter.grad = None
+        loss.backward()
+        return {name: parameter.grad for name, parameter in parameters.items()}
     found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     return dict(zip(parameters, found, strict=True))
 

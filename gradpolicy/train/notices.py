@@ -176,11 +176,13 @@ class Notices:
         """Check that no policy cuts the loss off from all parameters; torch's own error is less clear.
 
         Raises:
-            PolicyError: If there is such a policy.
+            PolicyError: If there is such a policy, or reentrant checkpoints behind frozen layers do.
         """
         acting = [row.name for row in self._rows() if row.active and row.matched]
         flow = {name: each for name, each in self.policies.items() if isinstance(each, FlowPolicy)}
         check_cuts({name: flow[name] for name in acting})
+        if self._freezer is not None:
+            self._freezer.check_graphs()
 
     def warn(self, line: str) -> None:
         """Give a warning, on one process only."""

@@ -4,12 +4,14 @@ from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
 from gradpolicy.freezing.requires_grad import RequiresGrad, guard_group_norms
+from tests.fixtures import quiet_trainer
 from tests.freezing.conftest import freezer_of
 
 
@@ -72,9 +74,12 @@ class Checkpointed(nn.Module):
         return self.blocks[1](x)
 
 
-def train_behind_frozen_embedding(model: nn.Module, steps: int = 2, **options) -> None:
+EMBEDDING = gp.Freeze(params="embed.*")
+
+
+def train_behind_frozen_embedding(model: nn.Module, steps: int = 2, policy=EMBEDDING, **options) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with gp.training(model, optimizer, [gp.Freeze(params="embed.*")], **options) as optimizer:
+    with gp.training(model, optimizer, [policy], **options) as optimizer:
         for _ in range(steps):
             model(torch.arange(5)).square().sum().backward()
             optimizer.step()
@@ -83,9 +88,29 @@ def train_behind_frozen_embedding(model: nn.Module, steps: int = 2, **options) -
             optimizer.zero_grad()
 
 
-def test_a_reentrant_checkpoint_behind_frozen_layers_is_refused() -> None:
+# Of the second no loss requires a gradient, which is an error of torch.
+@pytest.mark.parametrize("policy", [EMBEDDING, gp.Train(params="blocks.0.*")])
+def test_a_reentrant_checkpoint_behind_frozen_layers_is_refused(policy: gp.Freeze) -> None:
     with pytest.raises(PolicyError, match=r"blocks\.0\.weight, .* got no gradient: .*use_reentrant=False"):
-        train_behind_frozen_embedding(Checkpointed(use_reentrant=True))
+        train_behind_frozen_embedding(Checkpointed(use_reentrant=True), policy=policy)
+    callback = gp.GradientPolicies({"own": policy}, layers=False)
+    with pytest.raises(PolicyError, match=r"blocks\.0\.weight, .* got no gradient: .*use_reentrant=False"):
+        fit_behind(Checkpointed(use_reentrant=True), callback)
+
+
+def fit_behind(model: nn.Module, callback: gp.GradientPolicies) -> None:
+    module = LightningModule()
+    module.blocks, module.embed = model.blocks, model.embed
+    module.training_step = lambda batch: model(batch).square().sum()
+    module.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.1)
+    quiet_trainer(callbacks=[callback]).fit(module, torch.arange(5)[None])
+
+
+def test_the_plan_takes_reentrant_checkpoints() -> None:
+    model = Checkpointed(use_reentrant=True)
+    planned = gp.plan(model, [gp.Scale(0.5, modules="blocks.1")], lambda copy: copy(torch.arange(5)).sum())
+    assert (planned.warnings, planned.without_gradient) == ((), ())
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(("use_reentrant", "options"), [(False, {}), (True, {"toggle_requires_grad": False})])
