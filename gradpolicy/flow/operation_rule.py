@@ -380,8 +380,11 @@ class DispatchTable:
                     runs = "may run" if within is None else "runs"
                     reason = f"it {runs} {', '.join(hidden)} within torch, with the plain gradient; {ACROSS}"
                     self.opaque.setdefault(_opaque_name(function), []).append((state, reason))
-        opaque = [function for function, within in OPAQUE_CALLS.items() if within is not None]
-        show_to_compiler([*self.by_function, *opaque])
+        # Others, which hide nothing here, the compiler may trace into; control flow it knows.
+        hiding = [
+            each for each, within in OPAQUE_CALLS.items() if within and _opaque_name(each) in self.opaque
+        ]
+        show_to_compiler([*self.by_function, *hiding])
         # The functions or operations that were called without a rule, for reports.
         self.seen: set[Function | str] = set()
 

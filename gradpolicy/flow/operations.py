@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -213,7 +214,12 @@ def resolve_operation(specification: str | Function) -> Operation:
     if isinstance(specification, str):
         canonical = _canonical(specification)
         if "::" in specification or specification.startswith("torch.ops."):
-            return resolve_operation(_of_library(specification))
+            path = specification.removeprefix("torch.ops.").replace("::", ".")
+            try:
+                return resolve_operation(attrgetter(path)(torch.ops))
+            except AttributeError as error:
+                hint = "import the library that registers it before"
+                raise PolicyError(f"unknown operation {shown(specification)}; {hint}") from error
         if "." in specification and not specification.startswith(_OF_TORCH):
             return resolve_operation(import_by_name(specification))
         return _operation_named(canonical, specification)
@@ -223,9 +229,10 @@ def resolve_operation(specification: str | Function) -> Operation:
     if name is not None:
         return _operation_named(name, name)
     if not isinstance(specification, _OPERATORS):
+        written = getattr(specification, "__name__", type(specification).__name__)
         raise PolicyError(
             f"an operation is a name or a torch function, got {shown(specification)}; a call of that never "
-            f"arrives where rules are put; {_nearest_operation(specification)}"
+            f"arrives where rules are put; {nearest(written, _names())}"
         )
     packet: Any = getattr(specification, "overloadpacket", specification)
     spellings = {function: spelling_of(function) for function in _with_overloads(packet)}
@@ -304,26 +311,6 @@ def spelling_of(function: Function) -> Spelling:
     else:
         writes = name.endswith("_")
     return Spelling(writes, function is Tensor.where, name.strip("_") == "bernoulli")
-
-
-def _nearest_operation(specification: object) -> str:
-    kind = specification if isinstance(specification, type) else type(specification)
-    return nearest(getattr(specification, "__name__", kind.__name__), _names())
-
-
-def _of_library(name: str) -> Function:
-    """Return the operator of ``torch.library`` named ``"space::name"`` or ``"torch.ops.space.name"``.
-
-    Raises:
-        PolicyError: If there is none.
-    """
-    space, *parts = name.removeprefix("torch.ops.").replace("::", ".").split(".")
-    found: Any = getattr(torch.ops, space, None)
-    for part in parts:
-        found = getattr(found, part, None)
-    if not isinstance(found, _OPERATORS):
-        raise PolicyError(f"unknown operation {shown(name)}; import the library that registers it before")
-    return found
 
 
 def _canonical(name: str) -> str:

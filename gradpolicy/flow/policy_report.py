@@ -190,10 +190,7 @@ class ReportRow:
     @property
     def bare(self) -> list[str]:
         """The outermost modules that should run one of the operations, as others do, and ran none."""
-        ran = [name.split(".") for name in self.ran_in if name is not None]
-        met = {
-            name for name in self.each if any(name.split(".") == one[: name.count(".") + 1] for one in ran)
-        }
+        met = {name for name in self.each if any(is_below(ran, [name]) for ran in self.ran_in)}
         kinds = {self.each[name] for name in met} | {None}
         if self.compiled or self.ran_off or not met:
             return []
