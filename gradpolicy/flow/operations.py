@@ -15,7 +15,7 @@ from gradpolicy.errors import PolicyError, nearest, shown
 from gradpolicy.flow.arguments import returns_tensors, signatures_of
 from gradpolicy.flow.tracing import Function
 from gradpolicy.imports import import_by_name
-from gradpolicy.rules.derivative import OperationDerivative
+from gradpolicy.rules.derivative import Derivative
 from gradpolicy.rules.registry import Rule, RuleFunction, get_rule, rule_names, unknown_rule
 
 # The namespaces that are searched for an operation, besides torch.Tensor and torch.ops.aten.
@@ -296,9 +296,9 @@ def find_rule(specification: str | Rule | RuleFunction | Function) -> Rule:
 @cache
 def derivative_of(operation: Operation) -> Rule:
     """Return the rule that computes an operation's derivative at the same inputs."""
-    function = OperationDerivative(
-        operation, f"operation {operation.name!r}", signatures_of(operation.name, operation.functional)
-    )
+    signatures = signatures_of(operation.name, operation.functional)
+    settings = sorted({name for one in signatures for name in one.parameters} - {"input", "out"})
+    function = Derivative(operation, f"operation {operation.name!r}", signatures, settings)
     return Rule(f"derivative of {operation.name}", function, reads=("inputs",))
 
 

@@ -3,7 +3,8 @@
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -25,24 +26,32 @@ class Derivative:
         function: f, tensors to one tensor.
         name: Its name in messages, such as ``"operation 'tanh'"``.
         signatures: The signatures of f, one an overload. If there are none, f gets all inputs.
+        settings: Names of parameters of f whose values, such as ``dim``, are those of the operation's call.
     """
 
     def __init__(
-        self, function: Callable[..., Tensor], name: str, signatures: Iterable[inspect.Signature]
+        self,
+        function: Callable[..., Tensor],
+        name: str,
+        signatures: Iterable[inspect.Signature],
+        settings: Collection[str] = (),
     ) -> None:
-        self.function = function
-        self.name = name
+        self.function, self.name, self.settings = function, name, settings
         # Compiled code cannot read signatures.
         self.tensor_names = tuple(map(_names_of_tensors, signatures))
 
     def __call__(
-        self, grad: Tensor, inputs: Inputs, output: Tensor, **parameters: Any
+        self, grad: Tensor, inputs: Inputs, output: Tensor, *, call: Call | None = None, **parameters: Any
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs, for these keyword arguments of f.
 
         Raises:
             PolicyError: If f takes none of the inputs, or its value has another shape than ``grad``.
         """
+        arguments = {} if call is None else call.arguments
+        for name in self.settings:
+            if name in arguments and _is_setting(arguments[name]):
+                parameters[name] = arguments[name]
         function = functools.partial(self.function, **parameters) if parameters else self.function
         given = inputs[: self._count(parameters, len(inputs))]
         if not given:
@@ -67,11 +76,11 @@ class Derivative:
 
     def _count(self, parameters: Iterable[str], available: int) -> int:
         """Return how many of the available tensors f takes beside these keyword arguments."""
-        counts = []
+        counts = [0 if self.tensor_names else available]
         for names in self.tensor_names:
-            free = [*names, *[""] * available] if names[-1:] == ("*",) else names
-            counts.append(next((n for n, name in enumerate(free) if name in parameters), len(free)))
-        return min(available, max(counts)) if counts else available
+            free = list(takewhile(lambda name: name not in parameters, names))
+            counts.append(available if "*" in free else len(free))
+        return min(available, max(counts))
 
 
 def _names_of_tensors(signature: inspect.Signature) -> tuple[str, ...]:
@@ -92,36 +101,6 @@ def _names_of_tensors(signature: inspect.Signature) -> tuple[str, ...]:
 
 
 _SETTINGS = re.compile(r"\b(bool|int|float|complex|str|dtype|Number)\b")
-
-
-class OperationDerivative(Derivative):
-    """The function of a rule that is the derivative of another operation.
-
-    Settings that both operations have, such as ``dim``, are those of the call.
-
-    Args:
-        function: The other operation.
-        name: Its name in messages.
-        signatures: Its signatures, one an overload.
-    """
-
-    def __init__(
-        self, function: Callable[..., Tensor], name: str, signatures: Iterable[inspect.Signature]
-    ) -> None:
-        listed = list(signatures)
-        super().__init__(function, name, listed)
-        self.settings = {key for one in listed for key in one.parameters} - {"input", "out"}
-
-    def __call__(  # type: ignore[override]
-        self, grad: Tensor, inputs: Inputs, output: Tensor, *, call: Call
-    ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the inputs."""
-        shared = {
-            name: value
-            for name, value in call.arguments.items()
-            if name in self.settings and _is_setting(value)
-        }
-        return super().__call__(grad, inputs, output, **shared)
 
 
 def _is_setting(value: Any) -> bool:

@@ -58,9 +58,8 @@ def lsq(
         (tensor([1., 0.]), tensor(1.7907))
     """
     _check_inputs("lsq", inputs, "values", "step")
-    grid = _grid("lsq", bits, signed)
     values, step = inputs
-    return _through_grid(grad, values, step, torch.zeros_like(step), grid, count)[:2]
+    return _through_grid("lsq", grad, (values, step, torch.zeros_like(step)), bits, signed, count)[:2]
 
 
 @rule("lsq_plus")
@@ -109,9 +108,7 @@ def lsq_plus(
         (tensor([0., 1., 0.]), tensor(2.2659), tensor(0.2981))
     """
     _check_inputs("lsq_plus", inputs, "values", "step", "offset")
-    grid = _grid("lsq_plus", bits, signed)
-    values, step, offset = inputs
-    return _through_grid(grad, values, step, offset, grid, count)
+    return _through_grid("lsq_plus", grad, inputs, bits, signed, count)
 
 
 @rule("pact")
@@ -212,21 +209,16 @@ def _check_inputs(name: str, inputs: Inputs, *expected: str) -> None:
         raise PolicyError(f"rule {name!r}: expects the inputs ({', '.join(expected)}), got {len(inputs)}")
 
 
-def _grid(name: str, bits: int, signed: bool) -> tuple[int, int]:
-    """Return the indices of a grid's first and last point."""
+def _through_grid(
+    name: str, grad: Tensor, inputs: Inputs, bits: int, signed: bool, count: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the values, the step and the offset of a quantiser."""
     lowest, highest = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
     if highest < 1:
         raise PolicyError(
             f"rule {name!r}: bits={bits} leaves no positive point; signed grids need at least 2"
         )
-    return lowest, highest
-
-
-def _through_grid(
-    grad: Tensor, values: Tensor, step: Tensor, offset: Tensor, grid: tuple[int, int], count: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the values, the step and the offset of a quantiser with this grid."""
-    lowest, highest = grid
+    values, step, offset = inputs
     scaled = (values - offset) / step
     inside = (scaled > lowest) & (scaled < highest)
     by_step = grad * torch.where(inside, scaled.round() - scaled, scaled.clamp(lowest, highest))
