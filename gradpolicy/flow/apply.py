@@ -63,8 +63,8 @@ def apply(
         >>> y.detach(), x.grad
         (tensor([0., 1.]), tensor([1., 1.]))
     """
-    check_forward("apply", forward)
-    state = RuleState(forward_name(forward), replacing_rule("apply", rule), has_own_gradient=False)
+    found = replacing_rule("apply", rule, forward)
+    state = RuleState(forward_name(forward), found, has_own_gradient=False)
     bound_rule = BoundRule(state, f"forward {state.name!r}")
     if not is_compiling():
         ReportRow.uses += 1
@@ -92,12 +92,15 @@ def apply(
     return replace(bound_rule, values, inputs, with_discrete=True)
 
 
-def replacing_rule(caller: str, rule: str | Rule | RuleFunction) -> Rule:
-    """Return a rule for a forward that has no gradient of its own.
+def replacing_rule(caller: str, rule: str | Rule | RuleFunction, forward: object) -> Rule:
+    """Return a rule for a forward, which has no gradient of its own.
 
     Raises:
-        PolicyError: If there is no such rule, or it modifies an operation's own gradients.
+        PolicyError: If there is no such rule, it modifies an operation's own gradients, or the forward is no
+            function.
     """
+    if not callable(forward):
+        raise PolicyError(f"{caller}: the forward must be a function, got {shown(forward)}")
     found = as_rule(rule)
     if found.own:
         raise PolicyError(
@@ -105,16 +108,6 @@ def replacing_rule(caller: str, rule: str | Rule | RuleFunction) -> Rule:
             "has none; give a rule (grad, inputs, output) that makes the gradient"
         )
     return found
-
-
-def check_forward(caller: str, forward: object) -> None:
-    """Check that a forward is callable.
-
-    Raises:
-        PolicyError: If it is not.
-    """
-    if not callable(forward):
-        raise PolicyError(f"{caller}: the forward must be a function, got {shown(forward)}")
 
 
 def run_forward(forward: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], numpy: bool) -> Any:

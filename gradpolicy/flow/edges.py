@@ -45,37 +45,33 @@ class Replaced(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(bound_rule: BoundRule, floating: tuple[bool, ...], *tensors: Tensor) -> Any:
-        """Return the floating-point values.
+    def forward(bound_rule: BoundRule, count: int, *tensors: Tensor) -> Any:
+        """Return the values.
 
         Args:
             bound_rule: The rule.
-            floating: For each value, False if it is an integer or boolean tensor that the rule only reads.
+            count: The number of values.
             *tensors: The values, then the inputs from which they were computed.
         """
         # If an input were returned, autograd would make it a view, which forbids in-place operations.
-        values = tuple(
-            tensor.detach() for tensor, is_floating in zip(tensors, floating, strict=False) if is_floating
-        )
-        return values[0] if len(values) == 1 else values
+        if count == 1:
+            return tensors[0].detach()
+        return tuple(tensor.detach() for tensor in tensors[:count])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         """Save the tensors that the rule reads. The gradient stands in for inputs of its shape."""
-        bound_rule, floating, *tensors = inputs
-        values = iter(output if isinstance(output, tuple) else (output,))
-        outputs = [
-            next(values) if is_floating else tensor
-            for tensor, is_floating in zip(tensors, floating, strict=False)
-        ]
-        given = tensors[len(floating) :]
-        reads_inputs = len(floating) > 1 or "inputs" in bound_rule.reads
-        reads_output = len(floating) > 1 or "output" in bound_rule.reads
+        bound_rule, count, *tensors = inputs
+        outputs = output if isinstance(output, tuple) else (output,)
+        given = tensors[count:]
+        reads_inputs = count > 1 or "inputs" in bound_rule.reads
+        reads_output = count > 1 or "output" in bound_rule.reads
         kept = [
             reads_inputs or tensor.shape != outputs[0].shape or not tensor.is_floating_point()
             for tensor in given
         ]
-        ctx.bound_rule, ctx.count = bound_rule, len(floating)
+        ctx.bound_rule, ctx.count = bound_rule, count
+        ctx.floating = [is_differentiable(value) for value in outputs]
         ctx.kept, ctx.reads_output = kept, reads_output
         ctx.dtypes = [tensor.dtype for tensor in given]
         saved = [tensor for tensor, keep in zip(given, kept, strict=True) if keep]
@@ -85,6 +81,7 @@ class Replaced(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         """Call the rule."""
         saved = _saved(ctx)
+        grads = tuple(grad for grad, is_floating in zip(grads, ctx.floating, strict=True) if is_floating)
         inputs = []
         for keep, dtype in zip(ctx.kept, ctx.dtypes, strict=True):
             inputs.append(saved.pop(0) if keep else grads[0].to(dtype))
@@ -234,15 +231,14 @@ def replace(
         # Without gradients there is nothing to do, and the compiler mishandles Functions of several tensors.
         return values
     if isinstance(values, Tensor):
-        return run_function(Replaced, bound_rule, (True,), values, *inputs)
+        return run_function(Replaced, bound_rule, 1, values, *inputs)
     if not isinstance(values, tuple | list):
         raise PolicyError(f"cannot put a rule on a result of type {type(values).__name__}")
-    indices = [index for index, value in enumerate(values) if is_differentiable(value)]
-    if not indices:
+    if not any(is_differentiable(value) for value in values):
         return values
-    shown = [one for one in values if is_differentiable(one) or (with_discrete and isinstance(one, Tensor))]
-    floating = tuple(map(is_differentiable, shown))
-    found = run_function(Replaced, bound_rule, floating, *shown, *inputs)
+    taken = torch.is_tensor if with_discrete else is_differentiable
+    indices = [index for index, value in enumerate(values) if taken(value)]
+    found = run_function(Replaced, bound_rule, len(indices), *[values[index] for index in indices], *inputs)
     results = list(values)
     for index, result in zip(indices, found if len(indices) > 1 else (found,), strict=True):
         results[index] = result
@@ -295,12 +291,12 @@ def insert_rule(bound_rule: BoundRule, values: Any) -> Any:
 
 def alias_of(tensor: Tensor, *, cut: bool = False) -> Tensor:
     """Return an alias of a tensor that needs a gradient; its gradient passes to the tensor unless ``cut``."""
-    return run_function(Replaced, _CUT if cut else _PASS, (True,), tensor.detach(), tensor)
+    return run_function(Replaced, _CUT if cut else _PASS, 1, tensor.detach(), tensor)
 
 
 def join(values: Tensor, path: Tensor) -> Tensor:
     """Return values whose gradient goes to them and to a path of their shape."""
-    return run_function(Replaced, _PASS, (True,), values.detach(), values, path)
+    return run_function(Replaced, _PASS, 1, values.detach(), values, path)
 
 
 @skip_alone

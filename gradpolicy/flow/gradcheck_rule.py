@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.flow.apply import apply, check_forward, replacing_rule
+from gradpolicy.flow.apply import apply, replacing_rule
 from gradpolicy.flow.containers import map_tensors, tensors_in
 from gradpolicy.rules.registry import Rule, RuleFunction
 
@@ -106,8 +106,7 @@ def gradcheck_rule(
         >>> print(gradcheck_rule(double, torch.clone, x))  # doctest: +ELLIPSIS
         rule '<lambda>' departs from the true gradient: 2.00 x as long, cosine 1.00, largest deviation ...
     """
-    check_forward("gradcheck_rule", forward)
-    rule = replacing_rule("gradcheck_rule", rule)
+    rule = replacing_rule("gradcheck_rule", rule, forward)
     args = inputs if isinstance(inputs, tuple) else (inputs,)
     if not tensors_in(args):
         args = tuple(torch.from_numpy(value) if isinstance(value, np.ndarray) else value for value in args)
