@@ -61,13 +61,13 @@ def form(value: Any) -> Hashable:
 
 
 def flags(mask: Tensor) -> Tensor:
-    """Return a bool tensor in the only form of a mask that inductor vectorises, see :func:`is_set`."""
+    """Return a bool tensor in a form that inductor vectorises, see :func:`is_set`."""
     return mask.view(torch.uint8)
 
 
 def is_set(mask: Tensor) -> Tensor:
-    """Return a mask or its flags as a bool tensor."""
-    return mask.float() > 0 if mask.dtype == torch.uint8 else mask
+    """Return a mask, its flags or its numbers, as a bool tensor."""
+    return mask if mask.dtype == torch.bool else mask.float() > 0
 
 
 @functools.lru_cache(maxsize=256)

@@ -520,7 +520,7 @@ def _entries(group: Group, masked: MaskedParameter, gradient: Tensor) -> moving.
         masked.state.completed(group, masked.ages, masked.updates),
         masked.ages,
         masked.updates if masked.options.bias_correction == "tensor" else None,
-        masked.weights,
+        masked.cache,
     )
 
 

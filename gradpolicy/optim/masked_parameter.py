@@ -70,7 +70,7 @@ class MaskedParameter:
         updates: Number of updates of the tensor as a whole.
         mask_shape: Shape of the mask as it was set; None after a mask of None.
         frozen_everywhere: True if no entry of the whole tensor is active, on any process.
-        weights: What follows from the ages, for the updates until the next mask.
+        cache: What follows from mask and ages, for the updates until the next mask.
         had_mask: True if a mask was ever set.
     """
 
@@ -89,7 +89,7 @@ class MaskedParameter:
         self.updates = updates
         own = local_entries(self.parameter)
         self.ages = Ages.all_active(self.updates, tuple(own.shape), own.device)
-        self.weights: dict[Any, Any] = {}
+        self.cache: dict[Any, Any] = {}
         self.frozen_everywhere = False
         self.state.part = self.state.held = None
 
@@ -126,7 +126,7 @@ class MaskedParameter:
     @property
     def bytes(self) -> int:
         """Memory of mask, ages, and what follows from ages."""
-        return self.ages.bytes + sum(w.nbytes for weights in self.weights.values() for w in weights)
+        return self.ages.bytes + sum(each.nbytes for made in self.cache.values() for each in made)
 
     @property
     def name(self) -> str:
@@ -165,7 +165,7 @@ class MaskedParameter:
                 "its masks and ages are no longer known: make a new optimizer for the model and wrap that"
             )
         if self.ages.device != self.parameter.device:
-            self.ages, self.weights = self.ages.to(self.parameter.device), {}
+            self.ages, self.cache = self.ages.to(self.parameter.device), {}
             self.state.to(self.parameter.device)
         values, rule = self.state.values, self.rule
         if values or (rule is None and self.submatrix is None) or not self.ages.entries:
@@ -173,7 +173,7 @@ class MaskedParameter:
         # Where other processes update their parts, a process without active entries has no state.
         counted = self.ages.oldest > 0 or (self.updates > 0 and not is_sharded(self.parameter))
         if counted and (rule is None or rule.state(self.group) or rule.tensor_state(self.group, 0)):
-            self.ages, self.updates, self.weights = self.ages.restarted(), 0, {}
+            self.ages, self.updates, self.cache = self.ages.restarted(), 0, {}
         return values
 
     # --- a new mask
@@ -225,7 +225,7 @@ class MaskedParameter:
         drops = self.options.frozen_state == "drop"
         if drops and ages.is_partial and (self.rule is not None or part is not None):
             ages = ages.packed()
-        self.ages, self.weights, self.state.part = ages, {}, part
+        self.ages, self.cache, self.state.part = ages, {}, part
         if ages.active or not drops:
             self.state.arrange(before, ages, self.options.forget)
         if (self.frozen_everywhere or (ages.entries and not ages.active)) and self.options.forget:

@@ -61,12 +61,12 @@ class Adam(UpdateRule):
         """See `UpdateRule.update`."""
         _, _, shrink, _, _, _, lr, eps, _ = settings
         collected1, collected2 = numbers
-        root = collected2.sqrt()
         gradient, first, second = self.moments(parameter, gradient, state, settings)
         new, largest = {"exp_avg": first, "exp_avg_sq": second}, second
         if "max_exp_avg_sq" in state:
             new["max_exp_avg_sq"] = largest = torch.maximum(state["max_exp_avg_sq"], second)
-        step = root * first / (collected1 * (largest.sqrt() + eps * root))
+        # One root and one quotient, which take longer than the rest.
+        step = collected2 * first / (collected1 * ((collected2 * largest).sqrt() + eps * collected2))
         return parameter * shrink - lr * step, new
 
 
@@ -130,7 +130,8 @@ class NAdam(Adam):
         _, _, shrink, _, _, _, lr, eps, _ = settings
         collected2, of_gradient, of_moment = numbers
         gradient, first, second = self.moments(parameter, gradient, state, settings)
-        direction = (of_gradient * gradient + of_moment * first) / ((second / collected2).sqrt() + eps)
+        average = collected2 * (of_gradient * gradient + of_moment * first)
+        direction = average / ((collected2 * second).sqrt() + eps * collected2)
         return parameter * shrink - lr * direction, {"exp_avg": first, "exp_avg_sq": second}
 
 
