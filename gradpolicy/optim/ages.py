@@ -204,7 +204,8 @@ class Ages:
 
     def counted(self) -> Ages:
         """Return the ages after one more update of the active entries."""
-        return replace(self, youngest=self.youngest + 1)
+        others = (self.is_even, self.others, self.most, self.flags, self.stored)
+        return Ages(self.shape, self.mask_shape, self.active, self.youngest + 1, *others)
 
     def restarted(self) -> Ages:
         """Return the same mask with every age 0."""

@@ -495,9 +495,10 @@ def _move(work: ByRule, scale: float) -> None:
         for member in members:
             parameter = member[0].parameter
             together.setdefault((parameter.dtype, parameter.device), []).append(member)
+        starts, counts = rule.state(group), rule.tensor_state(group, 0).keys()
         for alike in together.values():
-            moving.update(rule, group, scale, [_entries(group, *member) for member in alike])
-        counts = rule.tensor_state(group, 0).keys()
+            made = [_entries(group, (*starts, *counts), *member) for member in alike]
+            moving.update(rule, group, scale, made)
         for masked, _ in members:
             masked.count_update()
             if counts - {"step"}:
@@ -512,12 +513,14 @@ def _move(work: ByRule, scale: float) -> None:
     torch.autograd.graph.increment_version([m.parameter for *_, members in work for m, _ in members])
 
 
-def _entries(group: Group, masked: MaskedParameter, gradient: Tensor) -> moving.Entries:
+def _entries(
+    group: Group, names: tuple[str, ...], masked: MaskedParameter, gradient: Tensor
+) -> moving.Entries:
     masked.follow()
     return moving.Entries(
         local_entries(masked.parameter),
         local_entries(gradient),
-        masked.state.completed(group, masked.ages, masked.updates),
+        masked.state.completed(group, masked.ages, masked.updates, names),
         masked.ages,
         masked.updates if masked.options.bias_correction == "tensor" else None,
         masked.cache,

@@ -98,7 +98,9 @@ def update(rule: UpdateRule, group: Group, scale: float, tensors: Sequence[Entri
     compiles = compiling.compiles(sum(each.parameter.numel() for each in tensors))
     # Inductor decides by the first tensor that it sees whether threads share the work.
     tensors = sorted(tensors, key=lambda each: -each.parameter.numel()) if compiles else tensors
-    pieces = (piece for each in tensors for piece in _pieces(rule, group, each, compiles))
+    oldest = max(each.ages.oldest if each.age is None else each.age for each in tensors)
+    numbers = _Numbers(rule.bases(group), *_table(rule, group, oldest))
+    pieces = (piece for each in tensors for piece in _pieces(numbers, each, compiles))
     for piece in _joined(pieces, SMALL if on_cpu(first) else JOINED):
         _call(rule, settings, piece, compiles and piece.parameter.numel() > 1)
         for write in piece.write_back:
@@ -111,6 +113,34 @@ def on_cpu(tensor: Tensor) -> bool:
 
 
 # --- numbers that follow from ages
+
+
+class _Numbers:
+    """What a rule and a param group say of the ages of entries, as far as it was asked for.
+
+    Args:
+        bases: The bases of moving averages.
+        table: A row of numbers (float64) for each age after an update.
+        is_constant: True if all rows are the same.
+    """
+
+    def __init__(self, bases: tuple[float, ...], table: Tensor, is_constant: bool) -> None:
+        self.bases, self.is_constant, self._table = bases, is_constant, table
+        self._rows: dict[int, list[float]] = {}
+        self._columns: dict[Any, list[Tensor]] = {}
+
+    def of(self, age: int) -> list[float]:
+        """Return the numbers after one more update of an entry of an age."""
+        if age not in self._rows:
+            self._rows[age] = self._table[age].tolist()
+        return self._rows[age]
+
+    def columns(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+        """Return each number for all ages, those of no update in front."""
+        if (dtype, device) not in self._columns:
+            table = torch.cat([torch.zeros_like(self._table[:1]), self._table])
+            self._columns[dtype, device] = list(table.t().to(device, dtype).contiguous())
+        return self._columns[dtype, device]
 
 
 def _table(rule: UpdateRule, group: Group, oldest: int) -> tuple[Tensor, bool]:
@@ -129,28 +159,27 @@ def _table(rule: UpdateRule, group: Group, oldest: int) -> tuple[Tensor, bool]:
     return known[key]
 
 
-def _weights(rule: UpdateRule, group: Group, each: Entries) -> tuple[list[float], list[Tensor | None]]:
+def _weights(numbers: _Numbers, each: Entries) -> tuple[list[float], list[Tensor | None]]:
     """Return a constant for each of the rule's numbers, and a weight for each entry or None.
 
     A moving average of base b has collected the weight w = 1 - b^a in a updates; n updates later it is
     w + e (1 - w) with e = 1 - b^n. So a step needs no powers. Without weights the number is the constant.
     """
-    ages, bases = each.ages, rule.bases(group)
-    age = ages.one if each.age is None else each.age
-    table, is_constant = _table(rule, group, ages.oldest if age is None else age)
-    if age is not None or is_constant:
-        constants = table[age or 0].tolist()
+    ages, age = each.ages, each.ages.one if each.age is None else each.age
+    if age is not None or numbers.is_constant:
+        constants = numbers.of(age or 0)
         return constants, [None] * len(constants)
-    above = ages.others
+    above, bases = ages.others, numbers.bases
     assert isinstance(above, Tensor)
     dtype = torch.promote_types(each.parameter.dtype, torch.float32)
-
+    columns = numbers.columns(dtype, above.device)
+    present = [column[ages.youngest + 1 :] for column in columns]
     if ages.stored is not None:  # where memory counts
-        return [0.0] * table.shape[1], [*_looked_up(table[ages.youngest :], above, dtype)]
+        return [0.0] * len(columns), [*_looked_up(present, above)]
     if (bases, dtype) not in each.cache:
-        before_any = table.new_zeros(1, len(bases))
-        each.cache[bases, dtype] = _looked_up(torch.cat([before_any, table[:, : len(bases)]]), above, dtype)
-    others = _looked_up(table[ages.youngest :, len(bases) :], above, dtype)
+        each.cache.clear()  # of other bases
+        each.cache[bases, dtype] = _looked_up(columns[: len(bases)], above)
+    others = _looked_up(present[len(bases) :], above)
     elapsed = [1 - base ** (ages.youngest + 1) for base in bases]
     return elapsed + [0.0] * len(others), [*each.cache[bases, dtype], *others]
 
@@ -168,14 +197,14 @@ def _mask(each: Entries, compiles: bool) -> Tensor:
     return each.cache["mask"][0]
 
 
-def _looked_up(table: Tensor, places: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Return for each column of a table its numbers at the given places."""
-    columns = list(table.t().to(places.device, dtype).contiguous())
+def _looked_up(columns: list[Tensor], places: Tensor) -> list[Tensor]:
+    """Return for each column its numbers at the given places."""
     if not on_cpu(places):
         flat = places.int().reshape(-1)
         return [column.index_select(0, flat).view(places.shape) for column in columns]
     # NumPy takes a quarter of the time; it converts places to 8 bytes.
-    found, flat = [torch.empty(places.shape, dtype=dtype, device="cpu") for _ in columns], places.reshape(-1)
+    found = [torch.empty(places.shape, dtype=column.dtype, device="cpu") for column in columns]
+    flat = places.reshape(-1)
     for start in range(0, flat.numel() if columns else 0, CHUNK):
         part = slice(start, start + CHUNK)
         indices = flat[part].long().numpy()
@@ -187,10 +216,10 @@ def _looked_up(table: Tensor, places: Tensor, dtype: torch.dtype) -> list[Tensor
 # --- what a call moves
 
 
-def _pieces(rule: UpdateRule, group: Group, each: Entries, compiles: bool) -> Iterator[_Piece]:
+def _pieces(numbers: _Numbers, each: Entries, compiles: bool) -> Iterator[_Piece]:
     """Yield a tensor in pieces: of some slices, or of all."""
     ages, chunked = each.ages, on_cpu(each.parameter)
-    constants, weights = _weights(rule, group, each)
+    constants, weights = _weights(numbers, each)
     few = chunked and ages.dims < len(ages.shape) and ages.active <= FEW * ages.entries
     if ages.stored is None and not few:
         active = _mask(each, compiles) if ages.is_partial else None

@@ -94,16 +94,26 @@ class ParameterState:
                 )
         return found
 
-    def completed(self, group: Group, ages: Ages, updates: int) -> dict[str, Tensor]:
-        """Return the state of each entry, after creating what is missing of it and of the tensor's counts."""
-        assert self.wrapped.rule is not None
-        names = self.wrapped.rule.state(group)
-        counts = self.wrapped.rule.tensor_state(group, 0)
-        state = self.wrapped.optimizer.state[self.parameter]
-        if any(state.get(name) is None for name in (*names, *counts)):
-            state.update(self.initial(group, updates, ages.active if ages.stored is not None else None))
+    def completed(
+        self, group: Group, ages: Ages, updates: int, names: Iterable[str] | None = None
+    ) -> dict[str, Tensor]:
+        """Return the state of each entry, after creating what is missing of it and of the tensor's counts.
+
+        Args:
+            group: The parameter's param group.
+            ages: Its ages.
+            updates: Number of updates of the tensor.
+            names: The names of both, which the rule says if they are not given.
+        """
+        rule, state = self.wrapped.rule, self.wrapped.optimizer.state[self.parameter]
+        assert rule is not None
+        names = (*rule.state(group), *rule.tensor_state(group, 0)) if names is None else names
+        for name in names:
+            if state.get(name) is None:
+                state.update(self.initial(group, updates, ages.active if ages.stored is not None else None))
+                break
         found = self.of_entries(ages)
-        return {name: found[name] for name in names}
+        return {name: found[name] for name in names if name in found}
 
     def initial(self, group: Group, updates: int, packed: int | None = None) -> dict[str, Any]:
         """Return the missing part of the state of a parameter.
