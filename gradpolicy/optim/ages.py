@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gradpolicy.optim import compiling
-
 WIDE = torch.int32
-_EXACT = 1 << 24
-"""Ages up to which are exact in float32, which inductor vectorises better than integers."""
+CHUNK = 1 << 18
+"""Entries whose ages a CPU changes at a time."""
 
 
 @dataclass(frozen=True)
@@ -53,24 +51,28 @@ class Slices:
     def spread_numbers(self, numbers: Tensor) -> Tensor:
         """Return a number for each slice of the tensor, 0 for others, with dimensions that broadcast."""
         flat = numbers.new_zeros(prod(self.shape[: self.dims]))
-        flat[self.index.long()] = numbers
+        flat.scatter_(0, self.index.long(), numbers.expand(self.index.shape))
         return flat.view(*self.shape[: self.dims], *(1,) * (len(self.shape) - self.dims))
 
     def take(self, values: Tensor) -> Tensor:
         """Return the values of the slices, a row each; of one entry where a value is that of a slice."""
         size = prod(values.shape[self.dims :])
         if values.is_contiguous() and values.shape[: self.dims] == self.shape[: self.dims]:
-            return values.view(-1, size).index_select(0, self.index)
+            # PyTorch takes single numbers in a third of the time that rows of one take.
+            rows = values.view(-1) if size == 1 else values.view(-1, size)
+            return rows.index_select(0, self.index).view(-1, size)
         places = torch.unravel_index(self.index.long(), self.shape[: self.dims])
         return values[places].reshape(-1, size)
 
     def put(self, values: Tensor, rows: Tensor) -> None:
         """Write the values of the slices."""
-        if values.is_contiguous():
-            values.view(-1, self.size).index_copy_(0, self.index.long(), rows)
-        else:
+        if not values.is_contiguous():
             places = torch.unravel_index(self.index.long(), self.shape[: self.dims])
             values[places] = rows.view(-1, *self.shape[self.dims :])
+        elif self.size == 1 and values.element_size() >= 4:  # it changes bits of NaN in bfloat16
+            values.view(-1).scatter_(0, self.index.long(), rows.view(-1))
+        else:
+            values.view(-1, self.size).index_copy_(0, self.index.long(), rows)
 
     def spread(self, rows: Tensor, start: float) -> Tensor:
         """Return the values of the slices as values of all entries, of which others get a start value."""
@@ -181,15 +183,15 @@ class Ages:
 
     def dense(self) -> int | Tensor:
         """Return the ages of all entries, with every update counted in: a number where they have one."""
-        above = 0 if self.is_even else self.others
+        # Sums do not fit into the bytes of what is above the youngest.
+        above = 0 if self.is_even or isinstance(self.others, int) else self.others.to(WIDE)
+        counted = above + self.youngest
         if self.stored is not None:
-            ages = _as_tensor(above, self.stored.index).view(-1) + self.youngest
-            return self.stored.spread_numbers(ages)
+            return self.stored.spread_numbers(_as_tensor(counted, self.stored.index).view(-1))
         if not self.active:
             return self.others
         if self.is_even and isinstance(self.others, int) and self.others == self.youngest:
             return self.youngest
-        counted = above + self.youngest
         if self.active == self.entries:
             return counted
         mask = self.mask
@@ -240,17 +242,12 @@ class Ages:
             mask: Bool, of as many dimensions as the shape, to which it broadcasts.
             forget: True if frozen entries get age 0.
         """
-        if self.flags is None or not isinstance(self.others, Tensor):
-            return _under(self.dense(), mask, self.shape, forget=forget)
-        return _under(
-            self.others,
-            mask,
-            self.shape,
-            forget=forget,
-            was=self.flags,
-            youngest=self.youngest,
-            most=self.most,
-        )
+        was, others = self.mask, self.others
+        if self.stored is not None and isinstance(others, Tensor):
+            others = self.stored.spread_numbers(others.view(-1))
+        elif not isinstance(others, Tensor):  # that of frozen entries
+            others = ~was * torch.tensor(others, dtype=_dtype_for(others), device=was.device)
+        return _under(others, mask, self.shape, forget=forget, was=was, youngest=self.youngest)
 
     def active_slices(self) -> Slices:
         """Return the active entries as the largest slices that mask and ages do not cut."""
@@ -274,7 +271,6 @@ def _under(
     forget: bool = False,
     was: Tensor | None = None,
     youngest: int = 0,
-    most: int | None = None,
 ) -> Ages:
     """Return the given ages under a mask.
 
@@ -285,7 +281,6 @@ def _under(
         forget: True if frozen entries get age 0.
         was: The earlier mask; None: ages are complete.
         youngest: The youngest age under that.
-        most: The greatest of the given ages, if it is known.
     """
     entries = prod(shape)
     active = int(mask.count_nonzero()) * (entries // mask.numel()) if entries else 0
@@ -297,74 +292,74 @@ def _under(
     if not isinstance(ages, Tensor):
         frozen = 0 if forget else ages
         return made(ages if active else frozen, True, frozen, frozen)
-    if not ages.numel():
+    if not entries or (forget and not active):
         return made(0, True, 0, 0)
-    most = int(ages.amax()) if most is None else most
-    dtype = torch.float32 if most + youngest < _EXACT else WIDE
-    counted = torch.tensor(youngest, dtype=dtype, device=flags.device)
-    arguments: list[Any] = [ages, was, counted, flags]
-    if not active:
-        return made(0, True, *_simplest(_ages(ages, was, counted, flags, forget)))
-    least, greatest, least_frozen, greatest_frozen = _run(_ends, arguments, forget).long().tolist()
-    is_even = least == greatest
-    if is_even and (active == entries or least_frozen == greatest_frozen):
-        return made(least, True, max(greatest_frozen, 0), max(greatest_frozen, 0))
-    arguments.append(torch.tensor(least, dtype=dtype, device=flags.device))
+    if was is None:
+        was = torch.zeros_like(flags[(slice(1),) * flags.dim()])
+    of_active, of_frozen = _ranges(ages, was, flags, youngest)
+    least, greatest = of_active or (0, 0)
+    least_frozen, greatest_frozen = of_frozen if of_frozen and not forget else (0, 0)
+    if least == greatest and (active == entries or least_frozen == greatest_frozen):
+        return made(least, True, greatest_frozen, greatest_frozen)
     most = max(greatest - least, greatest_frozen)
-    above = _run(_above, [*arguments, _dtype_for(most)], forget)
-    if above.dim() != flags.dim():  # Large tensors are flat there.
-        above = above.view(torch.broadcast_shapes(ages.shape, flags.shape))
-    return made(least, is_even, above, most)
+    new_shape = torch.broadcast_shapes(ages.shape, was.shape, flags.shape)
+    new = torch.empty(new_shape, dtype=_dtype_for(most), device=flags.device)
+    for part, some, before, now in _parts(new, ages, was, flags):
+        _count(part, some, before, now, youngest, least, forget)
+    return made(least, least == greatest, new, most)
 
 
-def _run(function: Any, arguments: list[Any], forget: bool) -> Tensor:
-    """Call one of the following functions, compiled for large tensors."""
-    tensors = [each for each in arguments if isinstance(each, Tensor)]
-    largest = max(tensors, key=Tensor.numel)
-    if not compiling.compiles(largest.numel()):
-        return function(*arguments, forget)
-    flat = all(
-        each.numel() == 1 or (each.shape == largest.shape and each.is_contiguous()) for each in tensors
-    )
+def _ranges(
+    ages: Tensor, was: Tensor, now: Tensor, youngest: int
+) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
+    """Return the least and the greatest age of active entries, and of frozen ones; None if there are none."""
+    top = torch.iinfo(ages.dtype).max
+    found = []
+    for some, *flags in _parts(ages, was, now):
+        # All bits, or none.
+        before, active = (-each.view(torch.uint8).to(ages.dtype) for each in flags)
+        both, rest = before & active, some ^ top
+        for members in (both, active ^ both, before ^ both, ~(before | active)):
+            found += [(some & members).amax(), (rest & members).amax()]
+    ends = torch.stack(found).view(-1, 4, 2).amax(0).tolist()
+    added = (youngest, 0, youngest, 0)
+    ranges = [(top - rest + add, most + add) for (most, rest), add in zip(ends, added, strict=True)]
+    exist = [rest + most >= top for most, rest in ends]
 
-    def form(each: Any) -> Any:
-        each = compiling.flags(each) if isinstance(each, Tensor) and each.dtype == torch.bool else each
-        return each.reshape(-1) if isinstance(each, Tensor) and flat else each
+    def joined(first: int) -> tuple[int, int] | None:
+        both = [ranges[place] for place in (first, first + 1) if exist[place]]
+        return (min(low for low, _ in both), max(high for _, high in both)) if both else None
 
-    formed = [form(each) for each in arguments]
-    kind = (flat, largest.device.type, forget, *map(compiling.form, formed))
-    return compiling.run_compiled(function, kind, [*formed, forget], lambda: function(*formed, forget))
-
-
-def _ages(ages: Tensor, was: Tensor | None, youngest: Tensor, active: Tensor, forget: bool) -> Tensor:
-    """Return complete ages under the new mask, in the dtype of the youngest."""
-    ages = ages.to(youngest.dtype)
-    if was is not None:
-        ages = torch.where(compiling.is_set(was), ages + youngest, ages)
-    return torch.where(compiling.is_set(active), ages, 0) if forget else ages
+    return joined(0), joined(2)
 
 
-def _ends(ages: Tensor, was: Tensor | None, youngest: Tensor, active: Tensor, forget: bool) -> Tensor:
-    """Return the least and the greatest age of active entries, and of frozen ones (or -1)."""
-    ages, moves = _ages(ages, was, youngest, active, forget), compiling.is_set(active)
-    beyond = torch.iinfo(WIDE).max if ages.dtype == WIDE else 2 * _EXACT
-    ends = [torch.where(moves, ages, beyond).amin(), torch.where(moves, ages, -1).amax()]
-    frozen = [torch.where(moves, beyond, ages).amin(), torch.where(moves, -1, ages).amax()]
-    return torch.stack(ends + frozen)
+def _count(
+    new: Tensor, ages: Tensor, was: Tensor, now: Tensor, youngest: int, least: int, forget: bool
+) -> None:
+    """Write what active entries have above the least age, and the ages of frozen entries.
+
+    Sums in one byte are right even if a term does not fit.
+    """
+    fitting = 0xFF if new.dtype == torch.uint8 else -1
+    new.copy_(ages)
+    new += was.view(torch.uint8).to(new.dtype) * (youngest & fitting)
+    active = now.view(torch.uint8).to(new.dtype)
+    new -= active * (least & fitting)
+    if forget:
+        new *= active
 
 
-def _above(
-    ages: Tensor,
-    was: Tensor | None,
-    youngest: Tensor,
-    active: Tensor,
-    least: Tensor,
-    dtype: Any,
-    forget: bool,
-) -> Tensor:
-    """Return what active entries have above the least age, and the ages of frozen entries."""
-    ages = _ages(ages, was, youngest, active, forget)
-    return torch.where(compiling.is_set(active), ages - least, ages).to(dtype)
+def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield tensors in flat parts that stay in a processor's cache; as they are if their shapes differ."""
+    shape = max((each.shape for each in tensors), key=torch.Size.numel)
+    entries = shape.numel()
+    alike = all(each.numel() == 1 or (each.shape == shape and each.is_contiguous()) for each in tensors)
+    if not alike or tensors[0].device.type != "cpu" or entries <= CHUNK:
+        yield tensors
+        return
+    flat = [each.view(-1) for each in tensors]
+    for start in range(0, entries, CHUNK):
+        yield tuple(each if each.numel() == 1 else each[start : start + CHUNK] for each in flat)
 
 
 def _as_tensor(ages: int | Tensor, like: Tensor) -> Tensor:
@@ -385,5 +380,5 @@ def _simplest(ages: int | Tensor) -> tuple[int | Tensor, int]:
 
 
 def _dtype_for(age: int) -> torch.dtype:
-    """Return the dtype of ages: one byte if they fit, else what is read fastest."""
-    return torch.uint8 if age < 1 << 8 else torch.float32 if age < _EXACT else WIDE
+    """Return the dtype of ages: one byte if they fit."""
+    return torch.uint8 if age < 1 << 8 else WIDE

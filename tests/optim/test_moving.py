@@ -114,9 +114,31 @@ def test_a_mask_that_is_set_again_changes_no_bit():
     assert torch.equal(*ends)
 
 
-def test_compiled_ages_keep_their_shape_where_a_mask_is_lifted(compilations):
+@pytest.mark.parametrize("chunk", [2, 1 << 18])
+def test_ages_keep_their_shape_where_a_mask_is_lifted(chunk, monkeypatch):
+    monkeypatch.setattr("gradpolicy.optim.ages.CHUNK", chunk)
     mask = torch.tensor([[True, False, True], [True, True, False]])
     ages = Ages.all_active(2, (2, 3), mask.device).turned(mask).counted()
     lifted = ages.turned(torch.ones(2, 3, dtype=torch.bool))
-    assert compilations
     assert torch.equal(lifted.dense(), 2 + mask.to(torch.uint8))
+
+
+@pytest.mark.parametrize("forget", [False, True])
+@pytest.mark.parametrize("shape", [(4, 6), (4, 1), (1, 6)])
+@pytest.mark.parametrize("seed", range(8))
+def test_ages_are_those_that_are_counted_entry_by_entry(forget, shape, seed, monkeypatch):
+    monkeypatch.setattr("gradpolicy.optim.ages.CHUNK", 5)
+    generator = torch.Generator().manual_seed(seed)
+    expected, ages = torch.zeros(4, 6).long(), Ages.all_active(0, (4, 6), torch.device("cpu"))
+    for share in (0.5, 0.9, 0.1, 1.0, 0.5, 0.0, 0.5, 1.0):
+        cut = shape if torch.rand((), generator=generator) < 0.5 else (4, 6)
+        mask = torch.rand(cut, generator=generator) < share
+        ages = ages.turned(mask, forget=forget)
+        expected = expected * mask if forget else expected
+        # Beyond what a byte can hold.
+        for _ in range(int(torch.randint(1, 200, (), generator=generator))):
+            ages, expected = ages.counted() if mask.any() else ages, expected + mask
+        assert torch.equal(torch.as_tensor(ages.dense()).expand(4, 6).long(), expected)
+        assert ages.oldest >= int((expected * mask).max())
+        packed = ages.packed() if ages.is_partial and forget else ages
+        assert torch.equal((packed.signed().abs().expand(4, 6) - 1) * mask, expected * mask)
