@@ -80,6 +80,7 @@ class Steps:
         self._hooked: set[Tensor] = set()
         # The state of the run in a state_dict that an optimizer is loading.
         self._loaded: dict[Any, dict[str, Any]] = {}
+        self._mode = ""
 
     def hook(self, guarded: Mapping[str, Tensor], freezer: Freezer | None) -> None:
         """Follow the optimizers, and the gradients of freeze policies.
@@ -115,6 +116,12 @@ class Steps:
                 self.hooks.append(parameter.register_hook(note))
                 self.hooks.append(parameter.register_post_accumulate_grad_hook(mask))
         self.wanted = {freezer.matched[name] for name in freezer.wanted_gradients()}
+
+    def switch(self, mode: str) -> None:
+        """Have schedule-free optimizers set the weights of ``"train"`` or ``"eval"``, unless they are set."""
+        for each in self.optimizers if mode != self._mode and self.partitioned is None else ():
+            getattr(each, mode, bool)()
+        self._mode = mode
 
     def remove(self) -> None:
         """Stop following."""

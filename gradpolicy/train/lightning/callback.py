@@ -39,6 +39,7 @@ class GradientPolicies(Driven, AnyCallback):
     - under DeepSpeed only the share of active entries is logged of freeze policies;
     - once for each trainable tensor that gets no gradient, or only zeros, for 100 updates, or until it
       freezes or training ends: a warning;
+    - schedule-free optimizers are switched to their other weights for validation and at the end;
     - at the end of a stage: everything is removed from the model.
 
     A checkpoint has the state of the policies in that of the optimizer.
@@ -147,6 +148,8 @@ class GradientPolicies(Driven, AnyCallback):
         """Begin an update before its first batch."""
         if not pl_module.automatic_optimization:
             self.run.steps.end_if_stepped()
+        # Only here, so that checkpoints after a validation have the weights that it saw.
+        self.run.steps.switch("train")
         self.run.begin(trainer.current_epoch, loss_scale=_loss_scale(trainer))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -188,6 +191,7 @@ class GradientPolicies(Driven, AnyCallback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Have mask sources write what the end demands, such as the best weights of a phase."""
+        self.run.steps.switch("eval")
         if self.freezer is not None:
             self.freezer.finish()
 
@@ -199,6 +203,7 @@ class GradientPolicies(Driven, AnyCallback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install flow policies, or switch them to this phase within a fit."""
+        self.run.steps.switch("eval")
         self._evaluate(trainer, pl_module, "validate")
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -767,3 +767,28 @@ def test_trainers_of_both_lightning_packages_take_it_and_report_after_each_valid
     # Not after the sanity check, which has not made the table wrong either.
     assert (len(seen), phases.phase) == (3, 1)
     assert "18 of 130 entries" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("policy", [gp.Scale(1.0, modules="head"), gp.Train(params="*")])
+def test_schedule_free_optimizers_have_their_other_weights_in_validation_and_checkpoints(
+    policy, loader, make_trainer, tmp_path
+):
+    schedulefree = pytest.importorskip("schedulefree")
+    model = TwoLayers(schedulefree.AdamWScheduleFree)
+    peer, validated, expected = copy.deepcopy(model), [], []
+    optimizer = peer.configure_optimizers()
+    for _ in range(3):
+        optimizer.train()
+        for x, y in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(peer(x), y).backward()
+            optimizer.step()
+        optimizer.eval()
+        expected.append(bits(peer))
+    model.validation_step = lambda batch: validated.append(bits(model))
+    callbacks = [gp.GradientPolicies({"own": policy}), ModelCheckpoint(tmp_path, save_top_k=-1)]
+    trainer = make_trainer(max_epochs=3, callbacks=callbacks, enable_checkpointing=True, limit_val_batches=1)
+    trainer.fit(model, loader, loader)
+    saved = torch.load(tmp_path / "epoch=1-step=8.ckpt", weights_only=True)["state_dict"]
+    # Masks move by an update rule, which may round in another way.
+    torch.testing.assert_close([*validated, bits(model), saved], [*expected, expected[2], expected[1]])
