@@ -14,6 +14,7 @@ from gradpolicy.flow.locations import check_cuts
 from gradpolicy.freezing.bound_policy import BoundPolicy, layers_under, masks_never_change
 from gradpolicy.freezing.combined import combine
 from gradpolicy.masks.base import Layer, MaskSource
+from gradpolicy.masks.layer_sources import LayerSource
 from gradpolicy.planning.first_step import FirstStep, Optimizers, Step, first_step, of_kind
 from gradpolicy.planning.plan_table import Plan, PlanRow
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
@@ -153,16 +154,16 @@ def _vain_warnings(found: FirstStep, masks: Mapping[str, Mask]) -> Iterator[str]
 
 def _idle_layers(found: FirstStep) -> Iterator[str]:
     """Yield a line for each policy that counts layers without a gradient beside others with one."""
-    rates = of_kind(found.policies, Rates)
+    sources = {name: each.source for name, each in found.bound.items()}
     counted: dict[str, Iterable[Layer]] = {
-        **{name: each.source.layer_groups for name, each in found.bound.items()},
-        **{name: each.layers_of(found.matched[name]) for name, each in rates.items()},
+        name: source.layer_groups for name, source in sources.items() if isinstance(source, LayerSource)
     }
+    for name, rates in of_kind(found.policies, Rates).items():
+        counted[name] = rates.layers_of(found.matched[name])
     for name, layers in counted.items():
         reached = [layer for layer in layers if any(map(found.gets_gradient, layer.parameters))]
-        idle = [layer.name for layer in layers if layer not in reached]
-        if idle and reached:
-            out = f"put '{idle[0]}.*': 1.0 before it" if name in rates else f"exclude it (!{idle[0]}.*)"
+        if reached and (idle := [layer.name for layer in layers if layer not in reached]):
+            out = "exclude it (!…)" if name in sources else "name it in a pattern before"
             yield f"{name}: counts {shortened(idle)} as a layer, which gets no gradient: {out}"
 
 
