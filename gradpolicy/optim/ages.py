@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
@@ -11,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradpolicy.optim.shapes import CHUNK, in_parts
+
 WIDE = torch.int32
-CHUNK = 1 << 18
-"""Entries whose ages a CPU changes at a time."""
 
 
 @dataclass(frozen=True)
@@ -317,7 +316,7 @@ def _under(
     most = max(greatest - least, greatest_frozen)
     new_shape = [max(sizes) for sizes in zip(ages.shape, was.shape, flags.shape, strict=True)]
     new = torch.empty(new_shape, dtype=_dtype_for(most), device=flags.device)
-    for part, some, before, now in _parts(new, ages, was, flags):
+    for part, some, before, now in in_parts(new, ages, was, flags):
         _count(part, some, before, now, youngest, least, forget)
     return made(least, least == greatest, new, most)
 
@@ -328,7 +327,7 @@ def _ranges(
     """Return the least and the greatest age of active entries, and of frozen ones; None if there are none."""
     top = torch.iinfo(ages.dtype).max
     found = []
-    for some, *flags in _parts(ages, was, now):
+    for some, *flags in in_parts(ages, was, now):
         # All bits, or none.
         before, active = (-each.view(torch.uint8).to(ages.dtype) for each in flags)
         both, rest = before & active, some ^ top
@@ -360,19 +359,6 @@ def _count(
     new -= active * (least & fitting)
     if forget:
         new *= active
-
-
-def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield tensors in flat parts that stay in a processor's cache; as they are if their shapes differ."""
-    shape = max((each.shape for each in tensors), key=torch.Size.numel)
-    entries = shape.numel()
-    alike = all(each.numel() == 1 or (each.shape == shape and each.is_contiguous()) for each in tensors)
-    if not alike or tensors[0].device.type != "cpu" or entries <= CHUNK:
-        yield tensors
-        return
-    flat = [each.view(-1) for each in tensors]
-    for start in range(0, entries, CHUNK):
-        yield tuple(each if each.numel() == 1 else each[start : start + CHUNK] for each in flat)
 
 
 def _as_tensor(ages: int | Tensor, like: Tensor) -> Tensor:

@@ -60,16 +60,6 @@ def form(value: Any) -> Hashable:
     return (value.dtype, *(size == 1 for size in value.shape)) if isinstance(value, Tensor) else value
 
 
-def flags(mask: Tensor) -> Tensor:
-    """Return a bool tensor in a form that inductor vectorises, see :func:`is_set`."""
-    return mask.view(torch.uint8)
-
-
-def is_set(mask: Tensor) -> Tensor:
-    """Return a mask, its flags or its numbers, as a bool tensor."""
-    return mask if mask.dtype == torch.bool else mask.float() > 0
-
-
 @functools.lru_cache(maxsize=256)
 def _compiled(function: Callable[..., Any], kind: Hashable) -> Callable[..., Any]:
     """Return a function, compiled for tensors of any length."""
@@ -90,22 +80,3 @@ def _say_eager(error: Exception) -> None:
         "masked entries are updated by uncompiled code, which takes several times as long, since "
         f"torch.compile failed: {line}"
     )
-
-
-# --- frozen entries
-
-
-def fill_frozen(values: Tensor, mask: Tensor, number: float) -> None:
-    """Set entries that a mask freezes to a number, in place; NaN too."""
-    if not compiles(values.numel()):
-        values.masked_fill_(~mask, number)
-        return
-    start = torch.tensor(number, dtype=values.dtype, device=values.device)
-    arguments = (values, flags(mask), start)
-    kind = (values.device.type, values.is_contiguous(), *map(form, arguments))
-    run_compiled(_fill, kind, arguments, lambda: values.masked_fill_(~mask, number))
-
-
-def _fill(values: Tensor, mask: Tensor, number: Tensor) -> Tensor:
-    """Write a number to entries that a mask freezes."""
-    return values.copy_(torch.where(is_set(mask), values, number))

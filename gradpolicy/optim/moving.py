@@ -190,7 +190,7 @@ def _mask(each: Entries, compiles: bool) -> Tensor:
     if not compiles:
         return mask
     if not on_cpu(mask):
-        return compiling.flags(mask)
+        return mask.view(torch.uint8)
     # Inductor's loops over floats read single bytes slowly.
     if "mask" not in each.cache:
         each.cache["mask"] = [mask.half()]
@@ -410,7 +410,7 @@ def _move(
     values = {name: taken(value).to(dtype) for name, value in zip(names, state, strict=True)}
     before, gradient = taken(parameter, False).to(dtype), taken(gradient, False).to(dtype)
     new, updated = rule.update(before, gradient, values, constants[:count], numbers)
-    moves = None if active is None else compiling.is_set(active)
+    moves = active if active is None or active.dtype == torch.bool else active.float() > 0
     for old, value in ((parameter, new), *((state[names.index(n)], v) for n, v in updated.items())):
         assert old is not None
         value = value.to(old.dtype)

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim.ages import Ages
-from gradpolicy.optim.compiling import fill_frozen
-from gradpolicy.optim.shapes import local_entries
+from gradpolicy.optim.shapes import fill_frozen, local_entries
 from gradpolicy.optim.update_rules import ActiveRows, Group, SubmatrixRule
 from gradpolicy.optim.update_rules.base import step_count
 from gradpolicy.optim.wrapped import Wrapped

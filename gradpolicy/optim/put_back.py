@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, under, warn_user
-from gradpolicy.optim.compiling import fill_frozen
-from gradpolicy.optim.shapes import local_entries
+from gradpolicy.optim.shapes import fill_frozen, local_entries
 from gradpolicy.optim.update_rules import Group, rule_for, submatrix_rule_for
 from gradpolicy.tensors.sharding import is_composed, is_sharded
 

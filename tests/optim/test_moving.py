@@ -116,7 +116,7 @@ def test_a_mask_that_is_set_again_changes_no_bit():
 
 @pytest.mark.parametrize("chunk", [2, 1 << 18])
 def test_ages_keep_their_shape_where_a_mask_is_lifted(chunk, monkeypatch):
-    monkeypatch.setattr("gradpolicy.optim.ages.CHUNK", chunk)
+    monkeypatch.setattr("gradpolicy.optim.shapes.CHUNK", chunk)
     mask = torch.tensor([[True, False, True], [True, True, False]])
     ages = Ages.all_active(2, (2, 3), mask.device).turned(mask).counted()
     lifted = ages.turned(torch.ones(2, 3, dtype=torch.bool))
@@ -127,7 +127,7 @@ def test_ages_keep_their_shape_where_a_mask_is_lifted(chunk, monkeypatch):
 @pytest.mark.parametrize("shape", [(4, 6), (4, 1), (1, 6)])
 @pytest.mark.parametrize("seed", range(8))
 def test_ages_are_those_that_are_counted_entry_by_entry(forget, shape, seed, monkeypatch):
-    monkeypatch.setattr("gradpolicy.optim.ages.CHUNK", 5)
+    monkeypatch.setattr("gradpolicy.optim.shapes.CHUNK", 5)
     generator = torch.Generator().manual_seed(seed)
     expected, ages = torch.zeros(4, 6).long(), Ages.all_active(0, (4, 6), torch.device("cpu"))
     for share in (0.5, 0.9, 0.1, 1.0, 0.5, 0.0, 0.5, 1.0):
