@@ -3,6 +3,7 @@
 import inspect
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from numbers import Integral, Real
@@ -54,8 +55,8 @@ def check_number(
     Raises:
         PolicyError: For anything else.
     """
-    low = -math.inf if above is None else above
-    if not (_is(value, Real) and least <= value and low < value < below):
+    low, high = -sys.float_info.max if above is None else above, min(below, sys.float_info.max)
+    if not (_is(value, Real) and least <= value and low < value < high):
         wanted = "a finite number" if least == -math.inf else f"a number of at least {least:g}"
         wanted = wanted if above is None else f"a number above {above:g}"
         wanted += "" if below == math.inf else f" and below {below:g}"
@@ -147,12 +148,13 @@ def check_setting(name: str, value: Any, like: Any = None) -> None:
 
     Args:
         name: The setting.
-        value: The value.
+        value: The value; it may be a tensor of one number.
         like: The value that the optimizer has; None: not known.
 
     Raises:
         PolicyError: If it is of another kind than that, or beyond the limits of the setting.
     """
+    value, like = plain_number(value), plain_number(like)
     if isinstance(like, tuple | list) and not (isinstance(value, tuple | list) and len(value) == len(like)):
         raise PolicyError(f"{name}: expected {len(like)} values such as {shown(like)}, got {shown(value)}")
     if isinstance(value, tuple | list) and isinstance(like, tuple | list | None):
@@ -166,6 +168,13 @@ def check_setting(name: str, value: Any, like: Any = None) -> None:
         check_flag(name, value)
     elif isinstance(value, float) or isinstance(like, Real):
         check_number(name, value, least=-math.inf)
+    elif isinstance(like, str) and not isinstance(value, str):
+        raise PolicyError(f"{name}: expected text such as {shown(like)}, got {shown(value)}")
+
+
+def plain_number(value: Any) -> Any:
+    """Return one number of torch or NumPy as Python's; any other value as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def check_free(key: str, path: Path, kind: str | None, is_own: Callable[[Path], bool]) -> None:

@@ -17,7 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from typing import Any
 
-from gradpolicy.checks import check_integer, check_number
+from gradpolicy.checks import check_integer, check_number, plain_number
 from gradpolicy.errors import KnowsItsArguments, PolicyError, shown
 
 __all__ = ["Constant", "Cosine", "Cubic", "Exponential", "Ganin", "Linear"]
@@ -171,5 +171,4 @@ def progress(count: int, steps: int) -> float:
 
 def value_at(value: Any, count: int) -> Any:
     """Return a value, or what a function of the count returns; one number of torch or NumPy as Python's."""
-    value = value(count) if callable(value) else value
-    return value.item() if getattr(value, "ndim", None) == 0 else value
+    return plain_number(value(count) if callable(value) else value)

@@ -24,6 +24,7 @@ from gradpolicy.delta.info import Info, describe
 from gradpolicy.delta.state import State, full_cpu, print_of, tensors_of
 from gradpolicy.errors import PolicyError, brief, shortened, shown, under, unknown
 from gradpolicy.tensors.checkpoint_file import check_kind
+from gradpolicy.tensors.sharding import finite_everywhere
 
 CONFIG, ADAPTER, DELTA = "adapter_config.json", "adapter_model.safetensors", "gradpolicy_delta.safetensors"
 _TOKENS, _SHIRA = "TRAINABLE_TOKENS", "SHIRA"
@@ -272,13 +273,17 @@ def _with_adapter(adapter: _Adapter, base: dict[str, Tensor]) -> tuple[dict[str,
         if name not in base:
             raise unknown("tensor", name, base)
         new, old = tensor, full_cpu(base[name])
+        if tensor.is_complex() > old.is_complex() or not finite_everywhere([tensor]):
+            raise PolicyError(f"{shown(key)}: expected finite real numbers")
         try:
             if kind == _ROWS:
                 rows = tensor.new_tensor(adapter.config.get("token_indices"), dtype=torch.int64)
+                _check_distinct("token_indices", rows, most=1)
                 new = old.index_copy(0, rows, tensor.to(old.dtype))
             elif kind == _SUMMANDS:
                 indices: Any = adapter.tensors.get(f"{_PREFIX}{module}.{_INDICES}")
                 summands = torch.sparse_coo_tensor(indices, tensor, old.shape, check_invariants=True)
+                _check_distinct(_INDICES, indices.T, most=2)  # two summands where a sum is rounded
                 # The same operation as in PEFT, for the same bits.
                 new = old.clone().add_(summands)
             else:
@@ -288,3 +293,10 @@ def _with_adapter(adapter: _Adapter, base: dict[str, Tensor]) -> tuple[dict[str,
             raise PolicyError(f"{shown(name)} does not fit {list(old.shape)}: {reason}") from error
         trained.update({other: new for other in base if memory[other] == memory[name]})
     return trained, replaced
+
+
+def _check_distinct(what: str, indices: Tensor, *, most: int) -> None:
+    if indices.is_floating_point():
+        raise TypeError(f"{what}: expected integers")
+    if len(indices) and (counts := indices.unique(dim=0, return_counts=True)[1]).max() > most:
+        raise ValueError(f"{what} has an index {int(counts.max())} times")

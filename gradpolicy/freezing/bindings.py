@@ -13,6 +13,7 @@ from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.wrapped import check_settings
 from gradpolicy.policies import Freeze
 from gradpolicy.rates import Rates, Settings
+from gradpolicy.tensors.checkpoint_file import reading
 from gradpolicy.where import named_parameters, pick
 
 
@@ -114,7 +115,8 @@ class Bindings:
                 )
                 known = False
             if known:
-                each.source.load_state_dict(saved[name])
+                with reading(f"policy.{name}: its saved state"):
+                    each.source.load_state_dict(saved[name])
             with self.gathered():
                 each.load_mask_state(masks.get(name) if known else None)
         return set(state.get("parameters", ())) - set(self.parameters)

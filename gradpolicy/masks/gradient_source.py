@@ -10,6 +10,7 @@ from torch import Tensor
 from gradpolicy.checks import check_integer
 from gradpolicy.errors import warn_user
 from gradpolicy.masks.base import MaskSource
+from gradpolicy.tensors.checkpoint_file import check_saved
 from gradpolicy.tensors.sharding import full_tensor, shard_like
 
 
@@ -110,6 +111,8 @@ class GradientSource(MaskSource):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`."""
+        like = {"sums": {}, "steps": 0, "decided": 0, "decided_at": 0}
+        check_saved(type(self).__name__, state, like, self.parameters)
         self.sums = {
             statistic: {name: shard_like(each, self.parameters[name]) for name, each in sums.items()}
             for statistic, sums in state["sums"].items()

@@ -14,6 +14,7 @@ from gradpolicy.errors import PolicyError, nearest, shortened, shown, under, unk
 from gradpolicy.masks.base import Layer
 from gradpolicy.masks.layer_sources import LayerSource
 from gradpolicy.schedules import value_at
+from gradpolicy.tensors.checkpoint_file import check_saved
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.tensors.sharding import full_tensor, local_shard, mean_of_ranks, shard_like
 from gradpolicy.when import Timetable
@@ -291,15 +292,18 @@ class Phases(LayerSource):
         """Load the result of :meth:`state_dict`.
 
         Raises:
-            PolicyError: If there are fewer phases than in the saved run.
+            PolicyError: If it is damaged, or there are fewer phases than in the saved run.
         """
+        like: dict[str, Any] = {"phase": 0, "began": None, "reports": [None, None, 0], "kept": {}}
+        check_saved("Phases", state, like, self.parameters)
+        check_integer("Phases.phase", state["phase"], least=0)
         if state["phase"] >= len(self._read):
             raise PolicyError(
                 f"Phases.phases: the checkpoint was saved in phase {state['phase']}, but this run has "
                 f"{len(self._read)} phases"
             )
         self.phase = state["phase"]
-        self._began = None if state["began"] is None else tuple(state["began"])
+        self._began = None if state["began"] is None else (state["began"][0], state["began"][1])
         self._reference, self._best, self._waited = state["reports"]
         self._kept = {name: shard_like(each, self.parameters[name]) for name, each in state["kept"].items()}
 

@@ -21,6 +21,7 @@ from gradpolicy.masks.selection import (
     highest,
 )
 from gradpolicy.schedules import Constant, Cosine, Linear, Ramp, Schedule
+from gradpolicy.tensors.checkpoint_file import check_saved
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.tensors.pattern import pattern_of
 from gradpolicy.tensors.seeded import check_level, derive, words_at
@@ -201,6 +202,8 @@ class PruneAndGrow(GradientSource):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`."""
         super().load_state_dict(state)
+        like = {"active": self._active, "deviations": {}}
+        check_saved("PruneAndGrow", state, like, self.parameters)
         self._active = on_devices(state["active"], self.parameters)
         self._deviations |= state["deviations"]
 

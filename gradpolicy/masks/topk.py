@@ -24,6 +24,7 @@ from gradpolicy.masks.selection import (
     marks_of_highest,
 )
 from gradpolicy.schedules import Constant
+from gradpolicy.tensors.checkpoint_file import check_saved
 from gradpolicy.tensors.mask import Mask, pack, unpack
 from gradpolicy.tensors.pattern import pattern_of
 from gradpolicy.tensors.seeded import check_level
@@ -199,6 +200,8 @@ class TopK(GradientSource):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`."""
         super().load_state_dict(state)
+        like: dict[str, Any] = {"masks": {}, "next": {}, "initial": {}, "squares": {}}
+        check_saved("TopK", state, like, self.parameters)
         self._masks, self._next = (
             on_devices(state["masks"], self.parameters),
             on_devices(state["next"], self.parameters),

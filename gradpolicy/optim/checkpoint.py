@@ -21,18 +21,20 @@ of active entries. They pass through what other code does to state_dicts:
 from __future__ import annotations
 
 import json
+import math
 import zlib
-from collections.abc import Iterator, Sequence
-from math import prod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError
+from gradpolicy.checks import LARGEST_SIZE, check_number, check_setting, plain_number
+from gradpolicy.errors import PolicyError, shown, under
 from gradpolicy.optim.masked_parameter import MaskedParameter, Options
 from gradpolicy.optim.put_back import first_state, is_torchs_own
 from gradpolicy.optim.update_rules.base import step_count
+from gradpolicy.tensors.checkpoint_file import form_of
 from gradpolicy.tensors.mask import pack, unpack
 from gradpolicy.tensors.sharding import is_sharded, plain_parts
 
@@ -169,6 +171,17 @@ def _with_first_index(groups: list[dict[str, Any]]) -> Iterator[tuple[int, dict[
 # --- loading
 
 
+def copied(state_dict: Any) -> dict[str, Any]:
+    """Return a shallow copy of a state_dict.
+
+    Raises:
+        PolicyError: If it is none of an optimizer.
+    """
+    if not isinstance(state_dict, Mapping) or not state_dict.get("param_groups"):
+        raise PolicyError(f"load_state_dict: expected a dict with 'param_groups', got {shown(state_dict)}")
+    return dict(state_dict)
+
+
 def split(state_dict: dict[str, Any]) -> tuple[dict[str, Any], int | None, dict[int, Record]]:
     """Separate a saved state_dict into that of the wrapped optimizer and the records.
 
@@ -220,7 +233,7 @@ def _read_record(tensors: dict[str, Any]) -> Record:
     """Return a record with the ages of all entries."""
     record: Record = _from_bytes(tensors["settings"])
     ages, shape = tensors.get("ages"), record.pop("ages_shape")
-    if ages is None or ages.numel() != prod(shape):
+    if ages is None or ages.numel() != math.prod(shape):
         raise PolicyError(
             f"{KEY}: the saved ages of shape {tuple(shape)} did not come through: "
             "torch.distributed.checkpoint.load reads what its target has, too; "
@@ -229,7 +242,7 @@ def _read_record(tensors: dict[str, Any]) -> Record:
     ages = ages if is_sharded(ages) else ages.reshape(shape)
     if "packed" in record:
         shape = record["packed"]["ages_shape"]
-        flags = unpack(tensors["index"], prod(shape)).view(shape)
+        flags = unpack(tensors["index"], math.prod(shape)).view(shape)
         ages = ages.new_full(shape, -1).masked_scatter_(flags, ages.expand(int(flags.count_nonzero())))
     return {**record, "ages": ages}
 
@@ -333,23 +346,80 @@ def take_out(inner: torch.optim.Optimizer) -> None:
 def fitting_records(
     state_dict: dict[str, Any], records: dict[int, Record], masked: Sequence[MaskedParameter]
 ) -> dict[int, Record]:
-    """Check the records of a split state_dict before anything is loaded; return them.
+    """Check a split state_dict before anything of it is loaded; return its records.
 
     Raises:
-        PolicyError: If something is missing or damaged, or belongs to another parameter.
+        PolicyError: If something is missing or damaged, or belongs to another parameter or optimizer.
     """
-    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    for index, record in records.items():
+    groups = state_dict["param_groups"]
+    keys = [key for group in groups for key in group["params"]]
+    for index in records:
         if not 0 <= index < min(len(masked), len(keys)):
             raise PolicyError(
                 f"the state_dict has a mask for parameter {index}; "
                 f"the wrapped optimizer has {len(masked)}, counted from 0"
             )
-        _check(record, state_dict["state"].get(keys[index], {}), masked[index])
+    if len(keys) != len(masked):
+        raise PolicyError(f"the state_dict is of {len(keys)} parameters, and the optimizer has {len(masked)}")
+    for first, group in _with_first_index(groups):
+        if group["params"]:
+            _check_settings(group, masked[first])
+        for index, key in enumerate(group["params"], first):
+            state, each = state_dict["state"].get(key, {}), masked[index]
+            if index in records:
+                _check(records[index], each)
+            elif lacking := [name for name in _needed(group, each) if state and state.get(name) is None]:
+                _refuse(lacking[0], None, each)
+            _check_state(_widened(records[index], state, each.name) if index in records else state, each)
     return records
 
 
-def _check(record: Record, state: dict[str, Any], masked: MaskedParameter) -> None:
+def _check_settings(group: dict[str, Any], masked: MaskedParameter) -> None:
+    """Compare a saved param group with the optimizer's."""
+    for name, like in masked.group.items():
+        with under(f"the saved param group of {masked.name}"):
+            if name in group and name not in ("params", "param_names"):
+                check_setting(name, group[name], like)
+            # Torch adds flags that older versions have not saved.
+            elif name in masked.state.wrapped.optimizer.defaults and not isinstance(like, bool | None):
+                raise PolicyError(f"has no {name!r}")
+
+
+def _check_state(state: Mapping[str, Any], masked: MaskedParameter) -> None:
+    """Compare a parameter's saved state with what the optimizer keeps, as far as that is known."""
+    likes = _likes(masked) if state else {}
+    for key, value in state.items():
+        like = likes.get(key)
+        if not isinstance(key, str):
+            _refuse(key, shown(value), masked)
+        if key == "step" or (isinstance(like, Tensor) and not like.dim()):
+            least, number = 0.0 if key == "step" else -math.inf, plain_number(value)
+            check_number(f"{masked.name}: the saved {key!r}", number, least=least, below=LARGEST_SIZE)
+        elif isinstance(like, Tensor) and value is not None:
+            got = form_of(value) if isinstance(value, Tensor) else shown(value)
+            if got != form_of(like):
+                _refuse(key, got, masked)
+
+
+def _likes(masked: MaskedParameter) -> Mapping[str, Any]:
+    """Return tensors with the shapes and dtypes of a parameter's state, as far as they are known."""
+    parameter, inner = masked.parameter.detach(), masked.state.wrapped.optimizer
+    if masked.rule is not None:
+        return masked.state.counts(masked.group, 0) | dict.fromkeys(masked.rule.names, parameter)
+    if not is_torchs_own(inner):
+        return masked.state.dense(masked.ages)
+    empty = (torch.zeros(parameter.shape, dtype=parameter.dtype, device=each) for each in ("meta", "cpu"))
+    return next(filter(None, (first_state(inner, masked.group, each) for each in empty)), {})
+
+
+def _needed(group: dict[str, Any], masked: MaskedParameter) -> Iterable[str]:
+    """Return the names of the state without which a step of the optimizer fails."""
+    if masked.rule is not None:
+        return masked.rule.state({**masked.group, **group})
+    return _likes(masked) if is_torchs_own(masked.state.wrapped.optimizer) else ()
+
+
+def _check(record: Record, masked: MaskedParameter) -> None:
     parameter, name = masked.parameter, masked.name
     for key in ("mask_shape", "updates", "had_mask", *Options._fields):
         if key not in record:
@@ -364,20 +434,15 @@ def _check(record: Record, state: dict[str, Any], masked: MaskedParameter) -> No
     for what, shape in (("ages", ages.shape), ("mask", record["mask_shape"] or (1,) * parameter.dim())):
         fits = [size in (1, full) for size, full in zip(shape, parameter.shape, strict=False)]
         if len(shape) != parameter.dim() or not all(fits):
-            _refuse(what, shape, parameter, name)
+            _refuse(what, tuple(shape), masked)
     if not is_sharded(ages) and bool((ages == 0).any()):
         raise PolicyError(f"{name}: its saved ages have a 0, which no entry has; the file is damaged")
-    wide = _widened(record, state, name)
-    for key in masked.rule.names if masked.rule is not None else ():
-        value = wide.get(key)
-        if isinstance(value, Tensor) and value.shape != parameter.shape:
-            _refuse(key, value.shape, parameter, name)
 
 
-def _refuse(what: str, shape: Any, parameter: Tensor, name: str) -> NoReturn:
+def _refuse(what: str, got: Any, masked: MaskedParameter) -> NoReturn:
     raise PolicyError(
-        f"{name}: expected the saved {what!r} to fit the parameter of shape {tuple(parameter.shape)}, got "
-        f"{tuple(shape)}; load what was saved of this model"
+        f"{masked.name}: expected the saved {what!r} to fit the parameter of shape "
+        f"{tuple(masked.parameter.shape)}, got {got}; load what was saved of this model"
     )
 
 

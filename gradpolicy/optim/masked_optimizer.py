@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradpolicy.errors import PolicyError
+from gradpolicy.errors import PolicyError, shown
 from gradpolicy.optim import checkpoint, moving
 from gradpolicy.optim.masked_parameter import MaskedParameter, Mode, Options
 from gradpolicy.optim.parameter_state import stand_ins
@@ -21,6 +21,7 @@ from gradpolicy.optim.put_back import mask_gradient, restore_frozen, save_frozen
 from gradpolicy.optim.shapes import local_entries
 from gradpolicy.optim.update_rules import Group, UpdateRule
 from gradpolicy.optim.wrapped import Wrapped
+from gradpolicy.tensors.checkpoint_file import reading
 from gradpolicy.tensors.sharding import plain_parts
 
 _AMP = "_step_supports_amp_scaling"
@@ -224,6 +225,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
         Raises:
             PolicyError: As `set_mask`; masks before the one that is wrong are set.
         """
+        if not isinstance(masks, Mapping):
+            raise PolicyError(f"set_masks: expected a dict from parameters to masks, got {shown(masks)}")
         # Later steps write to tensors that are created here, even if the caller is in inference mode.
         with torch.inference_mode(mode=False), torch.no_grad():
             for parameter, mask in masks.items():
@@ -366,6 +369,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         return result
 
     @torch.no_grad()
+    @reading("load_state_dict: the state_dict")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state_dict of this class, compact or dense, or of the wrapped optimizer alone.
 
@@ -376,7 +380,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
             PolicyError: If a saved mask, its ages or state do not fit their parameter, or there is no such
                 parameter; nothing is loaded then.
         """
-        state_dict = state_dict.copy()
+        state_dict = checkpoint.copied(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
@@ -483,7 +487,7 @@ def _refuse_sparse(gradient: Tensor, name: str) -> None:
     if gradient.layout is not torch.strided:
         raise PolicyError(
             f"{name} has a sparse gradient; MaskedOptimizer needs dense ones "
-            "(for an embedding: sparse=False, and a mask of rows; or its own optimizer without policies)"
+            "(for an embedding: sparse=False, and a mask of rows)"
         )
 
 

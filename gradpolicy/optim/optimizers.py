@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, shortened, shown, under
 from gradpolicy.where import named_parameters, pick
@@ -54,9 +54,11 @@ class Optimizers(torch.optim.Optimizer):
         named = named_parameters(model) if isinstance(model, nn.Module) else _by_name(model)
         left = dict.fromkeys(named.values())
         self.optimizers: list[torch.optim.Optimizer] = []
-        for place, entry in enumerate(entries):
+        for place, entry in enumerate(entries if isinstance(entries, Iterable) else [entries]):
+            if not isinstance(entry, Mapping):
+                raise PolicyError(f"Optimizers: expected a list with a dict an optimizer, got {shown(entry)}")
             with under(f"Optimizers[{place}]"):
-                self.optimizers.append(_made(named, left, **entry))
+                self.optimizers.append(_made(named, left, **{str(key): entry[key] for key in entry}))
         if left:
             names = [name for name, parameter in named.items() if parameter in left]
             raise PolicyError(f"Optimizers: no entry has {shortened(names)}; end with one for '*'")
@@ -110,8 +112,8 @@ class Optimizers(torch.optim.Optimizer):
 
 
 def _by_name(model: Iterable[Any]) -> dict[str, nn.Parameter]:
-    named = list(model)
-    if not all(isinstance(each, tuple) for each in named):
+    named = list(model) if isinstance(model, Iterable) else [None]
+    if not all(isinstance(each, tuple) and isinstance(each[-1], Tensor) for each in named):
         raise PolicyError("Optimizers: needs the model, or model.named_parameters(), not parameters alone")
     return dict(named)
 

@@ -1,4 +1,4 @@
-"""Read one file of a checkpoint: checked for damage, without running its content."""
+"""Read files and states of checkpoints: checked for damage, without running their content."""
 
 import errno
 import io
@@ -7,14 +7,16 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from gradpolicy.errors import PolicyError
+from gradpolicy.checks import LARGEST_SIZE, check_integer
+from gradpolicy.errors import PolicyError, shown
 
 # The end of an archive without comment: a record of this size whose last two bytes are the comment's length.
 _END_OF_ARCHIVE, _END_SIZE = b"PK\x05\x06", 22
@@ -103,32 +105,85 @@ def check_kind(path: Path, key: str) -> None:
         raise PolicyError(f"{key}: {path} is neither a file nor a directory")
 
 
+def errors_named(path: Path, key: str) -> AbstractContextManager[None]:
+    """Return a block in which any error becomes a PolicyError that names the config key of the file."""
+    check_kind(path, key)
+    return reading(f"{key}: {path}")
+
+
 @contextmanager
-def errors_named(path: Path, key: str) -> Iterator[None]:
-    """Turn any error in the block into a PolicyError of one line that names the config key of the file.
+def reading(what: str) -> Iterator[None]:
+    """Turn any error in the block into a PolicyError of one line.
+
+    Args:
+        what: What is read, with which the line begins.
 
     Raises:
         PolicyError: For any error.
     """
-    check_kind(path, key)
     try:
         yield
-    except PolicyError:
+    except (PolicyError, torch.OutOfMemoryError):
         raise
     except UnreadableError as error:
-        raise PolicyError(f"{key}: {path} {' '.join(str(error).split())}") from error
+        raise PolicyError(f"{what} {' '.join(str(error).split())}") from error
     except OSError as error:
-        raise PolicyError(f"{key}: {path} cannot be read: {error.strerror or error}") from error
+        raise PolicyError(f"{what} cannot be read: {error.strerror or error}") from error
     except Exception as error:
-        raise PolicyError(f"{key}: {path} {damage(error)}") from error
+        raise PolicyError(f"{what} {damage(error)}") from error
 
 
 def damage(error: BaseException) -> str:
     """Return a description of a damaged file, without torch's advice to load it unsafely."""
     line = (str(error).splitlines() or [""])[0].strip()
-    if not line or "weights_only" in line:
-        line = type(error).__name__
-    return f"is truncated or damaged, or no checkpoint ({line[:120]})"
+    is_clear = line and "weights_only" not in line and isinstance(error, RuntimeError | ValueError | EOFError)
+    return "is truncated or damaged, or no checkpoint" + (f" ({line[:120]})" if is_clear else "")
+
+
+def check_saved(what: str, saved: Any, like: Any, parameters: Mapping[str, Tensor]) -> None:
+    """Check that a saved state is made as another one is.
+
+    Args:
+        what: The state in the message.
+        saved: Containers of integers, of numbers or None, and of tensors by parameter name.
+        like: A state with 0 where the saved one has an integer, and None where it has a number or None. A
+            mapping may have more keys.
+        parameters: The parameters. Their tensors have one value for an entry or row, or are packed.
+
+    Raises:
+        PolicyError: If it is not.
+    """
+    fits = like is None and (saved is None or isinstance(saved, int | float))
+    if isinstance(saved, Mapping) and isinstance(like, Mapping | None):
+        fits = (like or {}).keys() <= saved.keys()
+        for name, each in saved.items() if fits else ():
+            if isinstance(each, Tensor) and name in parameters:
+                fits = fits and _fits(each, parameters[name])
+            else:
+                check_saved(f"{what}.{name}", each, (like or {}).get(name), parameters)
+    elif isinstance(saved, list) and isinstance(like, list | None):
+        fits = like is None or len(saved) == len(like)
+        for each, one in zip(saved, like or [0] * len(saved), strict=False):
+            check_saved(what, each, one, parameters)
+    elif isinstance(like, int):
+        check_integer(what, saved, least=-1, most=LARGEST_SIZE)
+        fits = True
+    if not fits:
+        raise PolicyError(f"{what}: expected a state like {shown(like)}, got {shown(saved)}")
+
+
+def form_of(tensor: Tensor) -> str:
+    """Return the shape of a tensor; its layout and kind too unless it is dense and floating-point."""
+    layout = "" if tensor.layout is torch.strided else f" in {tensor.layout}"
+    whole = "" if tensor.is_floating_point() else " of whole numbers"
+    return f"{tuple(tensor.shape)}{layout}{' of complex numbers' if tensor.is_complex() else whole}"
+
+
+def _fits(saved: Tensor, parameter: Tensor) -> bool:
+    """Return True if a tensor broadcasts to a parameter, or is packed."""
+    shapes = zip(reversed(saved.shape), reversed(parameter.shape), strict=False)
+    broadcasts = saved.dim() <= parameter.dim() and all(size in (1, full) for size, full in shapes)
+    return broadcasts or (saved.dtype in (torch.uint8, torch.int32) and saved.dim() == 1)
 
 
 def could_not_save(path: Path, error: BaseException) -> OSError:

@@ -47,8 +47,9 @@ def check_mask(mask: object, parameter: Tensor, name: str) -> Mask:
     if mask.dtype != torch.bool:
         kind = str(mask.dtype).removeprefix("torch.")
         raise PolicyError(f"mask of {name}: expected a bool tensor (True = this entry trains), got {kind}")
-    if mask.layout != torch.strided:
-        raise PolicyError(f"mask of {name}: expected a dense tensor, got {mask.layout}; use mask.to_dense()")
+    if mask.layout != torch.strided or mask.is_nested:
+        given = "a nested one" if mask.is_nested else f"{mask.layout}; use mask.to_dense()"
+        raise PolicyError(f"mask of {name}: expected a dense tensor, got {given}")
     if mask.is_meta and not parameter.is_meta:
         raise PolicyError(f"mask of {name}: the mask is on the meta device, where tensors have no values")
     shape = tuple(parameter.shape)

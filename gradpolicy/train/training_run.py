@@ -1,6 +1,6 @@
 """One training under policies: installs them, begins and ends each update, saves their state."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -127,12 +127,7 @@ class Run:
         self.install_flow(model, entry_points)
         # A plain optimizer that has loaded a state with masks keeps it in its param groups.
         loaded = [each.state_dict() if STATE in each.param_groups[0] else None for each in optimizers]
-        guarded = _matched(model, self.policies)
-        wanted = set(guarded.values())
-        wrapping = [
-            _masked(each, again=masks_all) if masks_all or not wanted.isdisjoint(_parameters(each)) else each
-            for each in optimizers
-        ]
+        wrapping = _wrapped(model, optimizers, self.policies, masks_all=masks_all)
         self.steps = Steps(self, wrapping, driven=driven)
         self.updates = self.steps.count()
         masked, self._has_gradients = self.steps.masked, self.steps.partitioned is None
@@ -147,9 +142,7 @@ class Run:
                 seed=self.seed,
                 toggle_requires_grad=toggle_requires_grad,
             )
-        if masks_all:
-            own = {parameter for each in masked for parameter in _parameters(each)}
-            guarded |= {name: p for name, p in named_parameters(model).items() if p in own}
+        guarded = named_parameters(model) if masks_all else self.freezer.matched if self.freezer else {}
         self.steps.hook(guarded, self.freezer)
         self.notices.attach(self.freezer, wrapping, partitioned=not self._has_gradients)
         named = once_each(named_parameters(model))
@@ -410,8 +403,10 @@ def flat_parameters_refused() -> PolicyError:
     )
 
 
-def _matched(model: nn.Module, policies: Mapping[str, Policy]) -> dict[str, Tensor]:
-    """Return the parameters that freeze policies and ``Rates`` concern, by name.
+def _wrapped(
+    model: nn.Module, optimizers: Iterable[Any], policies: Mapping[str, Policy], *, masks_all: bool
+) -> list[Any]:
+    """Return optimizers of which those with parameters of freeze policies or ``Rates`` have masks.
 
     Raises:
         PolicyError: If a pattern matches nothing, or version 1 of FSDP has flattened the parameters.
@@ -424,7 +419,11 @@ def _matched(model: nn.Module, policies: Mapping[str, Policy]) -> dict[str, Tens
     if params and any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise flat_parameters_refused()
     matched = pick_each(named_parameters(model), params)
-    return {name: p for parameters in matched.values() for name, p in parameters.items()}
+    wanted = {p for parameters in matched.values() for p in parameters.values()}
+    return [
+        _masked(each, again=masks_all) if masks_all or not wanted.isdisjoint(_parameters(each)) else each
+        for each in optimizers
+    ]
 
 
 def _masked(optimizer: Any, *, again: bool) -> MaskedOptimizer:

@@ -276,6 +276,7 @@ def test_no_directory_with_files_is_written_to(adapter: Path, tmp_path: Path) ->
         ({"token_indices": [20]}, r"'a.weight' does not fit \[20, 4\]: .*out of"),
         ({"token_indices": [3, 4]}, "does not fit"),
         ({"token_indices": "3"}, "does not fit"),
+        ({"token_indices": [3, 3, 3]}, "token_indices has an index 3 times"),
     ],
 )
 def test_adapters_of_another_kind_are_refused(values, message, adapter, tmp_path):
@@ -283,6 +284,26 @@ def test_adapters_of_another_kind_are_refused(values, message, adapter, tmp_path
     (adapter / "adapter_config.json").write_text(json.dumps({**config, **values}))
     with pytest.raises(PolicyError, match=message):
         gp.delta.from_peft(adapter, tmp_path / "b", {"a.weight": torch.zeros(20, 4)})
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "message"),
+    [
+        ("shira_weight", lambda each: each * torch.nan, "expected finite real numbers"),
+        ("shira_weight", lambda each: each * 1j, "expected finite real numbers"),
+        ("shira_indices", lambda each: each * 0, "shira_indices has an index .* times"),
+        ("shira_indices", lambda each: each.float(), "does not fit"),
+    ],
+)
+def test_damaged_tensors_of_an_adapter_are_refused(key, change, message, tmp_path: Path) -> None:
+    base = {"a.weight": torch.zeros(20, 4)}
+    model = {"a.weight": torch.zeros(20, 4).index_put((torch.arange(5), torch.tensor(1)), torch.ones(5))}
+    exported(model, base, tmp_path)
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    tensors = {name: change(each) if name.endswith(key) else each for name, each in load_file(file).items()}
+    save_file({name: each.contiguous() for name, each in tensors.items()}, file)
+    with pytest.raises(PolicyError, match=message):
+        gp.delta.from_peft(tmp_path / "adapter", tmp_path / "b", base)
 
 
 def test_other_bases_and_damaged_configs_are_refused(adapter: Path, tmp_path: Path) -> None:

@@ -96,6 +96,29 @@ def test_it_describes_itself_and_names_the_nearest_argument(kind: type[MaskSourc
         kind(**{name: REQUIRED[name] for name in needed}, evry=2)
 
 
+WRONG_SHAPE = {"head.weight": torch.zeros(7, 7)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage", "key"),
+    [
+        (Phases, {"phase": -7}, "Phases.phase"),
+        (Phases, {"phase": 1.5}, "Phases.phase"),
+        (Phases, {"reports": [None]}, "Phases.reports"),
+        (Phases, {"kept": WRONG_SHAPE}, "Phases.kept"),
+        (PruneAndGrow, {"active": {}}, "PruneAndGrow.active"),
+        (PruneAndGrow, {"decided": "abc"}, "PruneAndGrow.decided"),
+        (SOURCES["TopK"], {"sums": {"gradient": WRONG_SHAPE}}, "TopK.sums.gradient"),
+        (SOURCES["TopK"], {"masks": [3]}, "TopK.masks"),
+    ],
+)
+def test_a_damaged_state_is_refused_when_it_is_loaded(kind, damage: dict, key: str, stack) -> None:
+    saved = begun(kind, stack).state_dict()
+    begun(kind, stack).load_state_dict(saved)
+    with pytest.raises(PolicyError, match=f"^{key}: expected"):
+        begun(kind, stack).load_state_dict({**saved, **damage})
+
+
 @each_source
 def test_it_needs_parameters(kind: type[MaskSource]) -> None:
     with pytest.raises(PolicyError, match=f"{kind.__name__}: there is no parameter to mask"):

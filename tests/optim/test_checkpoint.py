@@ -289,6 +289,29 @@ def damaged(change):
         (lambda saved, _: change_version(saved, 99), "newer"),
         (lambda saved, _: move_record(saved, 7), "parameter 7"),
         (lambda saved, _: move_record(saved, -1), "parameter -1"),
+        *(
+            (lambda saved, _, change=change: saved["param_groups"][0].update(change), message)
+            for change, message in (
+                ({"lr": "fast"}, "lr: expected a number of at least 0, got 'fast'"),
+                ({"weight_decay": torch.nan}, "weight_decay: expected a number"),
+                ({"betas": (0.9,)}, r"betas: expected 2 values such as \(0\.9, 0\.999\), got \(0\.9,\)"),
+                ({"amsgrad": torch.zeros(3)}, "amsgrad: expected True or False"),
+                ({"gradpolicy": 3}, "the state_dict is truncated or damaged"),
+            )
+        ),
+        (lambda saved, _: saved["param_groups"][0].pop("eps"), "param group of parameter 0 .* has no 'eps'"),
+        *(
+            (lambda saved, _, change=change: saved["state"][0].update(change), message)
+            for change, message in (
+                ({"exp_avg": "abc"}, r"'exp_avg' to fit the parameter of shape \(4, 3\), got 'abc'"),
+                ({"exp_avg": torch.ones(4, 3, dtype=torch.int32)}, r"'exp_avg'.*\(4, 3\) of whole numbers"),
+                ({"exp_avg_sq": torch.ones(4, 3) * 1j}, r"'exp_avg_sq'.*of complex numbers"),
+                ({"step": 1e30}, r"the saved 'step': expected a number of at least 0 and below .*got 1e\+30"),
+                ({"step": "abc"}, "the saved 'step': expected a number"),
+            )
+        ),
+        (lambda saved, _: saved["state"].update({0: "abc"}), "the state_dict is truncated or damaged"),
+        (lambda saved, _: saved.clear(), "expected a dict with 'param_groups', got {}"),
     ],
 )
 def test_what_does_not_fit_is_named_and_nothing_of_it_loaded(change, message):
@@ -304,6 +327,21 @@ def test_what_does_not_fit_is_named_and_nothing_of_it_loaded(change, message):
     assert torch.equal(optimizer.get_mask(weight), torch.eye(4, 3, dtype=torch.bool))
     assert torch.equal(optimizer.state[weight]["exp_avg"], before["state"][0]["exp_avg"])
     assert optimizer.age(weight).max() == 1
+
+
+@pytest.mark.parametrize("kind", ["Rprop", "Adafactor", "ASGD"])
+@pytest.mark.parametrize("value", ["abc", torch.ones(2), None], ids=str)
+def test_state_of_optimizers_without_a_rule_is_compared_too(kind, value):
+    weight = torch.nn.Parameter(torch.ones(4, 3))
+    weight.grad = torch.ones(4, 3)
+    plain, other = (getattr(torch.optim, kind)([weight]) for _ in range(2))
+    plain.step()
+    saved = copy.deepcopy(plain.state_dict())
+    MaskedOptimizer(other).load_state_dict(saved)
+    for name in saved["state"][0].keys() - {"step"}:
+        spoilt = {**saved, "state": {0: {**saved["state"][0], name: value}}}
+        with pytest.raises(PolicyError, match=f"'{name}'"):
+            MaskedOptimizer(getattr(torch.optim, kind)([weight])).load_state_dict(spoilt)
 
 
 def test_a_plain_state_gives_every_entry_the_tensors_age_under_the_mask_that_is_set():

@@ -278,6 +278,7 @@ def test_the_callers_modes_and_default_device_do_not_matter(device, kind, frozen
         ([True], r"\[True\]"),
         (torch.eye(6, 5, dtype=torch.bool).to_sparse(), "dense"),
         (torch.ones(6, 5, dtype=torch.bool, device="meta"), "the mask is on the meta device"),
+        (torch.nested.nested_tensor([torch.ones(5, dtype=torch.bool)] * 6), "dense tensor, got a nested one"),
     ],
 )
 def test_a_wrong_mask_is_named(parameter, mask, message):
@@ -351,6 +352,8 @@ def test_other_wrong_input_is_named(parameter):
         MaskedOptimizer(torch.optim.SGD([parameter]), frozen_state="zeros")
     with pytest.raises(PolicyError, match="bias_correction"):
         optimizer.set_mask(parameter, None, bias_correction="row")
+    with pytest.raises(PolicyError, match=r"set_masks: expected a dict from parameters to masks, got \["):
+        optimizer.set_masks([parameter])
     with pytest.raises(AttributeError, match="frozen_state"):
         optimizer.frozen_state = "zero"
     with pytest.raises(PolicyError, match="Linear"):

@@ -167,6 +167,8 @@ def test_lightning_trains_and_resumes_with_it(two_layers, loader, make_trainer, 
         ([{"params": "*"}], "needs params, globs, and optimizer"),
         ([{"params": "*", "optimizer": torch.optim.LBFGS}], "takes no closure, got LBFGS"),
         ([], "no entry has"),
+        (None, "expected a list with a dict an optimizer, got None"),
+        ([3], "expected a list with a dict an optimizer, got 3"),
     ],
 )
 def test_wrong_entries_are_refused(stack, entries, match: str) -> None:
@@ -175,8 +177,10 @@ def test_wrong_entries_are_refused(stack, entries, match: str) -> None:
 
 
 def test_it_needs_names_and_takes_no_further_group(stack) -> None:
-    with pytest.raises(PolicyError, match=r"needs the model, or model\.named_parameters\(\)"):
-        gp.Optimizers(stack.parameters(), ENTRIES)  # type: ignore[arg-type]
+    wrong: Any
+    for wrong in (stack.parameters(), None, 3, [("a", 3)]):
+        with pytest.raises(PolicyError, match=r"needs the model, or model\.named_parameters\(\)"):
+            gp.Optimizers(wrong, ENTRIES)
     optimizer = gp.Optimizers(stack.named_parameters(), ENTRIES)
     with pytest.raises(PolicyError, match="takes no further param group"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})

@@ -23,6 +23,7 @@ from gradpolicy.tensors.checkpoint_file import (
     check_file,
     could_not_save,
     errors_named,
+    form_of,
     load_file,
 )
 from gradpolicy.tensors.sharding import bounds
@@ -258,12 +259,8 @@ def check_fits(path: Path, model: nn.Module, key: str = KEY) -> None:
 
 
 def _forms(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the shape of each tensor, and its layout if it is sparse, which no parameter can load."""
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    return {
-        name: f"{tuple(tensor.shape)}" + ("" if tensor.layout is torch.strided else f" in {tensor.layout}")
-        for name, tensor in tensors.items()
-    }
+    """Return the shape of each tensor, and its layout and kind of numbers if they are unusual."""
+    return {name: form_of(value) for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def check_resumable(path: Path) -> None:

@@ -1,5 +1,6 @@
 """Whether a checkpoint is of the model that is to take it up."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,20 @@ def test_a_checkpoint_of_another_model_is_told_apart(
         check_fits(save(tmp_path / "a.ckpt", other), model)
 
 
-def test_a_sparse_weight_is_told_apart(tmp_path: Path, model: nn.Module) -> None:
-    content = {**model.state_dict(), "weight": model.weight.detach().to_sparse()}
+@pytest.mark.parametrize(
+    ("change", "form"),
+    [
+        (torch.Tensor.to_sparse, "in torch.sparse_coo"),
+        (torch.Tensor.int, "of whole numbers"),
+        (lambda weight: weight * 1j, "of complex numbers"),
+    ],
+)
+def test_a_weight_of_another_kind_is_told_apart(change: Any, form: str, tmp_path: Path, model) -> None:
+    content = {**model.state_dict(), "weight": change(model.weight.detach())}
     torch.save({"state_dict": content}, tmp_path / "a.ckpt")
-    with pytest.raises(PolicyError, match=r"weight is \(3, 2\) in torch.sparse_coo there and \(3, 2\) here"):
+    with pytest.raises(PolicyError, match=rf"weight is \(3, 2\) {form} there and \(3, 2\) here"):
         check_fits(tmp_path / "a.ckpt", model)
+    check_fits(save(tmp_path / "half.ckpt", copy.deepcopy(model).half()), model)
 
 
 def test_of_many_shapes_that_differ_two_are_told(tmp_path: Path) -> None:
