@@ -234,16 +234,13 @@ def _find(specification: "str | Rule | RuleFunction") -> Rule:
         raise PolicyError(f"a rule is a name, a dotted path or a function, got {shown(specification)}")
     if specification in _RULES:
         return _RULES[specification]
-    if "." in specification:
-        return _find(_import(specification))
-    raise unknown_rule(specification)
-
-
-def _import(path: str) -> RuleFunction:
+    if "." not in specification:
+        raise unknown_rule(specification)
     try:
-        return import_by_name(path)
+        imported = import_by_name(specification)
     except PolicyError as error:
-        raise PolicyError(f"rule {error}; {nearest(path, _RULES)}") from error
+        raise PolicyError(f"rule {error}; {nearest(specification, _RULES)}") from error
+    return _find(imported)
 
 
 def _check_signature(name: str, function: RuleFunction) -> None:

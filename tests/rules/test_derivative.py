@@ -69,12 +69,9 @@ class TestGradientOf:
         leaf = x.clone().requires_grad_()
         function(leaf, *([y] if second else [])).sum().backward()
         assert found[0].equal(leaf.grad)
-
-    def test_its_errors_are_not_taken_for_fewer_inputs(self):
-        one, x = torch.ones(2), torch.tensor([1.0, 2.0])
-        wrong = gp.gradient_of(lambda x, y=None: x**2 if y is None else x @ torch.ones(3, 3))
+        fails = gp.gradient_of(lambda x, y=None: x**2 if y is None else x @ torch.ones(3, 3))
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            wrong(one, (x, x), x)
+            fails(one, (x, y), x)
 
     def test_it_can_be_pickled_and_compiled(self):
         smooth = pickle.loads(pickle.dumps(gp.gradient_of(torch.sin)))
