@@ -98,6 +98,26 @@ def test_a_window_of_one_step_keeps_a_choice_and_no_copy_of_the_gradients(prepar
         assert all(torch.equal(masks[name], scores[name] >= least) for name in weights)
 
 
+@pytest.mark.parametrize(("unit", "window"), [("step", 1), ("step", 3), ("epoch", 1), ("epoch", 2)])
+def test_a_window_counts_steps_or_epochs_also_if_the_run_resumes_in_it(
+    prepared, unit: str, window: int
+) -> None:
+    gradients, weights = torch.randn(24, 6), {"w": torch.zeros(6)}
+    source, *sources = [
+        prepared(gp.masks.TopK(0.5, window=window, every=window, unit=unit), weights) for _ in range(25)
+    ]
+    steps = window if unit == "step" else 4 * window  # an epoch has four steps
+    for step, resumed in enumerate(sources):
+        masks = source.masks(step, step // 4)
+        if end := step // steps * steps:
+            scores = gradients[end - steps : end].sum(0).abs()
+            assert torch.equal(masks["w"], scores >= scores.sort().values[3]), step
+        if source.gradient_names(step, step // 4):
+            source.observe({"w": gradients[step]})
+        resumed.load_state_dict(copy.deepcopy(source.state_dict()))
+        source = resumed
+
+
 def test_half_precision_gradients_are_summed_in_float32(prepared) -> None:
     weights = {"w": torch.zeros(3, dtype=torch.bfloat16)}
     source = prepared(gp.masks.TopK(0.4, window=300), weights)
