@@ -83,9 +83,7 @@ class RuleState:
             self.acted_in_compiled_code = True
 
     def count_call(self, operation: str) -> bool:
-        """Count a call of an operation, and return True if the rule applies to it."""
-        if not self.calls:
-            return True
+        """Count a call of an operation, and return True if the rule, which counts calls, applies to it."""
         number = self.call_counts.get(operation)
         if number is None:
             return False

@@ -388,13 +388,15 @@ def _scatter(call: Call, function: Function, args: tuple, kwargs: Mapping[str, A
     given |= {"value" if key == "src" else key: value for key, value in kwargs.items()}
     target, dim, index, value = (given.pop(key, None) for key in ("input", "dim", "index", "value"))
     path = path_of(index)
-    if given or path is None or not path.is_index or index.shape[dim] != 1 or paths_in((target, value), {}):
+    if given or path is None or not path.is_index or paths_in((target, value), {}):
+        return NotImplemented
+    if index.dim() and index.shape[dim] != 1:
         return NotImplemented
     before = target.detach().clone()
     # Detached, so that an outer block does not propagate the path again.
     result = call(function, (target, dim, index.detach(), value), {})
     with without_modes():
-        code = path.tensor.transpose(dim % index.dim(), -1).squeeze(-1)
+        code = path.tensor.transpose(dim % index.dim(), -1).squeeze(-1) if index.dim() else path.tensor
         if code.shape != result.shape or result.is_complex():
             _lose([path], function, result)
             return result

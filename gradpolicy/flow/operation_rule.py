@@ -370,6 +370,10 @@ class DispatchTable:
         for rule in self.rules:
             for function in rule.operation.functions:
                 self.by_function[function] = (*self.by_function.get(function, ()), rule)
+        # A rule on clamp has clamp(min=0), which is relu for others.
+        for function in SHARED.keys() & self.by_function:
+            rules = self.by_function[function]
+            self.by_function[function] = tuple(one for one in rules if one.decides is None) or rules
         # For functions that run operations within torch, by name: the rules' states, each with a reason.
         self.opaque: dict[str, list[tuple[RuleState, str]]] = {}
         for state in dict.fromkeys(rule.state for rule in self.rules):

@@ -216,6 +216,7 @@ def scattered(target, index, value):
         lambda x: F.one_hot(torch.argmax(x, 1, keepdim=True), 4).squeeze(1) * 1.0,
         lambda x: F.one_hot(x.argmax(-1).int().long(), 6)[:, :4].to(x),
         lambda x: torch.zeros(2, 4).scatter_(1, x.argmax(-1, keepdim=True), 1.0),
+        lambda x: torch.stack([torch.zeros(4).scatter_(0, row.argmax(), 1.0) for row in x]),
         lambda x: -torch.zeros(4, 2).scatter(0, index=x.argmax(-1)[None], src=-torch.ones(1, 2)).T,
         lambda x: scattered(torch.ones(2, 4), x.argmax(-1, keepdim=True), 0.0) * -1.0 + 1.0,
         lambda x: scattered(torch.zeros(2, 4, dtype=torch.int), x.argmax(-1, keepdim=True), 1).float(),

@@ -191,6 +191,14 @@ def test_calls_of_other_operations(name, call, expected, gradient):
     assert found.tolist() == expected
 
 
+@pytest.mark.parametrize("names", [("relu", "clamp"), ("clamp", "relu")])
+def test_a_rule_on_a_function_comes_before_one_on_what_its_arguments_make_it(names, gradient):
+    rules = {"relu": ten_times, "clamp": "identity"}
+    with gp.gradient_override({name: rules[name] for name in names}, strict=True):
+        found, _ = gradient(lambda x: x.clamp(min=0) + x.relu(), X)
+    assert found.tolist() == [11.0] * 4
+
+
 def test_operations_by_function_and_pickled():
     for name in operation_names():
         operation = resolve_operation(name)
