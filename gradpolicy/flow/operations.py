@@ -468,6 +468,5 @@ _DECIDED_BY_ARGUMENTS: dict[str, Decision] = {
 # Functions that are named after another operation, each with the operations that its arguments may make it.
 SHARED: dict[Function, list[str]] = {}
 for _name in ("maximum", "minimum", "relu", "relu6"):
-    for _spelling in _spellings(_name):
-        if name_of(_spelling) != _name:
-            SHARED.setdefault(_spelling, []).append(_name)
+    for _spelling in _spellings(_name) & frozenset().union(*map(_spellings, SYNONYMS[_name][1:])):
+        SHARED.setdefault(_spelling, []).append(_name)
