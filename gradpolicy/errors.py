@@ -65,7 +65,8 @@ def nearest(name: str, candidates: Iterable[str], count: int = 3) -> str:
         return f"did you mean {_listed(by_lower[lower] for lower in close)}?"
     if not valid:
         return ""
-    shown = valid if len(valid) <= 12 else valid[:12]
+    # Of the parts of a model, the outer ones.
+    shown = valid if len(valid) <= 12 else sorted(valid, key=lambda name: name.count("."))[:12]
     return f"valid names: {_listed(shown)}{'' if len(shown) == len(valid) else ', …'}"
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from gradpolicy.errors import PolicyError, nearest, shown, under
+from gradpolicy.errors import PolicyError, nearest, shortened, shown, under
 from gradpolicy.imports import import_by_name
 
 ModulePattern = str | type[nn.Module]
@@ -101,8 +101,16 @@ def _select(patterns: object, kind: str, find: Callable[[Any], Iterable[Hashable
     return chosen
 
 
-def _globbed(pattern: object, names: Iterable[str], kind: str) -> list[str]:
+def _globbed(
+    pattern: object, names: Iterable[str], kind: str, modules: Mapping[str, nn.Module] | None = None
+) -> list[str]:
     """Return the names that a glob matches.
+
+    Args:
+        pattern: The glob.
+        names: The names.
+        kind: What they name.
+        modules: The modules of these names, for the message.
 
     Raises:
         PolicyError: If there are none; has the nearest names.
@@ -114,6 +122,10 @@ def _globbed(pattern: object, names: Iterable[str], kind: str) -> list[str]:
         # The name of a module is not a parameter; suggest the parameters below it.
         candidates = _with_parents(names, ".*" if kind == "parameter" else "")
         hint = nearest(pattern.rstrip("*").rstrip("."), candidates)
+        if modules and hint.startswith("valid names"):
+            outer = sorted(filter(None, modules), key=lambda name: name.count("."))
+            listed = [f"{name} ({type(modules[name]).__name__})" for name in outer]
+            hint = f"the model has {shortened(listed, most=8)}"
         raise PolicyError(f"{kind} pattern {shown(pattern)} matches nothing; {hint}")
     return found
 
@@ -215,7 +227,7 @@ def _match_modules(pattern: ModulePattern, modules: Mapping[str, nn.Module]) -> 
     module_class = _class_at(pattern) if not any(fnmatchcase(name, pattern) for name in modules) else None
     if module_class is not None:
         return _match_modules(module_class, modules)
-    return _globbed(pattern, modules, "module")
+    return _globbed(pattern, modules, "module", modules)
 
 
 def _class_at(path: str) -> type[nn.Module] | None:

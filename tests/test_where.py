@@ -41,6 +41,13 @@ def test_globs_select_names_in_their_order():
     assert list(pick({name: torch.zeros(1) for name in NAMES}, "head.*")) == ["head.weight"]
 
 
+def test_what_a_pattern_without_near_names_could_have_been(model):
+    with pytest.raises(
+        PolicyError, match=r"the model has trunk \(Sequential\), head \(Linear\), trunk\.0 \(Linear\), "
+    ):
+        match_modules(model, "xyz")
+
+
 def test_no_text_and_taking_everything_away_are_errors(model):
     with pytest.raises(PolicyError, match="parameter pattern 3: expected a string"):
         parameters([3])

@@ -21,7 +21,7 @@ CONFIGS = Path(__file__).parents[1] / "conf"
 STARTER = Path(__file__).parent / "starter"
 # The package of the starter project, which is renamed after the directory.
 PACKAGE = "my_project"
-INTERRUPTED = 130
+FAILED, INTERRUPTED = 1, 130
 
 
 def main(arguments: Sequence[str] | None = None, config_dir: Path | None = None) -> int:
@@ -41,16 +41,35 @@ def main(arguments: Sequence[str] | None = None, config_dir: Path | None = None)
     words = list(sys.argv[1:] if arguments is None else arguments)
     configs = (config_dir or CONFIGS).resolve()
     try:
-        if not (words and words[0].isidentifier()):
-            return train(words, configs)
-        if words[0] not in COMMANDS:
-            raise unknown("command", brief(words[0]), COMMANDS, key="gradpolicy")
-        return COMMANDS[words[0]](words[1:], configs)
+        try:
+            return _run(words, configs)
+        finally:
+            sys.stdout.flush()
     except PolicyError as error:
         print(f"error: {brief(str(error), most=500)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:
+        # As of `| head`. What Python still writes at its end goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+
+
+def _run(words: Sequence[str], configs: Path) -> int:
+    if words == ["--version"]:
+        print(f"gradpolicy {sys.modules['gradpolicy'].__version__}")
+        return 0
+    if "query=" in " ".join(words) and {"-sc", "--shell-completion"} & set(words):
+        # Hydra completes overrides; the first word may be a command.
+        line = os.environ.get("COMP_LINE", "").split(" ")
+        if all(word.endswith(".py") for word in line[1:-1]):
+            print(*(name for name in COMMANDS if name.startswith(line[-1])), sep="\n")
+    if not (words and words[0].isidentifier()):
+        return train(words, configs)
+    if words[0] not in COMMANDS:
+        raise unknown("command", brief(words[0]), COMMANDS, key="gradpolicy")
+    return COMMANDS[words[0]](words[1:], configs)
 
 
 def replace_unencodable() -> None:
@@ -174,6 +193,7 @@ def write_project(directory: Path) -> None:
 def report(words: Sequence[str], configs: Path) -> int:
     """Write the report of one or several runs.
 
+        gradpolicy report last                      # the newest run below outputs
         gradpolicy report outputs/train/runs/DATE
         gradpolicy report outputs/train/multiruns/DATE/* --output sweep.html
 
@@ -209,7 +229,11 @@ def runs_below(given: Sequence[Path]) -> list[Path]:
 
     found: list[Path] = []
     for path in given:
-        below = sorted(each.parent for each in path.rglob("config.yaml") if each.parent.name != ".hydra")
+        newest = str(path) == "last" and not path.exists()
+        configs = [*(Path("outputs") if newest else path).rglob("config.yaml")]
+        below = sorted(each.parent for each in configs if each.parent.name != ".hydra")
+        if newest and below:
+            path = max(below, key=lambda run: (run / "config.yaml").stat().st_mtime)
         if not (looks_like_run(path) or below):
             raise PolicyError(f"RUN: {path} is no run directory and no directory of them")
         found += [path] if looks_like_run(path) else below

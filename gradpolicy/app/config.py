@@ -20,7 +20,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from gradpolicy.app.messages import explain, one_line, type_error
 from gradpolicy.checks import LARGEST_SEED
 from gradpolicy.errors import PolicyError, brief, nearest, under
-from gradpolicy.imports import import_by_name
+from gradpolicy.imports import import_by_name, to_install
 
 VERSION_BASE = "1.3"
 # Modules that import torch are imported in functions, so that a wrong key is reported at once.
@@ -279,4 +279,6 @@ def _names_of(group: str, source: Source, overrides: list[str]) -> list[str]:
 
 
 def _no_such_config(group: str, name: str, names: Sequence[str]) -> PolicyError:
+    if group == "hydra/launcher" and name.startswith(("joblib", "submitit")):
+        return PolicyError(f"{group}={name}: {to_install(ModuleNotFoundError(name='hydra_plugins'))}")
     return PolicyError(f"{brief(f'{group}={name}')}: there is no such config; {nearest(name, names)}")

@@ -187,10 +187,10 @@ def run_job(source: Source, options: argparse.Namespace, config: DictConfig, set
     if resumed is not None:
         more.append(f"ckpt_path={quoted(str(resumed.checkpoint.absolute()))}")
         directory = resumed.directory or directory
-    if not is_first_rank() or (resumed is not None and resumed.directory is not None):
+    if settings.plan_only or not is_first_rank() or (resumed is not None and resumed.directory is not None):
         # Hydra's own files remain those of the original command.
         more.append("hydra.output_subdir=null")
-    with locked(directory, KEY) as own:
+    with locked(directory, KEY, keeps=not settings.plan_only) as own:
         run_by_hydra(Job(), source, options, *more, f"{KEY}={quoted(str(own))}")
 
 
@@ -213,10 +213,11 @@ def resumed_job(config: DictConfig, settings: Settings) -> "Resumed | None":
 
 def run_sweep(source: Source, options: argparse.Namespace, config: DictConfig) -> None:
     """Run the jobs by Hydra's sweeper and launcher; print the summary even if some failed."""
-    with locked(Path(config.hydra.sweep.dir), "hydra.sweep.dir") as directory, termination_exits():
+    key, keeps = "hydra.sweep.dir", config.get("plan_only") is not True
+    with locked(Path(config.hydra.sweep.dir), key, keeps=keeps) as directory, termination_exits():
         try:
-            where = f"hydra.sweep.dir={quoted(str(directory))}"
-            run_by_hydra(Job(), source, options, where)
+            more = [] if keeps else ["hydra.output_subdir=null"]
+            run_by_hydra(Job(), source, options, f"{key}={quoted(str(directory))}", *more)
         finally:
             if is_first_rank():
                 metric, mode = config.get("optimized_metric"), config.get("optimized_mode") or "max"

@@ -4,7 +4,7 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ _locked: set[Path] = set()
 
 
 @contextmanager
-def locked(directory: Path, key: str) -> Iterator[Path]:
+def locked(directory: Path, key: str, *, keeps: bool = True) -> Iterator[Path]:
     """Create the directory of a run or of a sweep, and lock it as long as this process lives.
 
     Only the first rank does, for all ranks; a process that has locked it may do so again.
@@ -39,6 +39,7 @@ def locked(directory: Path, key: str) -> Iterator[Path]:
     Args:
         directory: The directory; removed at the end, with its new parents, if it is empty then.
         key: The config key that names it, for messages.
+        keeps: False to remove at the end what was written into it, as by Hydra for a plan.
 
     Raises:
         PolicyError: If another process has locked it, it cannot be created, or a link in it leads out of it.
@@ -58,6 +59,8 @@ def locked(directory: Path, key: str) -> Iterator[Path]:
         except OSError as error:
             raise PolicyError(f"{key}: {brief(str(error), most=160)}") from error
         block.callback((directory / LOCK).unlink, missing_ok=True)
+        if not keeps:
+            block.callback(_remove_others, directory, {path.name for path in directory.iterdir()})
         block.callback(_locked.discard, directory)
         _locked.add(directory)
         check_links(directory, key)
@@ -143,8 +146,7 @@ def run_directory(path: Path) -> Iterator[RunDirectory]:
             raise
         finally:
             if was_unused and is_first_rank() and not (directory.started or keeps):
-                for entry in (entry for entry in path.glob("*") if entry.name != LOCK):
-                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+                _remove_others(path, {LOCK})
 
 
 def is_unused(path: Path) -> bool:
@@ -153,6 +155,11 @@ def is_unused(path: Path) -> bool:
         entry.name in (".hydra", LOCK) or (entry.suffix == ".log" and not entry.stat().st_size)
         for entry in path.iterdir()
     )
+
+
+def _remove_others(directory: Path, kept: Collection[str]) -> None:
+    for entry in (entry for entry in directory.iterdir() if entry.name not in kept):
+        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
 
 def _remove_empty(directories: Iterable[Path]) -> None:

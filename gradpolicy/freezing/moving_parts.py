@@ -5,6 +5,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from gradpolicy.errors import shortened
 from gradpolicy.where import plain_name
 
 DROPOUT = "dropout"
@@ -56,18 +57,18 @@ def moving_warnings(
         if buffers[policy] == "eval":
             continue
         still = {m: parts for m, parts in moving.items() if own[m] and own[m] <= set(keys)}
-        names_of = {m: [part for part in parts if part != DROPOUT] for m, parts in still.items()}
-        changed = dict.fromkeys(part for parts in names_of.values() for part in parts)
-        for kind, modules, does in (
-            ("buffers", [m for m in still if names_of[m]], f"changing {', '.join(changed)}"),
-            (DROPOUT, [m for m in still if DROPOUT in still[m]], "drawing dropout"),
-        ):
-            if modules:
-                yield (
-                    f"{policy}: freezing stops parameters, not {kind}: {', '.join(modules)} "
-                    f"{'goes' if len(modules) == 1 else 'go'} on {does} while frozen; "
-                    "with buffers: eval of the policy they stand still"
-                )
+        parts = dict.fromkeys(part for each in still.values() for part in each)
+        changed = [part for part in parts if part != DROPOUT]
+        kinds = [*(["not buffers"] if changed else []), *(["not dropout"] if DROPOUT in parts else [])]
+        does = [
+            f"changing {', '.join(changed)}" if "buffers" in kind else "drawing dropout" for kind in kinds
+        ]
+        if still:
+            yield (
+                f"{policy}: freezing stops parameters, {', '.join(kinds)}: {shortened(list(still))} "
+                f"{'goes' if len(still) == 1 else 'go'} on {' and '.join(does)} while frozen; "
+                "with buffers: eval of the policy they stand still"
+            )
 
 
 def _own_parameters(module: str, names: list[str]) -> list[str]:

@@ -9,6 +9,7 @@ from unittest.mock import Mock, call
 
 import pytest
 
+import gradpolicy as gp
 from gradpolicy.app import launch
 from gradpolicy.app.cli import COMMANDS, STARTER, main, write_project
 from tests.app.conftest import CONF
@@ -46,6 +47,28 @@ def test_ctrl_c_in_a_subcommand_is_no_traceback(monkeypatch: pytest.MonkeyPatch,
 
 def test_a_subcommand_that_does_not_exist(refusal) -> None:
     assert refusal("reprot") == "gradpolicy: unknown command 'reprot'; did you mean 'report'?"
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"gradpolicy {gp.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [("gradpolicy re", "report resume"), ("python train.py pl", "plan"), ("gradpolicy a=1 re", "")],
+)
+def test_tab_completes_subcommands(line: str, names: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(launch, "main", Mock(return_value=0))
+    monkeypatch.setenv("COMP_LINE", line)
+    assert main(["-sc", "query=bash"]) == 0
+    assert capsys.readouterr().out.split() == names.split()
+
+
+def test_a_reader_that_leaves_is_no_traceback() -> None:
+    command = f"{sys.executable} -m gradpolicy report --help | true; exit ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(["bash", "-c", f"exec 2>&1; {command}"], capture_output=True, text=True)
+    assert ended.stdout == ""
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -1,5 +1,6 @@
 """The report program finds runs, writes the file, and says in one line what is wrong with its input."""
 
+import os
 import re
 from pathlib import Path
 from unittest.mock import Mock, call
@@ -23,6 +24,14 @@ def runs(tmp_path: Path) -> list[Path]:
         (path / ".hydra" / "config.yaml").write_text("seed: 1\n")
         (path / "config.yaml").write_text(f"seed: {path.name}\n")
     return found
+
+
+def test_last_is_the_newest_run(runs: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    outputs = (tmp_path / "multiruns").rename(tmp_path / "outputs")
+    monkeypatch.chdir(tmp_path)
+    os.utime(outputs / "0/config.yaml", (2e9, 2e9))
+    assert main(["last"]) == 0
+    assert [path.parent.name for path in outputs.rglob("report.html")] == ["0"]
 
 
 def test_one_run_gets_its_report_in_its_directory(runs: list[Path]) -> None:

@@ -63,6 +63,15 @@ def test_what_was_written_stays_where(
     assert {name: (fresh / name).read_text() for name in before} == before
 
 
+@pytest.mark.parametrize("words", [("hydra.run.dir=mine",), ("-m", "seed=1,2", "hydra.sweep.dir=mine")])
+def test_a_plan_leaves_nothing_behind(train, tmp_path: Path, words: tuple[str, ...]) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "notes.txt").touch()
+    train("plan_only=true", *(word.replace("mine", str(mine)) for word in words)).completed  # noqa: B018
+    assert [path.name for path in mine.rglob("*")] == ["notes.txt"]
+
+
 HOLDER = """
 import sys, time
 from pathlib import Path

@@ -10,6 +10,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     # names that do not exist
     "policy=guded": ("policy=guded", "guided"),
     "polcy=guided": ("polcy", "policy"),
+    "hydra/launcher=submitit_nosuch": ("hydra/launcher=submitit_nosuch: needs", "'gradpolicy[sweeps]'"),
     "trainer=null": ("trainer=null", "ddp_sim"),
     "callbacks=[record,foo]": ("callbacks=foo: there is no such config; valid names: 'default'",),
     "policy.straight_through.surrogate=identiy": ("policy.straight_through", "identity"),

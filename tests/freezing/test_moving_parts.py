@@ -19,9 +19,9 @@ def test_warns_about_running_stats_and_dropout_unless_buffers_eval():
 
     assert not lines({"norm.0.weight"}, "move")
     every = {"norm.0.weight", "norm.0.bias"}
-    statistics, dropout = lines(every, "move")
-    assert statistics.startswith(
-        "own: freezing stops parameters, not buffers: norm.0 goes on changing running_mean, running_var"
+    (line,) = lines(every, "move")
+    assert line.startswith(
+        "own: freezing stops parameters, not buffers, not dropout: norm.0, norm.1 go on changing "
+        "running_mean, running_var, num_batches_tracked and drawing dropout while frozen; with buffers: eval"
     )
-    assert dropout.startswith("own: freezing stops parameters, not dropout: norm.1 goes on drawing dropout")
     assert lines(every, "eval") == []

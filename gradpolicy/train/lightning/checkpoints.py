@@ -217,7 +217,8 @@ def write_checkpoint(content: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Incomplete files of killed processes, not those that other runs write to the same directory.
     for abandoned in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
-        abandoned.unlink(missing_ok=True)
+        if abandoned.name.split(".")[-2].isdigit():
+            abandoned.unlink(missing_ok=True)
     try:
         with atomic_open(path, "w+b") as file:
             torch.save(content, file)

@@ -75,10 +75,11 @@ def test_what_is_saved_is_on_the_disk_before_it_takes_its_name(
 
 
 def test_what_a_killed_save_has_left_is_cleared_away(tmp_path: Path) -> None:
-    for name in (".last.ckpt.7.part", ".of_another_program.part"):
+    others = [".last.ckpt.mine.part", ".of_another_program.part"]
+    for name in (".last.ckpt.7.part", *others):
         (tmp_path / name).write_bytes(b"half")
     write_checkpoint({"step": 2}, tmp_path / "last.ckpt")
-    assert sorted(os.listdir(tmp_path)) == [".of_another_program.part", "last.ckpt"]
+    assert sorted(os.listdir(tmp_path)) == [*others, "last.ckpt"]
 
 
 class Refuses:
