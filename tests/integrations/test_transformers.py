@@ -290,8 +290,14 @@ def test_an_optimizer_that_is_made_anew_in_the_middle_is_refused(train, bert, pr
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
 def test_a_step_that_fp16_skips_is_no_step(train, bert, optim):
-    source, watch, start = Shown(), Watch(), bits(bert)
+    source, watch, start, largest = Shown(), Watch(), bits(bert), []
+
+    def passed_on(grad, inputs, output):
+        largest.append(float(grad.abs().max()))
+        return grad
+
     policies = {
+        "seen": gp.UseRule(passed_on, modules="bert.encoder.layer.1"),
         "shown": gp.Freeze(source, params="classifier.weight"),
         "turns": gp.Freeze(alternating, params="bert.pooler.dense.weight"),
         "bound": gp.Clip(norm=1.0, modules="bert.encoder.layer.0"),
@@ -309,6 +315,8 @@ def test_a_step_that_fp16_skips_is_no_step(train, bert, optim):
     assert step == updates
     unscaled = [entry for entry in trainer.state.log_history if entry.get("grad_norm", torch.inf) < 1e3]
     assert len(unscaled) == updates
+    # Rules see gradients without the loss scale, of 2 ** 20 at first.
+    assert 0 < max(each for each in largest if each < torch.inf) < 1
     # The bound is that of gradients without the loss scale, and these are smaller.
     for entry in unscaled:
         before, after = (entry[f"policy/bound/gradient_norm_{when}"] for when in ("before", "after"))
