@@ -65,3 +65,29 @@ def test_moments_that_do_not_belong_to_the_parameter_are_refused(frozen_state, s
     if frozen_state == "drop":
         with pytest.raises(PolicyError, match=r"'exp_avg_sq'.*has the shape"):
             optimizer.set_mask(weight, None)
+
+
+@pytest.mark.parametrize("frozen_state", ["zero", "drop"])
+@pytest.mark.parametrize(("bias_correction", "count"), [("tensor", 3), ("entry", 0)])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adamax])
+def test_a_tensor_that_thaws_restarts_as_torch_does_with_its_count_or_with_none(
+    kind, bias_correction, count, frozen_state
+):
+    weight = torch.nn.Parameter(torch.randn(4, dtype=torch.float64))
+    plain = torch.nn.Parameter(weight.detach().clone())
+    optimizer, by_hand = (
+        MaskedOptimizer(kind([weight], 0.1), frozen_state, bias_correction),
+        kind([plain], 0.1),
+    )
+    for step in range(8):
+        if step == 3:
+            optimizer.set_mask(weight, torch.tensor(False))
+        if step == 5:
+            optimizer.set_mask(weight, None)
+            for name, value in by_hand.state[plain].items():
+                value.fill_(count if name == "step" else 0.0)
+        weight.grad = torch.randn(4, dtype=torch.float64)
+        plain.grad = weight.grad.clone() if step not in (3, 4) else None
+        optimizer.step()
+        by_hand.step()
+        torch.testing.assert_close(weight, plain, rtol=0, atol=1e-12)
