@@ -1,6 +1,7 @@
 """The program: parses the command line, checks every job, and runs them by Hydra."""
 
 import argparse
+import errno
 import os
 import sys
 import traceback
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 
 # Options of Hydra that print something instead of running a job.
 INFORMATION = ("help", "hydra_help", "version", "cfg", "info", "shell_completion")
+# Errors of a full disk, a quota and a limit on the size of files.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(config_dir: Path, words: Sequence[str]) -> int:
@@ -99,6 +102,11 @@ def main(config_dir: Path, words: Sequence[str]) -> int:
                 traceback.print_exception(error)
             print(f"error: {explain(error)}", file=sys.stderr)
         return getattr(error, "exit_code", WRONG_INPUT)
+    except OSError as error:
+        if show_traceback or error.errno not in NO_ROOM:
+            raise
+        print(f"error: {error.strerror}", file=sys.stderr)
+        return FAILED
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

@@ -1,5 +1,6 @@
 """What a run prints, and what it leaves out."""
 
+import errno
 import json
 import sys
 from contextlib import nullcontext
@@ -66,6 +67,14 @@ def test_the_log_of_a_run_that_failed_says_why(train, tmp_path) -> None:
     lines = log.read_text().splitlines()
     assert any(line.endswith("about to fail") for line in lines)
     assert lines[-1] == "ArithmeticError: on purpose"
+
+
+def test_a_full_disk_is_one_line(train, monkeypatch) -> None:
+    full = OSError(errno.ENOSPC, "could not save last.ckpt: No space left on device")
+    monkeypatch.setattr("gradpolicy.train.lightning.checkpoints.write_checkpoint", Mock(side_effect=full))
+    ended = train("extras.plan=false")
+    assert ended.code == 1
+    assert ended.message == "could not save last.ckpt: No space left on device"
 
 
 def test_a_report_that_fails_is_one_warning(train, monkeypatch) -> None:
