@@ -19,7 +19,6 @@ from gradpolicy.checks import (
     FROZEN_STATES,
     check_call,
     check_choice,
-    check_integer,
     check_number,
 )
 from gradpolicy.errors import KnowsItsArguments, PolicyError, shown, under, unknown
@@ -158,7 +157,8 @@ class FlowPolicy(Policy, RulePlacement):
                 if isinstance(value, bool) or not isinstance(value, int | str):
                     raise PolicyError(f"{kind}.{key}: expected a name or a number, got {shown(value)}")
         for call in self.calls:
-            check_integer(f"{kind}.calls", call, least=0)
+            if isinstance(call, bool) or not isinstance(call, int) or call < 0:
+                raise PolicyError(f"{kind}.calls: expected integers of at least 0, got {shown(call)}")
         for operation in self.ops:
             if not (isinstance(operation, str) or callable(operation)):
                 raise PolicyError(
