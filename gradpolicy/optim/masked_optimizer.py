@@ -487,7 +487,7 @@ def _refuse_sparse(gradient: Tensor, name: str) -> None:
     if gradient.layout is not torch.strided:
         raise PolicyError(
             f"{name} has a sparse gradient; MaskedOptimizer needs dense ones "
-            "(for an embedding: sparse=False, and a mask of rows)"
+            "(for an embedding: sparse=False, and a mask of rows; or its own optimizer without policies)"
         )
 
 

@@ -1,6 +1,6 @@
 """One training under policies: installs them, begins and ends each update, saves their state."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -127,7 +127,12 @@ class Run:
         self.install_flow(model, entry_points)
         # A plain optimizer that has loaded a state with masks keeps it in its param groups.
         loaded = [each.state_dict() if STATE in each.param_groups[0] else None for each in optimizers]
-        wrapping = _wrapped(model, optimizers, self.policies, masks_all=masks_all)
+        guarded = _matched(model, self.policies)
+        wanted = set(guarded.values())
+        wrapping = [
+            _masked(each, again=masks_all) if masks_all or not wanted.isdisjoint(_parameters(each)) else each
+            for each in optimizers
+        ]
         self.steps = Steps(self, wrapping, driven=driven)
         self.updates = self.steps.count()
         masked, self._has_gradients = self.steps.masked, self.steps.partitioned is None
@@ -142,7 +147,9 @@ class Run:
                 seed=self.seed,
                 toggle_requires_grad=toggle_requires_grad,
             )
-        guarded = named_parameters(model) if masks_all else self.freezer.matched if self.freezer else {}
+        if masks_all:
+            own = {parameter for each in masked for parameter in _parameters(each)}
+            guarded |= {name: p for name, p in named_parameters(model).items() if p in own}
         self.steps.hook(guarded, self.freezer)
         self.notices.attach(self.freezer, wrapping, partitioned=not self._has_gradients)
         named = once_each(named_parameters(model))
@@ -403,10 +410,8 @@ def flat_parameters_refused() -> PolicyError:
     )
 
 
-def _wrapped(
-    model: nn.Module, optimizers: Iterable[Any], policies: Mapping[str, Policy], *, masks_all: bool
-) -> list[Any]:
-    """Return optimizers of which those with parameters of freeze policies or ``Rates`` have masks.
+def _matched(model: nn.Module, policies: Mapping[str, Policy]) -> dict[str, Tensor]:
+    """Return the parameters that freeze policies and ``Rates`` concern, by name.
 
     Raises:
         PolicyError: If a pattern matches nothing, or version 1 of FSDP has flattened the parameters.
@@ -419,11 +424,7 @@ def _wrapped(
     if params and any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise flat_parameters_refused()
     matched = pick_each(named_parameters(model), params)
-    wanted = {p for parameters in matched.values() for p in parameters.values()}
-    return [
-        _masked(each, again=masks_all) if masks_all or not wanted.isdisjoint(_parameters(each)) else each
-        for each in optimizers
-    ]
+    return {name: p for parameters in matched.values() for name, p in parameters.items()}
 
 
 def _masked(optimizer: Any, *, again: bool) -> MaskedOptimizer:
