@@ -1,12 +1,13 @@
 """Policies in a plain PyTorch training loop: ``gradpolicy.training``."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from gradpolicy.checks import check_integer
@@ -23,6 +24,8 @@ from gradpolicy.train.training_run import Run
 from gradpolicy.where import ModelHook, named_parameters
 
 Policies = Mapping[str, Policy | None] | Iterable[Policy]
+MOST_FOLLOWED = 4096
+"""The number of entries up to which a parameter is followed to find steps of other libraries' optimizers."""
 # The optimizers of all active blocks.
 _TRAINING: weakref.WeakSet[MaskedOptimizer] = weakref.WeakSet()
 
@@ -130,6 +133,7 @@ def training(
     finished = False
     try:
         masked = _install(run, model, given, scaler, toggle_requires_grad=toggle_requires_grad)
+        check_moves = _follow_moves(run, model)
         run.steps_per_epoch = steps_per_epoch
         if scaler is None:
             _require_scaler(run)
@@ -138,6 +142,7 @@ def training(
                 raise refused("GradScaler", "training in bfloat16 or float32")
             run.step_in_backward()
         yield masked if several else masked[0]
+        check_moves()
         if run.freezer is not None:
             run.freezer.finish()
         finished = True
@@ -260,6 +265,54 @@ def _begin_before_forward(run: Run, outer: nn.Module, model: nn.Module, scaler: 
     # Before FSDP2 gathers the root's parameters, whose values mask sources may change.
     run.steps.hooks.append(outer.register_forward_pre_hook(ModelHook(before_forward), prepend=True))
     run.steps.hooks += [each.register_step_pre_hook(before_step) for each in run.steps.masked]
+
+
+def _follow_moves(run: Run, model: nn.Module) -> Callable[[], None]:
+    """Follow the parameters from the first forward pass to the second, unless an optimizer steps before.
+
+    Optimizers of other libraries, such as fastai's, do not call the hooks of torch's.
+
+    Returns:
+        A function that checks, as the second pass does, that nothing else updates the parameters. It raises a
+        PolicyError if a backward pass ran and they have changed without a step of their optimizers.
+    """
+    parameters = [p for each in run.steps.masked for group in each.param_groups for p in group["params"]]
+    trained = sorted((p for p in parameters if p.requires_grad), key=Tensor.numel)
+    # Every optimizer moves small ones too, such as biases.
+    followed = [p for p in trained if p.numel() <= MOST_FOLLOWED] or trained[:1]
+    before: list[Tensor] = []
+    got_gradient: set[bool] = set()
+
+    @torch.compiler.disable
+    def check(*_: Any) -> None:
+        if got_gradient and not all(map(torch.equal, followed, before)):
+            kinds = ", ".join(type(each.inner).__name__ for each in run.steps.masked)
+            raise PolicyError(
+                f"gradpolicy.training: parameters have changed without a step of {kinds}: pass the optimizer "
+                "that gradpolicy.training returns to what trains (fastai: opt_func=lambda *_, **__: "
+                "OptimWrapper(opt=optimizer)); optimizers that are none of torch's step past the policies"
+            )
+
+    @torch.compiler.disable
+    def before_forward(module: nn.Module, *_: Any) -> None:
+        if module is model and torch.is_grad_enabled():
+            check() if before else before.extend(p.detach().clone() for p in followed)
+
+    @torch.compiler.disable
+    def stop(*_: Any) -> None:
+        got_gradient.clear()
+        while hooks:
+            hooks.pop().remove()
+
+    note = torch.compiler.disable(lambda gradient: got_gradient.add(True))
+    hooks: list[Any] = []
+    if run.steps.partitioned is None and followed:
+        hooks = [
+            model.register_forward_pre_hook(ModelHook(before_forward)),
+            register_multi_grad_hook(followed, note, mode="any"),
+        ]
+        run.steps.hooks += [*hooks, *(each.register_step_pre_hook(stop) for each in run.steps.masked)]
+    return check
 
 
 def _require_scaler(run: Run) -> None:

@@ -489,6 +489,65 @@ def test_steps_that_pass_the_policies_by_are_refused_and_allowed_after_the_block
         assert all((p != before[name]).all() for name, p in model.named_parameters())
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [gp.Freeze(gp.masks.Random(0.5), params="1.*"), gp.Scale(0.5, modules="1"), gp.Rates({"1.*": 2.0})],
+)
+def test_an_optimizer_that_no_policy_concerns_may_step_in_the_block_and_after_it(policy):
+    model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 2), nn.Linear(2, 1))
+    others = [torch.optim.SparseAdam(model[0].parameters()), adamw(model[2])]
+    with gp.training(model, adamw(model[1]), [policy]) as optimizer:
+        for _ in range(2):
+            before = bits(model)
+            model(torch.arange(4)).sum().backward()
+            for each in (optimizer, *others):
+                each.step()
+                each.zero_grad()
+            assert all((p != before[name]).any() for name, p in model.named_parameters())
+    model(torch.arange(4)).sum().backward()
+    others[0].step()
+
+
+class NoneOfTorchs:
+    """An optimizer such as fastai's, which is not a torch.optim.Optimizer."""
+
+    def __init__(self, model):
+        self.parameters = list(model.parameters())
+
+    def step(self):
+        for parameter in self.parameters:
+            parameter.data.sub_(parameter.grad, alpha=0.1)
+            parameter.grad = None
+
+
+@pytest.mark.parametrize("policies", [flow(), [gp.Freeze(gp.masks.Random(0.1))]])
+def test_a_step_of_an_optimizer_that_is_none_of_torchs_is_an_error_by_the_second_pass(policies):
+    def train(model, passes):
+        with gp.training(model, adamw(model), policies):
+            for batch in range(passes):
+                backward(batch, model)
+                NoneOfTorchs(model).step()
+
+    message = "parameters have changed without a step of AdamW: .* the optimizer that gradpolicy.training"
+    model, stepped_once = Net(), Net()
+    for each, passes in ((stepped_once, 1), (model, 3)):
+        with pytest.raises(gp.PolicyError, match=message):
+            train(each, passes)
+    assert all(map(torch.equal, model.parameters(), stepped_once.parameters()))
+
+
+def test_gradients_that_are_only_looked_at_and_windows_of_accumulation_are_no_error():
+    model = Net()
+    with gp.training(model, adamw(model), flow()) as optimizer:
+        for batch in range(3):
+            backward(batch, model)
+            model.zero_grad()
+        model.load_state_dict(Net().state_dict())
+        for batch in range(3):
+            backward(batch, model)
+        optimizer.step()
+
+
 def test_the_model_is_left_as_found():
     model = Net()
     plain, before = adamw(model), (set(vars(model)), [*model._forward_pre_hooks])
