@@ -133,7 +133,8 @@ def training(
     finished = False
     try:
         masked = _install(run, model, given, scaler, toggle_requires_grad=toggle_requires_grad)
-        check_moves = _follow_moves(run, model)
+        # A step in the backward pass comes before the optimizer's own.
+        check_moves = bool if step_in_backward else _follow_moves(run, model)
         run.steps_per_epoch = steps_per_epoch
         if scaler is None:
             _require_scaler(run)
@@ -267,7 +268,7 @@ def _begin_before_forward(run: Run, outer: nn.Module, model: nn.Module, scaler: 
     run.steps.hooks += [each.register_step_pre_hook(before_step) for each in run.steps.masked]
 
 
-def _follow_moves(run: Run, model: nn.Module) -> Callable[[], None]:
+def _follow_moves(run: Run, model: nn.Module) -> Callable[[], object]:
     """Follow the parameters from the first forward pass to the second, unless an optimizer steps before.
 
     Optimizers of other libraries, such as fastai's, do not call the hooks of torch's.
