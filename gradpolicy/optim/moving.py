@@ -189,9 +189,9 @@ def _mask(each: Entries, compiles: bool) -> Tensor:
     mask = each.ages.mask
     if not compiles:
         return mask
-    if not on_cpu(mask):
+    if not on_cpu(mask) or each.parameter.element_size() < 4:
         return mask.view(torch.uint8)
-    # Inductor's loops over floats read single bytes slowly.
+    # Inductor's loops over float32 read single bytes slowly, over bfloat16 half precision.
     if "mask" not in each.cache:
         each.cache["mask"] = [mask.half()]
     return each.cache["mask"][0]
