@@ -149,12 +149,14 @@ def check_setting(name: str, value: Any, like: Any = None) -> None:
     Args:
         name: The setting.
         value: The value; it may be a tensor of one number.
-        like: The value that the optimizer has; None: not known.
+        like: The value that the optimizer has, which is allowed; None: not known.
 
     Raises:
         PolicyError: If it is of another kind than that, or beyond the limits of the setting.
     """
     value, like = plain_number(value), plain_number(like)
+    if like is not None and type(value) is type(like) and value == like:
+        return
     if isinstance(like, tuple | list) and not (isinstance(value, tuple | list) and len(value) == len(like)):
         raise PolicyError(f"{name}: expected {len(like)} values such as {shown(like)}, got {shown(value)}")
     if isinstance(value, tuple | list) and isinstance(like, tuple | list | None):

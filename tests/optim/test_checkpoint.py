@@ -344,6 +344,15 @@ def test_state_of_optimizers_without_a_rule_is_compared_too(kind, value):
             MaskedOptimizer(getattr(torch.optim, kind)([weight])).load_state_dict(spoilt)
 
 
+def test_settings_that_the_optimizer_itself_has_are_loaded():
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizers = [MaskedOptimizer(torch.optim.AdamW([weight], eps=0.0)) for _ in range(2)]
+    weight.grad = torch.ones(2)
+    optimizers[0].step()
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    assert optimizers[1].param_groups[0]["eps"] == 0.0
+
+
 def test_a_plain_state_gives_every_entry_the_tensors_age_under_the_mask_that_is_set():
     weight = torch.nn.Parameter(torch.randn(4))
     plain = torch.optim.AdamW([weight])
