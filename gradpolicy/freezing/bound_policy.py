@@ -131,11 +131,12 @@ class BoundPolicy:
         return f"{type(self.source).__name__} {derive(*self.source.parameters):016x}"
 
     def mask_state(self) -> dict[str, Any] | None:
-        """Return the period and its masks, unless the source can repeat them; None if not in effect."""
+        """Return the period and its masks, neither if the source can repeat them; None if not in effect."""
         if not self.in_effect:
             return None
-        masks = {} if self.source.repeats_masks else self.masks
-        return {"period": self.period, "masks": {name: mask_to_state(m) for name, m in masks.items()}}
+        # A run that resumes between its last update and a validation has not asked such a source yet.
+        period, masks = (None, {}) if self.source.repeats_masks else (self.period, self.masks)
+        return {"period": period, "masks": {name: mask_to_state(m) for name, m in masks.items()}}
 
     def load_mask_state(self, state: Mapping[str, Any] | None) -> None:
         """Load the result of :meth:`mask_state`; without masks the source returns them at the next step."""
