@@ -40,9 +40,9 @@ PHASES = (
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--kills=4", "--ranks=2", "--workers=1", "--seed=1"],
+        ["--kills=3", "--ranks=2", "--workers=1", "--seed=1"],
         ["--kills=2", "--accumulate=2", "--save-every=1", *PHASES],
-        ["--kills=2", "--ranks=2", "--save-every=1", *PHASES],
+        ["--kills=1", "--ranks=2", "--save-every=1", *PHASES],
     ],
     ids=["two ranks with loader workers", "phases under accumulation", "phases on two ranks"],
 )
