@@ -546,6 +546,7 @@ def test_gradients_that_are_only_looked_at_and_windows_of_accumulation_are_no_er
         for batch in range(3):
             backward(batch, model)
         optimizer.step()
+    assert optimizer.effective_steps == 1
 
 
 def test_the_model_is_left_as_found():
