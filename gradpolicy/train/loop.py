@@ -7,7 +7,6 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from gradpolicy.checks import check_integer
@@ -132,9 +131,8 @@ def training(
     _check_times(run.policies, steps_per_epoch)
     finished = False
     try:
-        masked = _install(run, model, given, scaler, toggle_requires_grad=toggle_requires_grad)
-        # A step in the backward pass comes before the optimizer's own.
-        check_moves = bool if step_in_backward else _follow_moves(run, model)
+        masked = _install(run, model, given, toggle_requires_grad=toggle_requires_grad)
+        check_moves = _begin_before_forward(run, model, scaler)
         run.steps_per_epoch = steps_per_epoch
         if scaler is None:
             _require_scaler(run)
@@ -180,9 +178,7 @@ def _check_times(policies: Mapping[str, Policy], steps_per_epoch: int | None) ->
             )
 
 
-def _install(
-    run: Run, model: nn.Module, given: Sequence[Any], scaler: Any, *, toggle_requires_grad: bool
-) -> list[Any]:
+def _install(run: Run, model: nn.Module, given: Sequence[Any], *, toggle_requires_grad: bool) -> list[Any]:
     """Install the policies of a run, and return the optimizers to train with.
 
     Raises:
@@ -216,7 +212,6 @@ def _install(
         driven=False,
         masks_all=True,
     )
-    _begin_before_forward(run, model, inner, scaler)
     for prepared, each in zip(given, masked, strict=True):
         put_inside(prepared, each)
     _TRAINING.update(masked)
@@ -240,9 +235,20 @@ def _check_parameters(run: Run, model: nn.Module) -> None:
             )
 
 
-def _begin_before_forward(run: Run, outer: nn.Module, model: nn.Module, scaler: Any) -> None:
-    """Begin each update in its first forward pass, once the parameters that train are known."""
+def _begin_before_forward(run: Run, model: nn.Module, scaler: Any) -> Callable[[], object]:
+    """Begin each update in its first forward pass, once the parameters that train are known.
+
+    Returns:
+        A function that checks, unless an optimizer has stepped, that parameters have not changed since the
+        second forward pass. Each later pass calls it too: optimizers of other libraries, such as fastai's,
+        step without the hooks of torch's.
+    """
     stepped: set[Any] = set()
+    parameters = [p for each in run.steps.masked for group in each.param_groups for p in group["params"]]
+    trained = [p for p in parameters if p.requires_grad]
+    # Every optimizer moves small ones too, such as biases.
+    followed = [p for p in trained if p.numel() <= MOST_FOLLOWED] or trained[:1]
+    at_passes: list[list[Tensor]] = []
 
     @torch.compiler.disable(
         reason="policies set the masks of an update before the model's forward pass; leave "
@@ -251,6 +257,11 @@ def _begin_before_forward(run: Run, outer: nn.Module, model: nn.Module, scaler: 
     def begin() -> None:
         if not stepped:
             _check_parameters(run, model)
+            # Two-step sharpness-aware minimization has its second pass at other weights.
+            if len(at_passes) == 2:
+                check_moves()
+            elif run.has_gradients:  # else they are updated before the optimizer's step
+                at_passes.append([p.detach().clone() for p in followed])
         run.begin(loss_scale=None if scaler is None else float(scaler.get_scale()))
 
     def before_forward(*_: Any) -> None:
@@ -259,34 +270,13 @@ def _begin_before_forward(run: Run, outer: nn.Module, model: nn.Module, scaler: 
 
     @torch.compiler.disable
     def before_step(optimizer: Any, *_: Any) -> None:
+        at_passes.clear()
         if optimizer not in stepped:
             _check_parameters(run, model)
             stepped.add(optimizer)
 
-    # Before FSDP2 gathers the root's parameters, whose values mask sources may change.
-    run.steps.hooks.append(outer.register_forward_pre_hook(ModelHook(before_forward), prepend=True))
-    run.steps.hooks += [each.register_step_pre_hook(before_step) for each in run.steps.masked]
-
-
-def _follow_moves(run: Run, model: nn.Module) -> Callable[[], object]:
-    """Follow the parameters from the first forward pass to the second, unless an optimizer steps before.
-
-    Optimizers of other libraries, such as fastai's, do not call the hooks of torch's.
-
-    Returns:
-        A function that checks, as the second pass does, that nothing else updates the parameters. It raises a
-        PolicyError if a backward pass ran and they have changed without a step of their optimizers.
-    """
-    parameters = [p for each in run.steps.masked for group in each.param_groups for p in group["params"]]
-    trained = sorted((p for p in parameters if p.requires_grad), key=Tensor.numel)
-    # Every optimizer moves small ones too, such as biases.
-    followed = [p for p in trained if p.numel() <= MOST_FOLLOWED] or trained[:1]
-    before: list[Tensor] = []
-    got_gradient: set[bool] = set()
-
-    @torch.compiler.disable
-    def check(*_: Any) -> None:
-        if got_gradient and not all(map(torch.equal, followed, before)):
+    def check_moves() -> None:
+        if at_passes and not all(map(torch.equal, followed, at_passes[-1])):
             kinds = ", ".join(type(each.inner).__name__ for each in run.steps.masked)
             raise PolicyError(
                 f"gradpolicy.training: parameters have changed without a step of {kinds}: pass the optimizer "
@@ -294,26 +284,10 @@ def _follow_moves(run: Run, model: nn.Module) -> Callable[[], object]:
                 "OptimWrapper(opt=optimizer)); optimizers that are none of torch's step past the policies"
             )
 
-    @torch.compiler.disable
-    def before_forward(module: nn.Module, *_: Any) -> None:
-        if module is model and torch.is_grad_enabled():
-            check() if before else before.extend(p.detach().clone() for p in followed)
-
-    @torch.compiler.disable
-    def stop(*_: Any) -> None:
-        got_gradient.clear()
-        while hooks:
-            hooks.pop().remove()
-
-    note = torch.compiler.disable(lambda gradient: got_gradient.add(True))
-    hooks: list[Any] = []
-    if run.steps.partitioned is None and followed:
-        hooks = [
-            model.register_forward_pre_hook(ModelHook(before_forward)),
-            register_multi_grad_hook(followed, note, mode="any"),
-        ]
-        run.steps.hooks += [*hooks, *(each.register_step_pre_hook(stop) for each in run.steps.masked)]
-    return check
+    # Before FSDP2 gathers the root's parameters, whose values mask sources may change.
+    run.steps.hooks.append(model.register_forward_pre_hook(ModelHook(before_forward), prepend=True))
+    run.steps.hooks += [each.register_step_pre_hook(before_step) for each in run.steps.masked]
+    return check_moves
 
 
 def _require_scaler(run: Run) -> None:

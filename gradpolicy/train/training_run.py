@@ -47,6 +47,7 @@ class Run:
         epoch: The number of completed epochs.
         steps_per_epoch: The number of updates in an epoch, if no driver tells the epoch.
         measures: True if the current update is measured.
+        has_gradients: False if gradients are partitioned, or are freed before the step.
         sinks: Called with each measurement: the updates so far, and the quantities of each policy.
 
     Raises:
@@ -89,8 +90,7 @@ class Run:
         self.measurements: Measurements | None = None
         self._is_measured: Callable[[int], bool] | None = None
         self._measured: Measured | None = None
-        # False if gradients are partitioned, or are freed before the step.
-        self._has_gradients = True
+        self.has_gradients = True
 
     # ---- installing and removing
 
@@ -135,7 +135,7 @@ class Run:
         ]
         self.steps = Steps(self, wrapping, driven=driven)
         self.updates = self.steps.count()
-        masked, self._has_gradients = self.steps.masked, self.steps.partitioned is None
+        masked, self.has_gradients = self.steps.masked, self.steps.partitioned is None
         freezes = {name: each for name, each in self.policies.items() if isinstance(each, Freeze)}
         rates = {name: each for name, each in self.policies.items() if isinstance(each, Rates)}
         if freezes or rates:
@@ -151,7 +151,7 @@ class Run:
             own = {parameter for each in masked for parameter in _parameters(each)}
             guarded |= {name: p for name, p in named_parameters(model).items() if p in own}
         self.steps.hook(guarded, self.freezer)
-        self.notices.attach(self.freezer, wrapping, partitioned=not self._has_gradients)
+        self.notices.attach(self.freezer, wrapping, partitioned=not self.has_gradients)
         named = once_each(named_parameters(model))
         self.ranks = Ranks(wrapped, named, self.freezer, masked, agreement_every=self.agreement_every)
         for each, state in zip(wrapping, loaded, strict=True):
@@ -170,7 +170,7 @@ class Run:
         """Update each parameter as soon as its gradient is complete."""
         each = StepInBackward(self.steps.masked, self.policies, allow_closures=allow_closures)
         self.steps.hooks.append(each)
-        self._has_gradients = False
+        self.has_gradients = False
 
     def check_outputs(self, model: nn.Module) -> None:
         """Check at each forward pass that no policy cuts all outputs off; torch's own error is less clear.
@@ -238,7 +238,7 @@ class Run:
         self.measures = self._is_measured is not None and self._is_measured(self.updates)
         if self.measures and self.measurements is not None:
             self.measurements.begin()
-        self.notices.begin(masks_changed=changed, has_gradients=self._has_gradients)
+        self.notices.begin(masks_changed=changed, has_gradients=self.has_gradients)
 
     def gradients(self, optimizer: Any) -> None:
         """Show the unscaled gradients of an optimizer to sources, before clipping if the driver can."""
@@ -309,7 +309,7 @@ class Run:
         """Measure each update before which this function returns True for the number of updates so far."""
         self._is_measured = when
         # Without gradients only the active shares are known.
-        self.measurements = Measurements(self.freezer if self._has_gradients else None, self.installed)
+        self.measurements = Measurements(self.freezer if self.has_gradients else None, self.installed)
 
     def take_measured(self) -> dict[str, float]:
         """Return the numbers of the last update that was measured, once."""
@@ -317,7 +317,7 @@ class Run:
         if measured is None:
             return {}
         numbers = summary(measured)
-        if not self._has_gradients and self.freezer is not None:
+        if not self.has_gradients and self.freezer is not None:
             for name in self.freezer.policies:
                 numbers[f"policy/{name}/active_share"] = self.freezer.active_share(name)
         return numbers
