@@ -19,6 +19,7 @@ from gradpolicy.when import When as When
 if TYPE_CHECKING:
     from gradpolicy import delta as delta
     from gradpolicy import masks as masks
+    from gradpolicy import presets as presets
     from gradpolicy import schedules as schedules
     from gradpolicy.flow.apply import apply as apply
     from gradpolicy.flow.gradcheck_rule import gradcheck_rule as gradcheck_rule
@@ -70,10 +71,10 @@ _NAMES = {
 _HOMES = {name: f"gradpolicy.{module}" for module, names in _NAMES.items() for name in names.split()}
 _MODULES = {
     "curvature": "gradpolicy.insight.curvature",
-    **{name: f"gradpolicy.{name}" for name in ("delta", "masks", "rules", "schedules")},
+    **{name: f"gradpolicy.{name}" for name in ("delta", "masks", "presets", "rules", "schedules")},
 }
 
-__all__ = sorted([*_HOMES, "PolicyError", "When", "curvature", "delta", "masks", "schedules"])
+__all__ = sorted([*_HOMES, "PolicyError", "When", "curvature", "delta", "masks", "presets", "schedules"])
 
 
 def __getattr__(name: str) -> Any:

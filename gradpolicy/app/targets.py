@@ -28,6 +28,7 @@ from gradpolicy.errors import (
 )
 from gradpolicy.imports import import_by_name, to_install
 from gradpolicy.masks import MaskSource
+from gradpolicy.presets import FrozenAttention, FrozenNorms
 
 TARGET = "_target_"
 # Hydra's own keys of a node.
@@ -151,7 +152,8 @@ def build(node: Mapping[str, Any], key: str, kind: type = object, **arguments: A
             built = built(**arguments)
     except Exception as error:
         raise _under_key(error, key) from error
-    if not isinstance(built, kind):
+    parts = built.values() if isinstance(built, FrozenAttention | FrozenNorms) else [built]
+    if not all(isinstance(each, kind) for each in parts):
         raise PolicyError(f"{key}: must be a {kind.__name__}, got {type(built).__name__}")
     return built
 

@@ -395,7 +395,7 @@ def _state(name: str, policy: RulePlacement, locations: Locations) -> RuleState:
         operations=tuple(operation.name for operation in locations.operations),
         parameters=tuple(locations.parameters),
         each=locations.each,
-        any_of=policy.ops == STEP_OPERATIONS,
+        any_of=bool(policy.kin) or policy.ops == STEP_OPERATIONS,
         expected={f"parameter {key!r}": Expected(None, key in policy.params) for key in locations.parameters},
     )
     return RuleState(name, policy.rule, policy, row=row)
@@ -410,13 +410,21 @@ def name_policies(policies: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]
         ['guided', 'scale_1', 'scale_2']
     """
     if isinstance(policies, Mapping):
-        return dict(policies)
+        return {key: each for name, given in policies.items() for key, each in _parts(name, given)}
     listed = list(policies)
     kinds = [type(policy).__name__.lower() for policy in listed]
-    return {
+    named = {
         kind if kinds.count(kind) == 1 else f"{kind}_{kinds[:number].count(kind) + 1}": policy
         for number, (kind, policy) in enumerate(zip(kinds, listed, strict=True))
     }
+    return name_policies(named)
+
+
+def _parts(name: str, given: Any) -> list[tuple[str, Any]]:
+    """Return a policy with its name, or those of a preset with names of their own."""
+    if not isinstance(given, Mapping):
+        return [(name, given)]
+    return [(name if len(given) == 1 else f"{name}.{key}", each) for key, each in given.items()]
 
 
 def checked_policies(caller: str, policies: Any, kind: type, what: str, hint: str = "") -> dict[str, Any]:

@@ -34,6 +34,8 @@ class RulePlacement:
     inside: str = "none"
     calls: tuple[int, ...] = ()
     when: When = When()
+    # With ``ops``, of which one is enough: a part of the class names of modules that should each run one.
+    kin: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,8 @@ def find_locations(model: nn.Module, name: str, policy: RulePlacement) -> Locati
     with under(f"policy.{name}.ops"):
         operations = tuple(dict.fromkeys(resolve_operation(operation) for operation in policy.ops))
     if not policy.modules:
-        return Locations({"": model}, operations, _inside(model, {""}, set()))
+        inside = _inside(model, {""}, set())
+        return Locations({"": model}, operations, inside, each=_kin(model, policy.kin, inside))
     with under(f"policy.{name}.modules"):
         modules = match_modules(model, policy.modules)
     if not policy.ops:
@@ -90,7 +93,14 @@ def find_locations(model: nn.Module, name: str, policy: RulePlacement) -> Locati
         for name, module in modules.items()
         if name in named or not isinstance(module, _CONTAINERS)
     }
-    return Locations(modules, operations, _inside(model, set(modules), excluded), each=each)
+    inside = _inside(model, set(modules), excluded)
+    return Locations(modules, operations, inside, each={**each, **_kin(model, policy.kin, inside)})
+
+
+def _kin(model: nn.Module, kin: str, inside: Mapping[int, str]) -> dict[str, type | None]:
+    """Return the names of the modules inside whose class has ``kin`` in its name."""
+    found = [each for each in model.modules() if id(each) in inside and kin in type(each).__name__.lower()]
+    return {inside[id(each)]: None for each in found if kin}
 
 
 def location_at(side: str, module: str) -> str:

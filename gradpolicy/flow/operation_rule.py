@@ -330,6 +330,8 @@ OPAQUE_CALLS: dict[Function, frozenset[str] | None] = {
     F.linear_cross_entropy: frozenset({"linear"}),
     F.multi_head_attention_forward: _ATTENTION | {"linear", "baddbmm"},
     F.scaled_dot_product_attention: _ATTENTION,
+    **dict.fromkeys((F.batch_norm, F.group_norm, F.instance_norm), frozenset({"rsqrt"})),
+    **dict.fromkeys((torch.std_mean, torch.batch_norm, torch.group_norm), frozenset({"rsqrt", "std"})),
     F.softmin: frozenset({"softmax"}),
     F.tanhshrink: frozenset({"tanh"}),
     **dict.fromkeys((F.l1_loss, F.softsign), frozenset({"abs"})),

@@ -58,14 +58,16 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "neg": ("neg", "negative"),
     "relu": ("relu", "clamp", "clip", "clamp_min", "threshold"),
     "relu6": ("relu6", "hardtanh", "clamp", "clip"),
+    "rsqrt": ("rsqrt", "pow"),
     "sigmoid": ("sigmoid", "expit"),
+    "sqrt": ("sqrt", "pow"),
     "sub": ("sub", "subtract"),
     "trunc": ("trunc", "fix"),
     **{name: (name, "to", "type", "type_as") for name in CASTS},
 }
 
 # Operations that share a torch function with another operation, after which the function is named.
-SHARING = (*CASTS, "floor_divide", "maximum", "minimum", "relu", "relu6")
+SHARING = (*CASTS, "floor_divide", "maximum", "minimum", "relu", "relu6", "rsqrt", "sqrt")
 
 # Other operations that the documentation lists. All other torch functions work too.
 LISTED = (
@@ -410,6 +412,16 @@ def _draws_independently(function: Function, args: tuple, kwargs: Mapping[str, A
     return bool(given.get("replacement")) or given.get("num_samples") == 1
 
 
+def _is_power(exponent: float) -> Decision:
+    """Return a decision: False for a power with another exponent."""
+
+    def decide(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+        given = args[1] if len(args) > 1 else kwargs.get("exponent")
+        return function not in _POWERS or (function is not Tensor.__rpow__ and _is(given, exponent))
+
+    return decide
+
+
 def _unless(decide: Decision) -> Decision:
     return lambda function, args, kwargs: not decide(function, args, kwargs)
 
@@ -436,6 +448,7 @@ _TO_NUMBERS = frozenset(
 )
 _ROUND_DOWN_ALWAYS = _spellings("floor_divide") - _spellings("div")
 _OF_TWO = (_spellings("maximum") | _spellings("minimum")) - _spellings("max") - _spellings("min")
+_POWERS = _spellings("pow")
 _ENDS = (_spellings("clamp"), ("min", "max"))
 _is_relu = _with_numbers((*_ENDS, (0, None)), (_spellings("threshold"), ("threshold", "value"), (0, 0)))
 # torch.nn.ReLU6 calls hardtanh(x, 0, 6).
@@ -451,10 +464,12 @@ _DECIDED_BY_ARGUMENTS: dict[str, Decision] = {
     **dict.fromkeys(("maximum", "minimum"), _of_two),
     "relu": _is_relu,
     "relu6": _is_relu6,
+    "rsqrt": _is_power(-0.5),
+    "sqrt": _is_power(0.5),
     **{name: _casts_to(dtype) for name, dtype in CASTS.items()},
 }
 # Functions that are named after another operation, each with the operations that its arguments may make it.
 SHARED: dict[Function, list[str]] = {}
-for _name in ("maximum", "minimum", "relu", "relu6"):
+for _name in ("maximum", "minimum", "relu", "relu6", "rsqrt", "sqrt"):
     for _spelling in _spellings(_name) & frozenset().union(*map(_spellings, SYNONYMS[_name][1:])):
         SHARED.setdefault(_spelling, []).append(_name)

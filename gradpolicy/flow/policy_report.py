@@ -197,6 +197,14 @@ class ReportRow:
         found = [name for name, kind in self.each.items() if name not in met and kind in kinds]
         return [name for name in found if not is_below(name.rpartition(".")[0], found)]
 
+    @property
+    def missed(self) -> list[str]:
+        """A clause for the modules that should run one of the operations and ran none."""
+        if not self.bare:
+            return []
+        modules = _listed(map(repr, self.bare))
+        return [f"none of the operations ran in module {modules}: name one that does, or exclude it (!…)"]
+
     def message(self, *ignored: Outcome) -> str:
         """Return a message on operations and locations without the rule; empty if there are none.
 
@@ -298,12 +306,7 @@ def report_unmet(subject: str, row: ReportRow, *, strict: bool, ignored: Iterabl
     """
     parts = [row.message(Outcome.TAKEN, *ignored)]
     if strict:
-        parts += row.unseen
-        if row.bare:
-            modules = _listed(map(repr, row.bare))
-            parts.append(
-                f"none of the operations ran in module {modules}: name one that does, or exclude it (!…)"
-            )
+        parts += [*row.unseen, *row.missed]
         parts += [
             f"the result of operation {operation!r} went through {function}, which lost its gradient: "
             "write .detach() if none is meant"
@@ -341,7 +344,8 @@ class Report(Displayed):
             counts = str(len(row.modules) or "–"), _matched(row), str(len(row.parameters) or "–")
             # Brackets are part of globs, not of rich's markup.
             table.add_row(*map(escape, (row.name, row.kind, row.where, active, *counts)))
-        return Group(table, *(escape(f"{row.name}: {clause}") for row in self.rows for clause in row.unseen))
+        clauses = [f"{row.name}: {each}" for row in self.rows for each in (*row.unseen, *row.missed)]
+        return Group(table, *map(escape, clauses))
 
 
 def _matched(row: ReportRow) -> str:

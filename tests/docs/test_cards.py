@@ -47,7 +47,10 @@ def test_the_python_runs_as_it_stands_and_the_yaml_makes_policies(card: Path) ->
             if card.stem == "function":
                 node["mask"]["function"]["_target_"] = "torch.where"
             made = instantiate(node)
-            assert isinstance(made, gp.Freeze if card.parent.name == "masks" else policies.Policy | gp.Rule)
+            kind = gp.Freeze if card.parent.name == "masks" else policies.Policy | gp.Rule
+            made = list(made.values()) if isinstance(made, dict) else [made]
+            assert made
+            assert all(isinstance(each, kind) for each in made)
 
 
 @each_card
