@@ -1,4 +1,4 @@
-"""Delta files: only the weights that training changed, applied and reverted exactly.
+"""Deltas and patches: only the weights that a training, or its last step, changed.
 
 A file has the indices and values of the changes of each tensor: of single entries, of rows, or of the full
 tensor, whichever is smallest. New and old values are stored, so that :func:`revert` restores the bits of the
@@ -22,6 +22,8 @@ Example:
 from gradpolicy.delta.changed_model import apply, revert, save
 from gradpolicy.delta.info import Info, TensorInfo, info
 from gradpolicy.delta.merge import merge
+from gradpolicy.delta.patch import Patch, apply_patch, load_patch, patch, save_patch, to_sglang, to_vllm
 from gradpolicy.delta.peft_adapter import from_peft, to_peft
 
 __all__ = ["Info", "TensorInfo", "apply", "from_peft", "info", "merge", "revert", "save", "to_peft"]
+__all__ += ["Patch", "apply_patch", "load_patch", "patch", "save_patch", "to_sglang", "to_vllm"]

@@ -16,10 +16,10 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -35,6 +35,7 @@ FORMAT = "gradpolicy.delta 2"
 DELTA_MARK, BASE_MARK = ("format", "gradpolicy.delta"), ("gradpolicy", "base of a delta")
 _VALUES, _GAPS, _WHOLE = "values", "gaps", "whole"
 _LARGEST = 2**63 - 1
+Content = TypeVar("Content")
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +73,15 @@ def write(path: str | Path, delta: Delta) -> None:
             tensors[f"{_GAPS}:{name}"] = encode(change.lines)
     # A copy each, as the format does not support tensors that share memory.
     tensors.update({f"{_WHOLE}:{name}": tensor.clone() for name, tensor in delta.replaced.items()})
-    metadata = {"format": FORMAT, "base": _compact(delta.base), "same": _compact(delta.tied)}
-    metadata["checksum"] = _checksum(tensors, metadata)
-    write_safetensors(path, tensors, metadata, DELTA_MARK)
+    metadata = {"format": FORMAT, "base": compact(delta.base), "same": compact(delta.tied)}
+    write_as(path, tensors, metadata, DELTA_MARK)
+
+
+def write_as(
+    path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str], mark: tuple[str, str] | None
+) -> None:
+    """Write a file for :func:`read_as`, with a checksum; see :func:`write_safetensors`."""
+    write_safetensors(path, tensors, {**metadata, "checksum": _checksum(tensors, metadata)}, mark)
 
 
 def check_replaceable(path: str | Path, mark: tuple[str, str] | None = DELTA_MARK) -> None:
@@ -146,6 +153,23 @@ def read(path: str | Path) -> Delta:
     Raises:
         PolicyError: If it cannot be read, is not a delta, or is damaged.
     """
+    return read_as(path, FORMAT, _checked)
+
+
+def read_as(
+    path: str | Path, form: str, checked: Callable[[dict[str, Tensor], dict[str, str]], Content]
+) -> Content:
+    """Return the validated content of a file of a format.
+
+    Args:
+        path: The file.
+        form: The format in its metadata.
+        checked: Returns the content of tensors and metadata; a ValueError, whose message is a clause, if they
+            are damaged.
+
+    Raises:
+        PolicyError: If it cannot be read, has another format, or is damaged.
+    """
     from safetensors import SafetensorError, safe_open
 
     path = Path(path)
@@ -155,14 +179,16 @@ def read(path: str | Path) -> Delta:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         given = metadata.get("format", "")
-        if given == FORMAT:
-            return _checked(tensors, metadata)
+        if given == form:
+            if metadata.pop("checksum", None) != _checksum(tensors, metadata):
+                raise ValueError("its content differs from its checksum")
+            return checked(tensors, metadata)
     except OSError as error:
         raise PolicyError(f"delta: {path} cannot be read: {error.strerror or error}") from error
     except (SafetensorError, ValueError) as error:
         raise PolicyError(f"delta: {path} is damaged: {brief(str(error), most=120)}") from error
-    other = f": it is {shown(given)}, and {FORMAT!r} is read" if given.startswith("gradpolicy") else ""
-    raise PolicyError(f"delta: {path} is no file of gradpolicy.delta{other}")
+    other = f": it is {shown(given)}, and {form!r} is read" if given.startswith("gradpolicy") else ""
+    raise PolicyError(f"delta: {path} is no file of {form.split()[0]}{other}")
 
 
 def _checked(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Delta:
@@ -171,9 +197,7 @@ def _checked(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Delta:
     Raises:
         ValueError: If it is damaged; the message is a clause that follows "is damaged: ".
     """
-    if metadata.pop("checksum", None) != _checksum(tensors, metadata):
-        raise ValueError("its content differs from its checksum")
-    base = {name: _print(name, entry) for name, entry in _table(metadata, "base").items()}
+    base = {name: _print(name, entry) for name, entry in table(metadata, "base").items()}
     changes, replaced = {}, {}
     for key in tensors:
         kind, _, name = key.partition(":")
@@ -185,7 +209,7 @@ def _checked(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Delta:
             raise ValueError(f"it holds {shown(key)}, which belongs to no tensor of the base")
         with under(shown(name)):
             changes[name] = _change(base[name], tensors[f"{_VALUES}:{name}"], tensors[f"{_GAPS}:{name}"])
-    tied = _table(metadata, "same")
+    tied = table(metadata, "same")
     for name, owner in tied.items():
         valid = isinstance(owner, str) and owner in base and owner not in tied and name not in changes
         if not (valid and base.get(name) == base[owner]):
@@ -194,7 +218,12 @@ def _checked(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Delta:
     return Delta(base, dict(sorted(changes.items())), dict(sorted(replaced.items())), tied)
 
 
-def _table(metadata: Mapping[str, str], key: str) -> dict[str, Any]:
+def table(metadata: Mapping[str, str], key: str) -> dict[str, Any]:
+    """Return the JSON table under a key of the metadata.
+
+    Raises:
+        ValueError: If there is none.
+    """
     try:
         found = json.loads(metadata[key])
     # json raises RecursionError for deeply nested text.
@@ -207,11 +236,14 @@ def _table(metadata: Mapping[str, str], key: str) -> dict[str, Any]:
 
 def _print(name: str, entry: Any) -> Print:
     match entry:
-        case [str(digest), str(kind), list(shape)] if kind in DTYPES and all(
-            type(size) is int and 0 <= size <= _LARGEST for size in shape
-        ):
+        case [str(digest), str(kind), shape] if kind in DTYPES and is_shape(shape):
             return Print(digest, kind, tuple(shape))
     raise ValueError(f"it describes the base's {shown(name)} as {shown(entry)}")
+
+
+def is_shape(value: Any) -> bool:
+    """Return True for a list of sizes, as JSON has a shape."""
+    return isinstance(value, list) and all(type(size) is int and 0 <= size <= _LARGEST for size in value)
 
 
 def _change(of: Print, values: Tensor, gaps: Tensor) -> TensorChange:
@@ -226,7 +258,8 @@ def _change(of: Print, values: Tensor, gaps: Tensor) -> TensorChange:
     return TensorChange(of.shape, lines, values)
 
 
-def _compact(value: Mapping[str, Any]) -> str:
+def compact(value: Mapping[str, Any]) -> str:
+    """Return a table as JSON without spaces."""
     return json.dumps(value, separators=(",", ":"))
 
 

@@ -48,8 +48,8 @@ class CombinedMasks:
             self._set(masks, frozen_state=frozen_state, bias_correction=bias_correction)
         self._check_renormalised()
 
-    def apply(self, changed: Sequence[BoundPolicy]) -> None:
-        """Let sources modify the weights for new masks."""
+    def apply(self, changed: Sequence[BoundPolicy]) -> list[BoundPolicy]:
+        """Let sources modify the weights for new masks, and return those that may have."""
         # Another source on the same parameters may have to set modified entries to zero again.
         of = self._bindings.policies_of
         sharing = {
@@ -58,6 +58,7 @@ class CombinedMasks:
         again = [each for each in self._bindings.policies.values() if each.in_effect and each.name in sharing]
         for each in (*changed, *again):
             each.source.apply()
+        return [*changed, *again]
 
     def release(self, names: Collection[str]) -> None:
         """Let all entries of parameters train that no policy restricts any more."""

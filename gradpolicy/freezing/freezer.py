@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from gradpolicy.errors import under
 from gradpolicy.freezing.bindings import Bindings
-from gradpolicy.freezing.bound_policy import layers_under, masks_never_change
+from gradpolicy.freezing.bound_policy import BoundPolicy, layers_under, masks_never_change
 from gradpolicy.freezing.combined import CombinedMasks, ParameterSettings, frozen_together
 from gradpolicy.freezing.moving_parts import StillModules
 from gradpolicy.freezing.requires_grad import ComputedGradients
@@ -58,6 +58,7 @@ class Freezer:
             which ``requires_grad`` is disabled.
         check_graphs: Checks that layers which train were in a graph, after a backward pass or its failure.
         may_change: True if masks may change after the first update.
+        written: The parameters that mask sources may have written to as the current update began.
         observers: Objects that are called when masks change.
 
     Raises:
@@ -78,6 +79,7 @@ class Freezer:
         rates = dict(rates or {})
         self.optimizers = list(optimizers)
         self.observers: list[MaskObserver] = []
+        self.written: set[Tensor] = set()
         self.policies = list(policies)
         self.all_policies = {*policies, *rates}
         self._bindings = Bindings(model, self.optimizers, policies, rates, seed)
@@ -112,12 +114,14 @@ class Freezer:
         if step == self._step:
             return False
         self._bindings.check_optimizers()
-        bound = self._bindings.policies.values()
-        reads = any(each.source.reads_weights and each.asks(step, epoch, phase) for each in bound)
-        with self._bindings.gathered(values=reads):
-            return self._begin_step(step, epoch, phase)
+        asked = [each for each in self._bindings.policies.values() if each.asks(step, epoch, phase)]
+        with self._bindings.gathered(values=any(each.source.reads_weights for each in asked)):
+            changed, applied = self._begin_step(step, epoch, phase)
+        writing = [each for each in (*asked, *applied) if each.source.writes_weights]
+        self.written = {parameter for each in writing for parameter in each.parameters.values()}
+        return changed
 
-    def _begin_step(self, step: int, epoch: int, phase: str) -> bool:
+    def _begin_step(self, step: int, epoch: int, phase: str) -> tuple[bool, list[BoundPolicy]]:
         self._step, self._now = step, (step, epoch)
         bound = self._bindings.policies.values()
         changes = {each.name: each.update(step, epoch, phase) for each in bound}
@@ -130,12 +134,12 @@ class Freezer:
             self._masks.update(changed)
             evaluated = {self.parameters[name] for name in self._masks.evaluated()}
             self._still.keep(evaluated, self._bindings.trainable())
-        self._masks.apply([each for each in bound if each.in_effect and changes[each.name]])
+        applied = self._masks.apply([each for each in bound if each.in_effect and changes[each.name]])
         self._gradients.update(self._masks.current, self.wanted_gradients(), changed=bool(changed))
         self._settings.update(step, epoch, phase)
         for observer in self.observers if changed else ():
             observer.after_masks(changed)
-        return bool(changed)
+        return bool(changed), applied
 
     @torch.no_grad()
     def observe(self, optimizer: MaskedOptimizer) -> None:

@@ -51,6 +51,23 @@ def there_and_back(folder: Path) -> tuple[bool, bool]:
     return applied, reverted
 
 
+def patched() -> bool:
+    """A patch of a step of the sharded model gives another of the same base the same weights."""
+    model, other = sharded(network()), sharded(network())
+    half = gp.Freeze(gp.masks.Random(0.5))
+    with gp.training(model, torch.optim.AdamW(model.parameters(), lr=0.1), [half]) as optimizer:
+        model(torch.ones(3, 5, device=here())).square().sum().backward()
+        optimizer.step()
+        patch = gp.delta.patch(optimizer, model)
+    assert 0 < sum(len(values) for _, values in patch.values()) < sum(p.numel() for p in model.parameters())
+    gp.delta.apply_patch(other, patch)
+    return all(torch.equal(tensor, weights_of(model)[name]) for name, tensor in weights_of(other).items())
+
+
+def test_a_patch_is_of_the_whole_model(pair: ProcessPool) -> None:
+    assert pair(patched) == [True, True]
+
+
 @pytest.mark.supports("delta", loop="plain", processes="fsdp2")
 def test_it_is_the_file_of_the_whole_model(pair: ProcessPool, tmp_path: Path) -> None:
     model = network()
