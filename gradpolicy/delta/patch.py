@@ -107,7 +107,8 @@ def patch(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], mo
                 raise PolicyError(f"delta.patch: {name} is {kind}; expected a plain tensor of at most 2^31")
             if not (parameter.requires_grad or parameter.grad is not None):
                 continue
-            mask = full_tensor(masked.get_mask(parameter)) | (parameter in written)
+            mask = full_tensor(masked.get_mask(parameter))
+            mask = torch.ones_like(mask) if parameter in written else mask
             indices = mask.expand(parameter.shape).reshape(-1).nonzero().flatten()
             if len(indices):
                 values = full_tensor(parameter.detach()).reshape(-1)[indices]
