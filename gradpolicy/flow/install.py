@@ -422,7 +422,7 @@ def name_policies(policies: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]
 
 def _parts(name: str, given: Any) -> list[tuple[str, Any]]:
     """Return a policy with its name, or those of a preset with names of their own."""
-    if not isinstance(given, Mapping):
+    if not isinstance(given, Mapping) or not given:
         return [(name, given)]
     return [(name if len(given) == 1 else f"{name}.{key}", each) for key, each in given.items()]
 
