@@ -19,6 +19,7 @@ from gradpolicy.checks import (
     FROZEN_STATES,
     check_call,
     check_choice,
+    check_flag,
     check_number,
 )
 from gradpolicy.errors import KnowsItsArguments, PolicyError, shown, under, unknown
@@ -444,6 +445,8 @@ class Freeze(Policy):
         frozen_state: What happens to the optimizer state of an entry while it is frozen: ``"keep"``,
             ``"zero"`` or ``"drop"``.
         bias_correction: ``"entry"`` (by each entry's age) or ``"tensor"`` (by the tensor's step count).
+        master_weights: Update bfloat16 and float16 parameters as float32, with 16 more bits for each active
+            entry.
         buffers: What happens to modules whose parameters it freezes completely: ``"move"`` (nothing: running
             statistics and dropout go on) or ``"eval"`` (they work as in evaluation: they normalise with their
             running statistics, and drop nothing).
@@ -468,6 +471,7 @@ class Freeze(Policy):
         params: str | Iterable[str] = "*",
         frozen_state: str = "keep",
         bias_correction: str = "entry",
+        master_weights: bool = False,
         buffers: str = "move",
         when: WhenLike = None,
     ) -> None:
@@ -479,6 +483,7 @@ class Freeze(Policy):
             raise PolicyError(f"{kind}.params: names no parameter; '*' means all of them")
         self.frozen_state = check_choice(f"{kind}.frozen_state", frozen_state, FROZEN_STATES)
         self.bias_correction = check_choice(f"{kind}.bias_correction", bias_correction, BIAS_CORRECTIONS)
+        self.master_weights = check_flag(f"{kind}.master_weights", master_weights)
         self.buffers = check_choice(f"{kind}.buffers", buffers, BUFFERS)
 
     @property
@@ -494,6 +499,7 @@ class Freeze(Policy):
             f"frozen_state={self.frozen_state!r}",
             f"bias_correction={self.bias_correction!r}",
             # As before there was a choice: checkpoints compare this.
+            *(["master_weights=True"] if self.master_weights else []),
             *([f"buffers={self.buffers!r}"] if self.buffers != "move" else []),
         ]
 
@@ -508,7 +514,8 @@ class Train(Freeze):
         mask: The entries that train in the parameters that ``params`` matches, as for :class:`Freeze`. None:
             all of them.
         params: Globs on parameter names; a leading ``!`` excludes.
-        **options: ``frozen_state``, ``bias_correction``, ``buffers`` and ``when``, as for :class:`Freeze`.
+        **options: ``frozen_state``, ``bias_correction``, ``master_weights``, ``buffers`` and ``when``, as
+            for :class:`Freeze`.
 
     Raises:
         PolicyError: As :class:`Freeze`.

@@ -1,6 +1,7 @@
 """Masks and settings of parameters, as all policies together demand them."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -33,7 +34,7 @@ class CombinedMasks:
 
     def update(self, names: Collection[str]) -> None:
         """Set those of these masks that have changed, with one call for all of the same options."""
-        new: dict[tuple[str, str], dict[Tensor, Mask]] = {}
+        new: dict[tuple[str, str, bool], dict[Tensor, Mask]] = {}
         for name, parameter in self._bindings.parameters.items():
             if name not in names:
                 continue
@@ -42,10 +43,13 @@ class CombinedMasks:
             combined = combine(in_effect, parameter)
             if not same_mask(self.current.get(name), combined):
                 self.current[name] = combined
-                policy = policies[0].policy
-                new.setdefault((policy.frozen_state, policy.bias_correction), {})[parameter] = combined
-        for (frozen_state, bias_correction), masks in new.items():
-            self._set(masks, frozen_state=frozen_state, bias_correction=bias_correction)
+                policy, master = policies[0].policy, any(each.policy.master_weights for each in policies)
+                options = policy.frozen_state, policy.bias_correction, master
+                new.setdefault(options, {})[parameter] = combined
+        for (frozen_state, bias_correction, master), masks in new.items():
+            self._set(
+                masks, frozen_state=frozen_state, bias_correction=bias_correction, master_weights=master
+            )
         self._check_renormalised()
 
     def apply(self, changed: Sequence[BoundPolicy]) -> list[BoundPolicy]:
@@ -92,7 +96,7 @@ class CombinedMasks:
                     "max_norm=None, or policies under which the full table trains"
                 )
 
-    def _set(self, masks: Mapping[Tensor, Mask], **options: str) -> None:
+    def _set(self, masks: Mapping[Tensor, Mask], **options: Any) -> None:
         for optimizer, optimized in self._bindings.optimized.items():
             own = {p: None if mask is True else mask for p, mask in masks.items() if p in optimized}
             if own:

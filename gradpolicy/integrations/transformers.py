@@ -55,6 +55,8 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         layers: Print what trains, layer by layer, before the first update.
         step_in_backward: Update each parameter in the backward pass as soon as its gradient is complete, and
             free the gradient. Of freeze policies only the active shares are logged then.
+        master_weights: Update all bfloat16 and float16 parameters as float32, with 16 more bits for each
+            active entry.
 
     Attributes:
         run: The run, which has the masked optimizer, the freezer and the flow policies on the model.
@@ -89,8 +91,15 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         agreement_every: int | None = 100,
         layers: bool | None = True,
         step_in_backward: bool = False,
+        master_weights: bool = False,
     ) -> None:
-        self.run = Run(policies, seed=seed, agreement_every=agreement_every, layers=layers)
+        self.run = Run(
+            policies,
+            seed=seed,
+            agreement_every=agreement_every,
+            layers=layers,
+            master_weights=master_weights,
+        )
         self.log_policies, self.step_in_backward = log, step_in_backward
         self._evaluated: dict[str, float] = {}
 

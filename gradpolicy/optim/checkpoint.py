@@ -34,6 +34,7 @@ from gradpolicy.errors import PolicyError, shown, under
 from gradpolicy.optim.masked_parameter import MaskedParameter, Options
 from gradpolicy.optim.put_back import first_state, is_torchs_own
 from gradpolicy.optim.update_rules.base import step_count
+from gradpolicy.optim.update_rules.master_weights import HIGH, LOW
 from gradpolicy.tensors.checkpoint_file import form_of
 from gradpolicy.tensors.mask import pack, unpack
 from gradpolicy.tensors.sharding import is_sharded, plain_parts
@@ -41,7 +42,7 @@ from gradpolicy.tensors.sharding import is_sharded, plain_parts
 Record = dict[str, Any]
 """A record as a dict: its settings, "ages" and, of packed state, "packed"."""
 KEY = "gradpolicy"
-VERSION = 5
+VERSION = 6
 _PACKED = "gradpolicy_"
 """Prefix of the names of packed state: torch's fused steps write beyond the end of a state that is too small,
 but raise an error if they do not find it."""
@@ -404,8 +405,10 @@ def _check_state(state: Mapping[str, Any], masked: MaskedParameter) -> None:
 def _likes(masked: MaskedParameter) -> Mapping[str, Any]:
     """Return tensors with the shapes and dtypes of a parameter's state, as far as they are known."""
     parameter, inner = masked.parameter.detach(), masked.state.wrapped.optimizer
-    if masked.rule is not None:
-        return masked.state.counts(masked.group, 0) | dict.fromkeys(masked.rule.names, parameter)
+    if (rule := masked.state.wrapped.rule) is not None:
+        rest = torch.empty(parameter.shape, dtype=torch.uint8, device="meta")
+        likes = dict.fromkeys(rule.names, parameter) | dict.fromkeys((HIGH, LOW), rest)
+        return masked.state.counts(masked.group, 0) | likes
     if not is_torchs_own(inner):
         return masked.state.dense(masked.ages)
     empty = (torch.zeros(parameter.shape, dtype=parameter.dtype, device=each) for each in ("meta", "cpu"))
@@ -414,8 +417,8 @@ def _likes(masked: MaskedParameter) -> Mapping[str, Any]:
 
 def _needed(group: dict[str, Any], masked: MaskedParameter) -> Iterable[str]:
     """Return the names of the state without which a step of the optimizer fails."""
-    if masked.rule is not None:
-        return masked.rule.state({**masked.group, **group})
+    if (rule := masked.state.wrapped.rule) is not None:
+        return rule.state({**masked.group, **group})
     return _likes(masked) if is_torchs_own(masked.state.wrapped.optimizer) else ()
 
 
@@ -446,14 +449,23 @@ def _refuse(what: str, got: Any, masked: MaskedParameter) -> NoReturn:
     )
 
 
+def uncast(masked: MaskedParameter, saved: Mapping[str, Any]) -> None:
+    """Load state of other dtypes than the parameter's again, to which torch has cast it."""
+    values, parameter = masked.state.values, masked.parameter
+    for name, value in saved.items() if HIGH in saved else ():
+        if isinstance(value, Tensor) and value.dim() and name in values:
+            values[name] = value.detach().clone().to(parameter.device)
+
+
 def restore(masked: MaskedParameter, record: Record) -> None:
     """Restore a parameter's mask and ages from a record; its state is loaded already, as it was saved."""
     state, shape = masked.state.values, record["mask_shape"]
     state.update(_widened(record, state, masked.name))
+    master = masked.options.master_weights or record["master_weights"]
     masked.restore(
         record["ages"],
         None if shape is None else tuple(shape),
-        Options(record["frozen_state"], record["bias_correction"]),
+        Options(record["frozen_state"], record["bias_correction"], master),
         updates=int(record["updates"]),
         begun=bool(record["begun"]),
     )

@@ -20,6 +20,7 @@ from gradpolicy.optim.parameter_state import stand_ins
 from gradpolicy.optim.put_back import mask_gradient, restore_frozen, save_frozen
 from gradpolicy.optim.shapes import local_entries
 from gradpolicy.optim.update_rules import Group, UpdateRule
+from gradpolicy.optim.update_rules.master_weights import DTYPES
 from gradpolicy.optim.wrapped import Wrapped
 from gradpolicy.tensors.checkpoint_file import reading
 from gradpolicy.tensors.sharding import plain_parts
@@ -84,6 +85,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
             "zero": they become 0 when it freezes. "drop": as "zero", and they take no memory.
         bias_correction: "entry": by the entry's own age. "tensor": by the tensor's one step count, as torch
             does when moments are zeroed by hand; it is paused while the whole tensor is frozen.
+        master_weights: Update bfloat16 and float16 parameters as float32: 16 more bits are kept of each
+            active entry, and moments are float32. Of a frozen entry they are kept under "keep" alone.
 
     Attributes:
         effective_steps: Number of updates so far, without steps that mixed precision skipped. Set it if an
@@ -127,20 +130,29 @@ class MaskedOptimizer(torch.optim.Optimizer):
     # What holds unless `set_mask` changed it for a parameter.
     frozen_state: Any = property(attrgetter("_options.frozen_state"))
     bias_correction: Any = property(attrgetter("_options.bias_correction"))
+    master_weights: Any = property(attrgetter("_options.master_weights"))
 
     def __init__(
-        self, inner: torch.optim.Optimizer, frozen_state: str = "keep", bias_correction: str = "entry"
+        self,
+        inner: torch.optim.Optimizer,
+        frozen_state: str = "keep",
+        bias_correction: str = "entry",
+        master_weights: bool = False,
     ) -> None:
         _check_inner(inner)
         wrapped = Wrapped(inner)
         for part in wrapped.parts:
             _check_inner(part.optimizer)
-        options = Options().changed(frozen_state=frozen_state, bias_correction=bias_correction)
+        options = Options().changed(
+            frozen_state=frozen_state, bias_correction=bias_correction, master_weights=master_weights
+        )
         # A plain optimizer that has loaded a state_dict of this class keeps what it does not know.
         checkpoint.take_out(inner)
         own = {"inner": inner, "_options": options, "_wrapped": wrapped}
         self.__setstate__({**own, "masked": {}, "effective_steps": 0})
         wrapped.begin_state()
+        if master_weights:
+            self.keep_master_weights()
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("inner", "_options", "_wrapped", "masked", "effective_steps")
@@ -158,6 +170,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
         """Add a group to the wrapped optimizer; its parameters start with every entry active."""
         self.inner.add_param_group(param_group)
         self._wrapped.begin_state()
+        if self.master_weights:
+            self.keep_master_weights()
 
     def whole_parameters(self, *, values: bool) -> AbstractContextManager[Any]:
         """Return a context manager in which parameters have their full shape, and if asked for their values.
@@ -165,6 +179,19 @@ class MaskedOptimizer(torch.optim.Optimizer):
         They always do, except those that an engine distributes between forward passes.
         """
         return nullcontext()
+
+    def keep_master_weights(self) -> None:
+        """Update all bfloat16 and float16 parameters as float32 from the next step on.
+
+        Raises:
+            PolicyError: If no update rule describes the optimizer of one of them.
+        """
+        self._options = self._options._replace(master_weights=True)
+        for parameter in self._wrapped.parameters():
+            masked = self._known(parameter)
+            if parameter.dtype in DTYPES:
+                masked.set_mask(masked.mask() if masked.had_mask else None, master_weights=True)
+                self.masked[parameter] = masked
 
     # Schedule-free optimizers switch between the weights of training and those of evaluation.
     train, eval = partialmethod(_switch, "train"), partialmethod(_switch, "eval")
@@ -192,6 +219,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         *,
         frozen_state: str | None = None,
         bias_correction: str | None = None,
+        master_weights: bool | None = None,
     ) -> None:
         """Set which entries of a parameter train from the next step on.
 
@@ -201,12 +229,18 @@ class MaskedOptimizer(torch.optim.Optimizer):
                 or a seeded mask, which has `materialize(shape, device)`; None = all train.
             frozen_state: Replaces the optimizer's for this parameter, from now on.
             bias_correction: Replaces the optimizer's for this parameter, from now on.
+            master_weights: True updates this parameter as float32 from now on, if it has 16 bits.
 
         Raises:
             PolicyError: If the parameter is not the optimizer's, the mask is not bool or does not fit, or the
                 optimizer was made with differentiable=True or its state has no value for each entry.
         """
-        self.set_masks({parameter: mask}, frozen_state=frozen_state, bias_correction=bias_correction)
+        self.set_masks(
+            {parameter: mask},
+            frozen_state=frozen_state,
+            bias_correction=bias_correction,
+            master_weights=master_weights,
+        )
 
     def set_masks(
         self,
@@ -214,6 +248,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         *,
         frozen_state: str | None = None,
         bias_correction: str | None = None,
+        master_weights: bool | None = None,
     ) -> None:
         """Set the masks of many parameters; others keep theirs.
 
@@ -221,17 +256,23 @@ class MaskedOptimizer(torch.optim.Optimizer):
             masks: By parameter, what `set_mask` takes.
             frozen_state: Replaces the optimizer's for these parameters, from now on.
             bias_correction: Replaces the optimizer's for these parameters, from now on.
+            master_weights: True updates those of 16 bits as float32 from now on.
 
         Raises:
             PolicyError: As `set_mask`; masks before the one that is wrong are set.
         """
         if not isinstance(masks, Mapping):
             raise PolicyError(f"set_masks: expected a dict from parameters to masks, got {shown(masks)}")
+        options = {
+            "frozen_state": frozen_state,
+            "bias_correction": bias_correction,
+            "master_weights": master_weights or None,
+        }
         # Later steps write to tensors that are created here, even if the caller is in inference mode.
         with torch.inference_mode(mode=False), torch.no_grad():
             for parameter, mask in masks.items():
                 masked = self._known(parameter)
-                masked.set_mask(mask, frozen_state, bias_correction)
+                masked.set_mask(mask, **options)
                 self.masked[parameter] = masked
 
     def get_mask(self, parameter: Tensor) -> Tensor:
@@ -388,7 +429,9 @@ class MaskedOptimizer(torch.optim.Optimizer):
         masked = [self._known(parameter) for parameter in self._wrapped.parameters()]
         records = checkpoint.fitting_records(own, saved, masked)
         self.inner.load_state_dict(own)
+        keys = [key for group in own["param_groups"] for key in group["params"]]
         for index, each in enumerate(masked):
+            checkpoint.uncast(each, own["state"].get(keys[index], {}))
             if index in records:
                 checkpoint.restore(each, records[index])
                 self.masked.pop(each.parameter, None)
@@ -464,17 +507,19 @@ def _sorted(
     """Sort masked parameters by how this step treats them."""
     by_rule: ByRule = []
     others: dict[Mode, list[Member]] = defaultdict(list)
-    for rule, group, parameters in wrapped.groups(only):
-        members: list[Member] = []
+    for group, parameters in wrapped.groups(only):
+        members: dict[UpdateRule, list[Member]] = {}
         for parameter in parameters:
             gradient, each = parameter.grad, masked.get(parameter)
             if gradient is not None and gradient.layout is not torch.strided:
                 _refuse_sparse(gradient, wrapped.name_of(parameter))
             if each is not None and (gradient is not None or makes_gradients):
-                mode = each.mode
-                (members if mode is Mode.BY_RULE else others[mode]).append((each, gradient))
-        if rule is not None and members:
-            by_rule.append((rule, group, members))
+                mode, rule = each.mode, each.rule
+                if rule is not None and mode is Mode.BY_RULE:
+                    members.setdefault(rule, []).append((each, gradient))
+                else:
+                    others[mode].append((each, gradient))
+        by_rule += [(rule, group, alike) for rule, alike in members.items()]
     return by_rule, others
 
 
@@ -619,7 +664,12 @@ def _refuse_to_pass_masks(
     masking = wrapper()
     if masking is None or masking.steps_inner:
         return
-    if not all(masked.is_full for masked in masking.masked.values()):
+    masked = masking.masked.values()
+    if any(each.has_master_weights for each in masked):
+        raise PolicyError(
+            f"{type(inner).__name__}.step does not know master_weights; call step() of its MaskedOptimizer"
+        )
+    if not all(each.is_full for each in masked):
         kind = type(inner).__name__
         raise PolicyError(
             f"{kind}.step was called past the MaskedOptimizer that wraps it, and would move frozen entries; "

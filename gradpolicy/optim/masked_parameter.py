@@ -8,37 +8,41 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradpolicy.checks import BIAS_CORRECTIONS, FROZEN_STATES, check_choice
+from gradpolicy.checks import BIAS_CORRECTIONS, FROZEN_STATES, check_choice, check_flag
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim.ages import Ages
 from gradpolicy.optim.parameter_state import ParameterState, SubmatrixState, rows_differ
 from gradpolicy.optim.put_back import reset_frozen, warn_of_putting_back
 from gradpolicy.optim.shapes import as_logical, coarse_mask, fitting_mask, local_entries, local_mask
-from gradpolicy.optim.update_rules import ActiveRows, Group
+from gradpolicy.optim.update_rules import ActiveRows, Group, UpdateRule
+from gradpolicy.optim.update_rules.master_weights import DTYPES
 from gradpolicy.optim.wrapped import Wrapped
 from gradpolicy.tensors.sharding import full_tensor, is_sharded
 
 
 class Options(NamedTuple):
-    """The options of a masked parameter: "keep", "zero" or "drop", and "entry" or "tensor"."""
+    """The options of a masked parameter: "keep", "zero" or "drop", "entry" or "tensor", True or False."""
 
     frozen_state: str = "keep"
     bias_correction: str = "entry"
+    master_weights: bool = False
 
     @property
     def forget(self) -> bool:
         """True if an entry that freezes loses its state."""
         return self.frozen_state != "keep"
 
-    def changed(self, **options: str | None) -> Options:
+    def changed(self, **options: str | bool | None) -> Options:
         """Return these options with new values; None leaves an option as it is.
 
         Raises:
             PolicyError: If there is no such value.
         """
         valid = {"frozen_state": FROZEN_STATES, "bias_correction": BIAS_CORRECTIONS}
-        given = {key: value for key, value in options.items() if value is not None}
-        return self._replace(**{key: check_choice(key, value, valid[key]) for key, value in given.items()})
+        given: Any = {key: value for key, value in options.items() if value is not None}
+        for key, value in given.items():
+            check_choice(key, value, valid[key]) if key in valid else check_flag(key, value)
+        return self._replace(**given)
 
 
 class Mode(Enum):
@@ -62,7 +66,6 @@ class MaskedParameter:
 
     Attributes:
         parameter, options: As given.
-        rule: How the optimizer moves one entry; None where no update rule describes it.
         shape: Shape of the parameter.
         submatrix: Which rows or columns the optimizer can step alone; None if it steps whole tensors.
         state: Access to the optimizer's state of the parameter.
@@ -76,12 +79,12 @@ class MaskedParameter:
 
     def __init__(self, parameter: Tensor, wrapped: Wrapped, options: Options) -> None:
         self.parameter, self.options, self.shape = parameter, options, parameter.shape
-        self.rule = wrapped.rule
         self.submatrix = None if is_sharded(parameter) else wrapped.submatrix
         kind = ParameterState if self.submatrix is None else SubmatrixState
         self.state = kind(parameter, wrapped)
         self.mask_shape: tuple[int, ...] | None = None
         self.had_mask = False
+        self._keep_master_weights()
         self._begin(self.state.count())
 
     def _begin(self, updates: int) -> None:
@@ -93,7 +96,21 @@ class MaskedParameter:
         self.frozen_everywhere = False
         self.state.part = self.state.held = None
 
+    def _keep_master_weights(self) -> None:
+        if self.options.master_weights and self.parameter.dtype in DTYPES:
+            self.state.keep_master_weights()
+
     # --- properties
+
+    @property
+    def rule(self) -> UpdateRule | None:
+        """How the optimizer moves one entry; None where no update rule describes it."""
+        return self.state.rule
+
+    @property
+    def has_master_weights(self) -> bool:
+        """True if the parameter has 16 bits and is updated as float32."""
+        return self.rule is not self.state.wrapped.rule
 
     @property
     def group(self) -> Group:
@@ -178,15 +195,12 @@ class MaskedParameter:
 
     # --- a new mask
 
-    def set_mask(
-        self, mask: Any, frozen_state: str | None = None, bias_correction: str | None = None
-    ) -> None:
+    def set_mask(self, mask: Any, **new_options: str | bool | None) -> None:
         """Set the mask, and move the state as the options require.
 
         Args:
             mask: Bool, broadcasts to the parameter; a seeded mask; None: all are active.
-            frozen_state: Replaces that of the options; None: it stays.
-            bias_correction: Replaces that of the options; None: it stays.
+            **new_options: Replace those of `Options`; None: it stays.
 
         Raises:
             PolicyError: If the mask does not fit, an option does not exist, or some entries of the parameter
@@ -194,7 +208,11 @@ class MaskedParameter:
         """
         mask = None if mask is None else fitting_mask(mask, self.parameter, self.name)
         _check_change(self, mask)
-        options = self.options.changed(frozen_state=frozen_state, bias_correction=bias_correction)
+        options = self.options.changed(**new_options)
+        if options.master_weights > self.options.master_weights:
+            self.options = self.options._replace(master_weights=True)
+            self._keep_master_weights()
+        options = options._replace(master_weights=self.options.master_weights)
         self.had_mask = True
         self.follow()
         self.state.take_over()
@@ -302,6 +320,7 @@ class MaskedParameter:
             begun: False if it has not been updated yet; its state is discarded then.
         """
         self.options, self.mask_shape = options, mask_shape
+        self._keep_master_weights()
         self._begin(updates)
         if not begun:
             self.state.wrapped.optimizer.state.pop(self.parameter, None)

@@ -380,7 +380,7 @@ def _kind(rule: UpdateRule, piece: _Piece) -> Any:
     """Return what decides on a graph: a rule, and the forms of tensors."""
     order = sorted(range(piece.parameter.dim()), key=piece.parameter.stride)
     forms = map(compiling.form, (*piece.tensors, piece.index, piece.is_stored))
-    return type(rule), piece.parameter.device.type, *order, *piece.names, *forms
+    return rule.kind, piece.parameter.device.type, *order, *piece.names, *forms
 
 
 def _move(

@@ -34,6 +34,7 @@ class ParameterState:
         wrapped: The optimizer.
 
     Attributes:
+        rule: How the optimizer moves one entry; None where no update rule describes it.
         part: The rows or columns that the optimizer steps alone; None where it does not.
         held: The rows or columns that have state; None for all, and where single entries may have it.
     """
@@ -42,14 +43,14 @@ class ParameterState:
     held: ActiveRows | None = None
 
     def __init__(self, parameter: Tensor, wrapped: Wrapped) -> None:
-        self.parameter, self.wrapped = parameter, wrapped
+        self.parameter, self.wrapped, self.rule = parameter, wrapped, wrapped.rule
 
     def take_over(self) -> None:
         """Make what a param group has counted so far each entry's own, where the rule counts for entries."""
-        rule, values = self.wrapped.rule, self.values
+        rule, values = self.rule, self.values
         for name, value in rule.group_state(self.group).items() if rule is not None and values else ():
             if values.get(name) is None:
-                values[name] = self._filled(value, None)
+                values[name] = self._filled(name, value, None)
 
     def to(self, device: torch.device) -> None:
         """Follow the parameter to another device; the optimizer's state does so by itself."""
@@ -77,7 +78,7 @@ class ParameterState:
         Raises:
             PolicyError: If it was replaced by another of the wrong size, or is on another device.
         """
-        names = () if self.wrapped.rule is None else self.wrapped.rule.names
+        names = () if self.rule is None else self.rule.names
         values, device = self.values, self.parameter.device
         shape = ages.shape if ages.stored is None else (ages.active,)
         found: dict[str, Tensor] = {}
@@ -104,7 +105,7 @@ class ParameterState:
             updates: Number of updates of the tensor.
             names: The names of both, which the rule says if they are not given.
         """
-        rule, state = self.wrapped.rule, self.wrapped.optimizer.state[self.parameter]
+        rule, state = self.rule, self.wrapped.optimizer.state[self.parameter]
         assert rule is not None
         names = (*rule.state(group), *rule.tensor_state(group, 0)) if names is None else names
         for name in names:
@@ -122,33 +123,36 @@ class ParameterState:
             updates: Number of updates of the tensor.
             packed: Number of entries with state; None: all of them, in the parameter's shape.
         """
-        assert self.wrapped.rule is not None
-        counts, starts = self.counts(group, updates), self.wrapped.rule.state(group)
+        assert self.rule is not None
+        counts, starts = self.counts(group, updates), self.rule.state(group)
         missing = [name for name in (*counts, *starts) if self.values.get(name) is None]
         return {
-            name: counts[name] if name in counts else self._filled(starts[name], packed) for name in missing
+            name: counts[name] if name in counts else self._filled(name, starts[name], packed)
+            for name in missing
         }
 
     def counts(self, group: Group, updates: int) -> dict[str, Tensor]:
         """Return what the rule keeps once for the tensor, after a number of updates, as torch stores it."""
-        rule, fused = self.wrapped.rule, bool(group.get("fused"))
+        rule, fused = self.rule, bool(group.get("fused"))
         double = torch.get_default_dtype() == torch.float64 and not fused
         dtype = torch.float64 if double else torch.float32
         device = self.parameter.device if group.get("capturable") or fused else "cpu"
         counts = {} if rule is None else rule.tensor_state(group, updates)
         return {name: torch.tensor(value, dtype=dtype, device=device) for name, value in counts.items()}
 
-    def _filled(self, start: float, packed: int | None) -> Tensor:
+    def _filled(self, name: str, start: float, packed: int | None) -> Tensor:
         own = local_shard(self.parameter)
+        assert self.rule is not None
+        dtype = self.rule.state_dtype(name, own.dtype)
         if packed is not None:
-            dtype = own.dtype.to_real() if own.is_complex() else own.dtype
+            dtype = dtype.to_real() if own.is_complex() else dtype
             return torch.full((packed,), start, dtype=dtype, device=own.device)
-        value = torch.zeros_like(self.parameter, memory_format=torch.preserve_format)
+        value = torch.zeros_like(self.parameter, dtype=dtype, memory_format=torch.preserve_format)
         return _fill(value, start) if start else value
 
     def dense(self, ages: Ages) -> dict[str, Any]:
         """Return the state as the wrapped optimizer itself would hold it."""
-        rule = self.wrapped.rule
+        rule = self.rule
         state = {name: value for name, value in self.values.items() if value is not None}
         if ages.stored is not None:
             assert rule is not None
@@ -165,6 +169,17 @@ class ParameterState:
         local_entries(shaped).copy_(values)
         return shaped.detach()
 
+    def keep_master_weights(self) -> None:
+        """Update the parameter as float32 from now on.
+
+        Raises:
+            PolicyError: If no update rule describes the optimizer.
+        """
+        self.rule, values = self.wrapped.master_rule(self.parameter), self.values
+        for name in self.rule.names:
+            if values.get(name) is not None:
+                values[name] = values[name].to(self.rule.state_dtype(name, self.parameter.dtype))
+
     def arrange(self, before: Ages, ages: Ages, forget: bool) -> None:
         """Arrange the state of each entry for new ages, one tensor after the other.
 
@@ -173,7 +188,7 @@ class ParameterState:
             ages: The new ages.
             forget: True if the state of frozen entries is emptied.
         """
-        rule = self.wrapped.rule
+        rule = self.rule
         repacks = before.stored is not None or ages.stored is not None
         empties = forget and ages.stored is None and ages.active < ages.entries
         if rule is None or not (repacks or empties):
@@ -191,7 +206,7 @@ class ParameterState:
 
     def set_count(self, updates: int) -> None:
         """Set the tensor's own count of updates."""
-        rule = self.wrapped.rule
+        rule = self.rule
         counts = {"step": float(updates)} if rule is None else rule.tensor_state(self.group, updates)
         for name, value in counts.items():
             if isinstance(self.values.get(name), Tensor):
@@ -199,7 +214,7 @@ class ParameterState:
 
     def count(self) -> int:
         """Return the number of updates of the tensor, by its state."""
-        rule = self.wrapped.rule
+        rule = self.rule
         return step_count(self.values) if rule is None else rule.updates(self.values, self.group)
 
     def remove(self) -> bool:
@@ -216,9 +231,9 @@ class ParameterState:
             drop: True if it is to take no memory. Its names stay, with None, which tells it apart from
                 state that a caller removed.
         """
-        assert self.wrapped.rule is not None
-        values, starts = self.values, self.wrapped.rule.state(self.group)
-        for name in self.wrapped.rule.names:
+        assert self.rule is not None
+        values, starts = self.values, self.rule.state(self.group)
+        for name in self.rule.names:
             if values.get(name) is not None:
                 values[name] = None if drop else _fill(values[name], starts.get(name, 0.0))
 

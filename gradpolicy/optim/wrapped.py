@@ -21,6 +21,7 @@ from gradpolicy.errors import PolicyError, under, unknown
 from gradpolicy.optim.optimizers import Optimizers
 from gradpolicy.optim.put_back import is_torchs_own
 from gradpolicy.optim.update_rules import Group, UpdateRule, rule_for, submatrix_rule_for
+from gradpolicy.optim.update_rules.master_weights import MasterWeights
 
 Settings = tuple[tuple[str, Any], ...]
 """The settings of a parameter: a factor on "lr", and values of the others."""
@@ -51,6 +52,7 @@ class Wrapped:
         self.rule, self.submatrix = rule_for(optimizer), submatrix_rule_for(optimizer)
         self.settings: dict[Tensor, Settings] = {}
         self._places: dict[int, tuple[int, int]] = {}
+        self._masters: dict[torch.dtype, UpdateRule] = {}
 
     @functools.cached_property
     def needs_closure(self) -> bool:
@@ -139,6 +141,20 @@ class Wrapped:
         }
         return self._places.get(id(parameter))
 
+    def master_rule(self, parameter: Tensor) -> UpdateRule:
+        """Return the rule that moves a parameter of 16 bits as float32.
+
+        Raises:
+            PolicyError: If there is none.
+        """
+        if self.rule is None or self.rule.counts_in_group:
+            raise PolicyError(
+                f"{self.name_of(parameter)}: master_weights=True expects an optimizer with an update rule, "
+                f"such as AdamW or SGD, got {type(self.optimizer).__name__}"
+            )
+        dtype = parameter.dtype
+        return self._masters.setdefault(dtype, MasterWeights(self.rule, dtype))
+
     # --- a step with other groups
 
     def set_settings(self, settings: Mapping[Tensor, Mapping[str, Any]]) -> None:
@@ -159,13 +175,13 @@ class Wrapped:
                 )
             part.settings = {p: _as_settings(settings[p], group) for p, group in own.items()}
 
-    def groups(self, only: Tensor | None = None) -> Iterator[tuple[UpdateRule | None, Group, list[Tensor]]]:
-        """Yield the rule, the settings and the parameters of each group of a step; of only one, if given."""
+    def groups(self, only: Tensor | None = None) -> Iterator[tuple[Group, list[Tensor]]]:
+        """Yield the settings and the parameters of each group of a step; of only one, if given."""
         for part in self.parts:
             for group in part.optimizer.param_groups:
                 for settings, places in part._by_settings(group, only).items():
                     members = [group["params"][place] for place in places]
-                    yield part.rule, with_settings(group, settings), members
+                    yield with_settings(group, settings), members
 
     def _by_settings(self, group: Group, only: Tensor | None) -> dict[Settings, list[int]]:
         """Return the positions of a group's parameters, or of only one, by their settings."""

@@ -20,6 +20,7 @@ from gradpolicy.freezing.bound_policy import BoundPolicy
 from gradpolicy.freezing.combined import frozen_together
 from gradpolicy.freezing.moving_parts import copy_buffers, moving_parts, moving_warnings
 from gradpolicy.freezing.requires_grad import is_turned_off
+from gradpolicy.optim.lost_updates import losing_updates
 from gradpolicy.optim.optimizers import plain_optimizers
 from gradpolicy.optim.put_back import put_back_remarks
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
@@ -45,6 +46,7 @@ class FirstStep:
         report: The rows of the report of flow policies, each active, by policy.
         bound: Copies of the freeze policies, bound to the copy, with their first masks.
         warnings: Remarks on operations that did not run, on optimizers, and on frozen parts that move.
+        losing: Parameters of 16 bits in which updates are lost.
     """
 
     policies: Mapping[str, Policy]
@@ -54,6 +56,7 @@ class FirstStep:
     report: Mapping[str, ReportRow]
     bound: Mapping[str, BoundPolicy]
     warnings: tuple[str, ...]
+    losing: list[str]
 
     def gets_gradient(self, parameter: str) -> bool:
         """Return True if a parameter has a gradient that is not zero in every entry."""
@@ -94,7 +97,8 @@ def first_step(
     with torch.random.fork_rng(devices=_cuda_devices(model)):
         duplicate = _duplicate(model, flow)
         optimized = named_parameters(duplicate if optimizers is None else model)
-        trained_by = plain_optimizers(_optimizers(duplicate, optimizers))
+        made = _optimizers(duplicate, optimizers)
+        trained_by, losing = plain_optimizers(made), losing_updates(optimized, made)
         divided = divided_factors(policies, optimized, trained_by)
         buffers = copy_buffers(duplicate)
         gradients, report = _flow_report(duplicate, flow, step)
@@ -108,7 +112,7 @@ def first_step(
     )
     put_back = put_back_remarks(_partly_frozen(bound), optimized, trained_by)
     remarks = (*unmet, *flow_remarks(flow), *divided, *put_back, *still)
-    return FirstStep(policies, matched, parameters, gradients, report, bound, remarks)
+    return FirstStep(policies, matched, parameters, gradients, report, bound, remarks, losing)
 
 
 def of_kind(policies: Mapping[str, Policy], kind: type[Kind]) -> dict[str, Kind]:

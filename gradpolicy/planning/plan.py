@@ -15,6 +15,7 @@ from gradpolicy.freezing.bound_policy import BoundPolicy, layers_under, masks_ne
 from gradpolicy.freezing.combined import combine
 from gradpolicy.masks.base import Layer, MaskSource
 from gradpolicy.masks.layer_sources import LayerSource
+from gradpolicy.optim.lost_updates import lost_updates_warning
 from gradpolicy.planning.first_step import FirstStep, Optimizers, Step, first_step, of_kind
 from gradpolicy.planning.plan_table import Plan, PlanRow
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
@@ -91,7 +92,12 @@ def plan(
         ),
         without_gradient=tuple(without),
         zero_gradient=tuple(name for name in sizes if name not in (*getting, *without)),
-        warnings=(*_vain_warnings(found, masks), *_idle_layers(found), *found.warnings),
+        warnings=(
+            *_vain_warnings(found, masks),
+            *_idle_layers(found),
+            *_lost_updates(found, masks),
+            *found.warnings,
+        ),
         layers=layers,
     )
 
@@ -165,6 +171,16 @@ def _idle_layers(found: FirstStep) -> Iterator[str]:
         if reached and (idle := [layer.name for layer in layers if layer not in reached]):
             out = "exclude it (!…)" if name in sources else "name it in a pattern before"
             yield f"{name}: counts {shortened(idle)} as a layer, which gets no gradient: {out}"
+
+
+def _lost_updates(found: FirstStep, masks: Mapping[str, Mask]) -> Iterator[str]:
+    """Yield a line for the parameters of 16 bits that train and lose most of their updates."""
+    freeze = of_kind(found.policies, Freeze)
+    kept = set().union(*(found.matched[name] for name, each in freeze.items() if each.master_weights))
+    if losing := [
+        key for key in found.losing if key in masks and masks[key] is not False and key not in kept
+    ]:
+        yield lost_updates_warning(losing)
 
 
 def _why_vain(names: Iterable[str], found: FirstStep) -> str:

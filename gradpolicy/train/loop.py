@@ -40,6 +40,7 @@ def training(
     scaler: torch.amp.GradScaler | None = None,
     toggle_requires_grad: bool = True,
     step_in_backward: bool = False,
+    master_weights: bool = False,
     layers: bool | None = None,
 ) -> AbstractContextManager[MaskedOptimizer]: ...
 @overload
@@ -53,6 +54,7 @@ def training(
     scaler: torch.amp.GradScaler | None = None,
     toggle_requires_grad: bool = True,
     step_in_backward: bool = False,
+    master_weights: bool = False,
     layers: bool | None = None,
 ) -> AbstractContextManager[list[MaskedOptimizer]]: ...
 @contextmanager
@@ -66,6 +68,7 @@ def training(
     scaler: torch.amp.GradScaler | None = None,
     toggle_requires_grad: bool = True,
     step_in_backward: bool = False,
+    master_weights: bool = False,
     layers: bool | None = None,
 ) -> Iterator[Any]:
     """Train under policies in your own loop.
@@ -96,6 +99,8 @@ def training(
             backward pass skips them. Pass False if one compiled function is the training step.
         step_in_backward: Update each parameter in the backward pass as soon as its gradient is complete, and
             free the gradient. Do not clip by norm, accumulate gradients or use a ``GradScaler`` then.
+        master_weights: Update all bfloat16 and float16 parameters as float32, with 16 more bits for each
+            active entry.
         layers: Print what trains, layer by layer, before the first update. None prints it if the output is a
             terminal.
 
@@ -127,7 +132,7 @@ def training(
         raise PolicyError(f"training: needs a list or dict of policies, got {shown(policies)}")
     if steps_per_epoch is not None:
         check_integer("training.steps_per_epoch", steps_per_epoch, least=1)
-    run = Run(name_policies(policies), seed=seed, layers=layers)
+    run = Run(name_policies(policies), seed=seed, layers=layers, master_weights=master_weights)
     _check_times(run.policies, steps_per_epoch)
     finished = False
     try:

@@ -16,6 +16,7 @@ from gradpolicy.flow.policy_report import ReportRow, check_operations
 from gradpolicy.freezing import Freezer
 from gradpolicy.freezing.moving_parts import copy_buffers, moving_parts, moving_warnings
 from gradpolicy.freezing.requires_grad import is_turned_off
+from gradpolicy.optim.lost_updates import losing_updates, lost_updates_warning
 from gradpolicy.optim.optimizers import plain_optimizers
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.train.missing_gradients import MissingGradients
@@ -46,6 +47,7 @@ class Notices:
         self._freezer: Freezer | None = None
         # The parameters that optimizers train, and copies of buffers while the first update runs.
         self._is_first = True
+        self._optimizers: Sequence[Any] = ()
         self._buffers: dict[str, Tensor] | None = None
         self._trainable: dict[str, Tensor] = {}
         self.missing = MissingGradients({}, {})
@@ -76,6 +78,8 @@ class Notices:
         self._trainable = {
             n: p for n, p in named.items() if p.requires_grad and (partitioned or id(p) in optimized)
         }
+        # An engine updates its own float32 weights.
+        self._optimizers = () if partitioned else optimizers
         self._warn_of(divided_factors(self.policies, named, plain_optimizers(optimizers)))
         self._is_first = True
 
@@ -92,6 +96,11 @@ class Notices:
             policies = {} if freezer is None else freezer.policy_of
             known = {n: p for n, p in self._trainable.items() if has_gradients or n in policies}
             self.missing = MissingGradients(known, policies)
+            frozen = () if freezer is None else freezer.frozen()
+            active = {n: p for n, p in self._trainable.items() if n not in frozen}
+            losing = losing_updates(active, self._optimizers)
+            if losing and (line := lost_updates_warning(losing)) not in self.shown:
+                self.warn(line)
         if self._is_first and freezer is not None:
             self._buffers = copy_buffers(self._model)
         if self._is_first or masks_changed:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradpolicy.checks import check_integer
+from gradpolicy.checks import check_flag, check_integer
 from gradpolicy.delta.patch import note_masks
 from gradpolicy.errors import PolicyError, check_named
 from gradpolicy.flow import install
@@ -39,6 +39,7 @@ class Run:
         agreement_every: With several processes, the number of updates between comparisons of the checksums of
             masks, ages and weights; None for no comparisons.
         layers: Print what trains, layer by layer, before the first update; None: if the output is a terminal.
+        master_weights: Update bfloat16 and float16 parameters as float32.
 
     Attributes:
         installed: The flow policies on the model.
@@ -62,6 +63,7 @@ class Run:
         seed: int = 0,
         agreement_every: int | None = 100,
         layers: bool | None = True,
+        master_weights: bool = False,
     ) -> None:
         policies = {} if policies is None else policies
         check_named(policies)
@@ -74,6 +76,7 @@ class Run:
         if agreement_every is not None:
             check_integer("agreement_every", agreement_every, least=1)
         self.seed, self.agreement_every = check_integer("seed", seed), agreement_every
+        self.master_weights = check_flag("master_weights", master_weights)
         self.notices = Notices(self.policies, layers)
         self.sinks: list[Callable[[int, Measured], None]] = []
         self.steps_per_epoch: int | None = None
@@ -122,6 +125,7 @@ class Run:
         Returns:
             The optimizers to train with.
         """
+        masks_all = masks_all or self.master_weights
         former = (self.updates, self.freezer.state_dict()) if self.freezer is not None else None
         self._reset()
         self._former = former
@@ -137,6 +141,8 @@ class Run:
         self.steps = Steps(self, wrapping, driven=driven)
         self.updates = self.steps.count()
         masked, self.has_gradients = self.steps.masked, self.steps.partitioned is None
+        for each in masked if self.master_weights else ():
+            each.keep_master_weights()
         freezes = {name: each for name, each in self.policies.items() if isinstance(each, Freeze)}
         rates = {name: each for name, each in self.policies.items() if isinstance(each, Rates)}
         if freezes or rates:

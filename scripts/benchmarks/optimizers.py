@@ -13,6 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from math import prod
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +100,7 @@ def masked(
     changes: int = 4,
     rows: bool = False,
     dtype: torch.dtype = torch.float32,
-    **options: str,
+    **options: Any,
 ) -> MaskedOptimizer:
     """A wrapped optimizer whose masks have changed some times, a step after each."""
     optimizer = MaskedOptimizer(make(weights(shapes, dtype)), **options)

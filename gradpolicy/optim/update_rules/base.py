@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -38,6 +39,15 @@ class UpdateRule(ABC):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
+
+    @property
+    def kind(self) -> Hashable:
+        """Which compiled code serves the rule."""
+        return type(self)
+
+    def state_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the state of a name, for a parameter of a dtype."""
+        return dtype
 
     def supports(self, group: Group) -> bool:
         """Return True if the rule describes the optimizer with these settings."""

@@ -54,6 +54,8 @@ class GradientPolicies(Driven, AnyCallback):
         layers: Print what trains, layer by layer, before the first update.
         step_in_backward: Update each parameter in the backward pass as soon as its gradient is complete, and
             free the gradient. Of freeze policies only the active shares are logged then.
+        master_weights: Update all bfloat16 and float16 parameters as float32, with 16 more bits for each
+            active entry.
 
     Attributes:
         run: The run, which has its optimizers, the freezer of a fit and the flow policies on the model.
@@ -84,8 +86,15 @@ class GradientPolicies(Driven, AnyCallback):
         agreement_every: int | None = 100,
         layers: bool = True,
         step_in_backward: bool = False,
+        master_weights: bool = False,
     ) -> None:
-        self.run = Run(policies, seed=seed, agreement_every=agreement_every, layers=layers)
+        self.run = Run(
+            policies,
+            seed=seed,
+            agreement_every=agreement_every,
+            layers=layers,
+            master_weights=master_weights,
+        )
         self.log_policies, self.step_in_backward = log, step_in_backward
         self.sinks = self.run.sinks
 
