@@ -56,7 +56,7 @@ def test_the_help_by_symptom_shows_what_its_python_prints():
         elif block.language == "text" and printed:
             assert printed == block.text
             printed, compared = "", compared + 1
-    assert compared == 4
+    assert compared == 5
 
 
 def test_the_first_page_has_ten_lines_of_code_and_the_pictures_of_the_cookbook():
