@@ -152,7 +152,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         self.__setstate__({**own, "masked": {}, "effective_steps": 0})
         wrapped.begin_state()
         if master_weights:
-            self.keep_master_weights()
+            keep_master_weights(self)
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("inner", "_options", "_wrapped", "masked", "effective_steps")
@@ -171,7 +171,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         self.inner.add_param_group(param_group)
         self._wrapped.begin_state()
         if self.master_weights:
-            self.keep_master_weights()
+            keep_master_weights(self)
 
     def whole_parameters(self, *, values: bool) -> AbstractContextManager[Any]:
         """Return a context manager in which parameters have their full shape, and if asked for their values.
@@ -179,19 +179,6 @@ class MaskedOptimizer(torch.optim.Optimizer):
         They always do, except those that an engine distributes between forward passes.
         """
         return nullcontext()
-
-    def keep_master_weights(self) -> None:
-        """Update all bfloat16 and float16 parameters as float32 from the next step on.
-
-        Raises:
-            PolicyError: If no update rule describes the optimizer of one of them.
-        """
-        self._options = self._options._replace(master_weights=True)
-        for parameter in self._wrapped.parameters():
-            masked = self._known(parameter)
-            if parameter.dtype in DTYPES:
-                masked.set_mask(masked.mask() if masked.had_mask else None, master_weights=True)
-                self.masked[parameter] = masked
 
     # Schedule-free optimizers switch between the weights of training and those of evaluation.
     train, eval = partialmethod(_switch, "train"), partialmethod(_switch, "eval")
@@ -620,6 +607,24 @@ def wrapper_of(optimizer: torch.optim.Optimizer) -> MaskedOptimizer | None:
     return None if present is None else present()
 
 
+@torch.no_grad()
+def keep_master_weights(optimizer: MaskedOptimizer) -> None:
+    """Update all bfloat16 and float16 parameters of an optimizer as float32 from the next step on.
+
+    Raises:
+        PolicyError: If no update rule describes the optimizer of one of them.
+    """
+    if optimizer.is_partitioned:
+        return  # the engine itself updates float32 weights
+    optimizer._options = optimizer._options._replace(master_weights=True)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.dtype in DTYPES:
+                kept = parameter in optimizer.masked
+                mask = optimizer.get_mask(parameter) if kept else None
+                optimizer.set_mask(parameter, mask, master_weights=True)
+
+
 def as_masked(optimizer: torch.optim.Optimizer) -> MaskedOptimizer:
     """Wrap an optimizer unless it is a MaskedOptimizer."""
     return optimizer if isinstance(optimizer, MaskedOptimizer) else MaskedOptimizer(optimizer)
@@ -665,7 +670,7 @@ def _refuse_to_pass_masks(
     if masking is None or masking.steps_inner:
         return
     masked = masking.masked.values()
-    if any(each.has_master_weights for each in masked):
+    if any(each.state.has_master_weights for each in masked):
         raise PolicyError(
             f"{type(inner).__name__}.step does not know master_weights; call step() of its MaskedOptimizer"
         )

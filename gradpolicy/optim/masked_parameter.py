@@ -15,7 +15,6 @@ from gradpolicy.optim.parameter_state import ParameterState, SubmatrixState, row
 from gradpolicy.optim.put_back import reset_frozen, warn_of_putting_back
 from gradpolicy.optim.shapes import as_logical, coarse_mask, fitting_mask, local_entries, local_mask
 from gradpolicy.optim.update_rules import ActiveRows, Group, UpdateRule
-from gradpolicy.optim.update_rules.master_weights import DTYPES
 from gradpolicy.optim.wrapped import Wrapped
 from gradpolicy.tensors.sharding import full_tensor, is_sharded
 
@@ -84,7 +83,7 @@ class MaskedParameter:
         self.state = kind(parameter, wrapped)
         self.mask_shape: tuple[int, ...] | None = None
         self.had_mask = False
-        self._keep_master_weights()
+        self.state.keep_master_weights(self.options.master_weights)
         self._begin(self.state.count())
 
     def _begin(self, updates: int) -> None:
@@ -96,21 +95,12 @@ class MaskedParameter:
         self.frozen_everywhere = False
         self.state.part = self.state.held = None
 
-    def _keep_master_weights(self) -> None:
-        if self.options.master_weights and self.parameter.dtype in DTYPES:
-            self.state.keep_master_weights()
-
     # --- properties
 
     @property
     def rule(self) -> UpdateRule | None:
         """How the optimizer moves one entry; None where no update rule describes it."""
         return self.state.rule
-
-    @property
-    def has_master_weights(self) -> bool:
-        """True if the parameter has 16 bits and is updated as float32."""
-        return self.rule is not self.state.wrapped.rule
 
     @property
     def group(self) -> Group:
@@ -211,7 +201,7 @@ class MaskedParameter:
         options = self.options.changed(**new_options)
         if options.master_weights > self.options.master_weights:
             self.options = self.options._replace(master_weights=True)
-            self._keep_master_weights()
+            self.state.keep_master_weights(self.options.master_weights)
         options = options._replace(master_weights=self.options.master_weights)
         self.had_mask = True
         self.follow()
@@ -320,7 +310,7 @@ class MaskedParameter:
             begun: False if it has not been updated yet; its state is discarded then.
         """
         self.options, self.mask_shape = options, mask_shape
-        self._keep_master_weights()
+        self.state.keep_master_weights(self.options.master_weights)
         self._begin(updates)
         if not begun:
             self.state.wrapped.optimizer.state.pop(self.parameter, None)

@@ -20,6 +20,7 @@ from gradpolicy.optim.ages import Ages
 from gradpolicy.optim.shapes import fill_frozen, local_entries
 from gradpolicy.optim.update_rules import ActiveRows, Group, SubmatrixRule
 from gradpolicy.optim.update_rules.base import step_count
+from gradpolicy.optim.update_rules.master_weights import DTYPES
 from gradpolicy.optim.wrapped import Wrapped
 from gradpolicy.tensors.sharding import local_shard
 
@@ -169,12 +170,19 @@ class ParameterState:
         local_entries(shaped).copy_(values)
         return shaped.detach()
 
-    def keep_master_weights(self) -> None:
-        """Update the parameter as float32 from now on.
+    @property
+    def has_master_weights(self) -> bool:
+        """True if the parameter has 16 bits and is updated as float32."""
+        return self.rule is not self.wrapped.rule
+
+    def keep_master_weights(self, wanted: bool) -> None:
+        """Update the parameter as float32 from now on, if that is wanted and it has 16 bits.
 
         Raises:
             PolicyError: If no update rule describes the optimizer.
         """
+        if not wanted or self.parameter.dtype not in DTYPES:
+            return
         self.rule, values = self.wrapped.master_rule(self.parameter), self.values
         for name in self.rule.names:
             if values.get(name) is not None:

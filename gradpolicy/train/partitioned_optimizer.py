@@ -126,9 +126,6 @@ class PartitionedOptimizer(MaskedOptimizer):
         """True if frozen parameters need no gradient; stage 3 would use that of an earlier step."""
         return not _is_stage_3(self.zero) and self.zero.ignore_unused_parameters
 
-    def keep_master_weights(self) -> None:
-        """Do nothing: the engine itself updates float32 weights."""
-
     def hook_gradients(self) -> None:
         """Zero the gradients of frozen entries from now on, after hooks that need them as they were."""
         self._handles += [

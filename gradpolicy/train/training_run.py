@@ -14,7 +14,7 @@ from gradpolicy.flow.containers import tensors_in
 from gradpolicy.flow.install import Installed, name_policies
 from gradpolicy.freezing import Freezer
 from gradpolicy.optim import MaskedOptimizer
-from gradpolicy.optim.masked_optimizer import as_masked, wrapper_of
+from gradpolicy.optim.masked_optimizer import as_masked, keep_master_weights, wrapper_of
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.rates import Rates
 from gradpolicy.tensors.mask import pack_masks, unpack_masks
@@ -142,7 +142,7 @@ class Run:
         self.updates = self.steps.count()
         masked, self.has_gradients = self.steps.masked, self.steps.partitioned is None
         for each in masked if self.master_weights else ():
-            each.keep_master_weights()
+            keep_master_weights(each)
         freezes = {name: each for name, each in self.policies.items() if isinstance(each, Freeze)}
         rates = {name: each for name, each in self.policies.items() if isinstance(each, Rates)}
         if freezes or rates:
