@@ -46,6 +46,9 @@ VERSION = 6
 _PACKED = "gradpolicy_"
 """Prefix of the names of packed state: torch's fused steps write beyond the end of a state that is too small,
 but raise an error if they do not find it."""
+_BYTES = "bytes_of_"
+"""Prefix of state beside master weights, of which the bytes are saved: a plain optimizer casts what it loads
+to the 16 bits of the parameter, which hold the number in a byte exactly."""
 _SAMPLED = 64
 """Number of values of a tensor that its checksum covers."""
 _TEXT_BYTES = 512
@@ -99,9 +102,11 @@ def _saved(
         # A name with None is of state that was dropped.
         dropped = {name: None for name, value in values.items() if value is None}
         state = dropped | masked.state.dense(masked.ages)
+    is_cast = masked.state.has_master_weights and not (dense or sharded)
+    names = rule.names if rule is not None and is_cast else ()
     if rule is None or masked.ages.stored is None or dense or sharded:
         # Gloo gathers no 16-bit numbers.
-        return _written(record, signed.int() if sharded else signed, state)
+        return _written(record, signed.int() if sharded else signed, _in_bytes(state, names))
     flags = signed > 0
     mask, ages = flags.expand(masked.shape), signed[flags]
     starts = {name: start for name, start in rule.state(masked.group).items() if name in state}
@@ -114,8 +119,26 @@ def _saved(
     packed = {_PACKED + name: state[name].masked_select(mask) for name in starts}
     counts = {name: value for name, value in state.items() if name not in starts}
     same = bool((ages == ages[:1]).all())
-    tensors, state = _written(record, ages[:1] if same else ages, counts | packed)
+    state = _in_bytes(counts | packed, names)
+    tensors, state = _written(record, ages[:1] if same else ages, state)
     return {"index": pack(flags), **tensors}, state
+
+
+def _in_bytes(state: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return a state with the bytes of what these names have for each entry."""
+    tensors = {
+        name: each
+        for name, each in state.items()
+        if isinstance(each, Tensor) and name.removeprefix(_PACKED) in names
+    }
+    others = {name: each for name, each in state.items() if name not in tensors}
+    encoded = {_BYTES + n: each.unsqueeze(-1).contiguous().view(torch.uint8) for n, each in tensors.items()}
+    return others | encoded
+
+
+def _from_numbers(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state whose bytes torch may have cast to numbers of 16 bits, as bytes."""
+    return {n: v.to(torch.uint8) if n.startswith(_BYTES) else v for n, v in state.items()}
 
 
 def _with_records(
@@ -210,6 +233,12 @@ def split(state_dict: dict[str, Any]) -> tuple[dict[str, Any], int | None, dict[
                 raise PolicyError(f"the record of parameter {index} is damaged ({error})") from error
             key = keys[index] if 0 <= index < len(keys) else None
             own = {name: value for name, value in state.get(key, {}).items() if name != KEY}
+            own = _from_numbers(own)
+            if isinstance(rest := own.get(HIGH), Tensor) and rest.dtype != torch.uint8:
+                raise PolicyError(
+                    f"parameter {index} was saved with master_weights=True, and torch rounds what a plain "
+                    "optimizer loads; load the state into the MaskedOptimizer, within gradpolicy.training"
+                )
             if key is None or not _is_outdated(record, own, index):
                 records[index] = record
                 own = _with_names(record, own)
@@ -276,7 +305,14 @@ def _is_outdated(record: Record, state: dict[str, Any], index: int) -> bool:
 
 def _with_names(record: Record, state: dict[str, Any]) -> dict[str, Any]:
     """Return the state that was saved, under the optimizer's names."""
-    return {name.removeprefix(_PACKED): state[name] for name in record.get("state", state) if name in state}
+    own = {name: state[name] for name in record.get("state", state) if name in state}
+    dtypes = {1: torch.uint8, 4: torch.float32}
+    return {
+        name.removeprefix(_BYTES).removeprefix(_PACKED): value.view(dtypes[value.shape[-1]]).squeeze(-1)
+        if name.startswith(_BYTES)
+        else value
+        for name, value in own.items()
+    }
 
 
 def _checksum(state: dict[str, Any]) -> int:

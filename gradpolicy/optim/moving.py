@@ -220,7 +220,7 @@ def _pieces(numbers: _Numbers, each: Entries, compiles: bool) -> Iterator[_Piece
     """Yield a tensor in pieces: of some slices, or of all."""
     ages, chunked = each.ages, on_cpu(each.parameter)
     constants, weights = _weights(numbers, each)
-    few = chunked and ages.dims < len(ages.shape) and ages.active <= FEW * ages.entries
+    few = chunked and ages.dims < len(ages.shape) and 0 < ages.active <= FEW * ages.entries
     if ages.stored is None and not few:
         active = _mask(each, compiles) if ages.is_partial else None
         tensors = [each.parameter, each.gradient, active, *each.state.values(), *weights]

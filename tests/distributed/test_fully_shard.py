@@ -14,6 +14,7 @@ from process_pool import ProcessPool, here
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.tensor import distribute_tensor
 
 from gradpolicy import MaskedOptimizer
 from gradpolicy.tensors.seeded import RandomMask
@@ -121,6 +122,35 @@ def test_two_ranks_equal_one_process(
     first, second = pair(trained, level, frozen_state, optimizer)
     assert same(first, alone)
     assert all(torch.equal(*both) for both in zip(first["weights"], second["weights"], strict=True))
+
+
+def kept_in_bfloat16(sharded: bool = True) -> list[torch.Tensor]:
+    """Weights of 16 bits after updates at a small rate, on each rank with the same gradients."""
+    model = network().bfloat16()
+    model = shard(model) if sharded else model
+    optimizer = MaskedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-4), "drop", master_weights=True)
+    for step in range(30):
+        for number, (name, parameter) in enumerate(model.named_parameters()):
+            if step == 0:
+                optimizer.set_mask(parameter, mask_at("entry", name, parameter.shape, 0))
+            generator = torch.Generator().manual_seed(100 * step + number)
+            gradient = torch.randn(parameter.shape, generator=generator).bfloat16().to(here())
+            parameter.grad = distribute_tensor(gradient, *spec(parameter)) if sharded else gradient
+        optimizer.step()
+        if step == 15:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return [whole(parameter) for parameter in model.parameters()]
+
+
+def spec(parameter: Any) -> tuple[Any, Any]:
+    return parameter.device_mesh, parameter.placements
+
+
+def test_master_weights_are_those_of_one_process(pair: ProcessPool) -> None:
+    alone = kept_in_bfloat16(sharded=False)
+    assert not torch.equal(alone[0], whole(network().bfloat16()[0].weight))
+    for found in pair(kept_in_bfloat16):
+        assert all(torch.equal(*both) for both in zip(found, alone, strict=True))
 
 
 def shards_of_masks() -> list[tuple[int, int]]:

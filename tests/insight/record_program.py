@@ -30,7 +30,12 @@ class Network(LightningModule):
 
 
 def train(
-    folder: Path, *more: Callback, resume: Path | None = None, accelerator: str = "cpu", **settings: Any
+    folder: Path,
+    *more: Callback,
+    resume: Path | None = None,
+    accelerator: str = "cpu",
+    master_weights: bool = False,
+    **settings: Any,
 ) -> None:
     """Trains the network, and records that in a folder."""
     torch.manual_seed(0)
@@ -39,6 +44,7 @@ def train(
         "trunk": gp.Freeze(gp.masks.Random(0.5, every=3), params="trunk.*", frozen_state="drop"),
         "rounding": gp.StraightThrough(ops=["round"], when=phases),
     }
+    made = gp.GradientPolicies(policies, master_weights=master_weights)
     trainer = Trainer(
         accelerator=accelerator,
         max_epochs=-1,
@@ -47,7 +53,7 @@ def train(
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        callbacks=[ExactResume(), Record(folder), gp.GradientPolicies(policies), *more],
+        callbacks=[ExactResume(), Record(folder), made, *more],
         **settings,
     )
     trainer.fit(Network(), DigitsDataModule(batch_size=64, seed=0), ckpt_path=resume, weights_only=True)

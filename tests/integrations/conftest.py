@@ -45,6 +45,7 @@ def train(tmp_path: Path) -> Callable[..., tuple[Trainer, GradientPoliciesCallba
         evaluated: dict[str, list] | None = None,
         log: bool = True,
         step_in_backward: bool = False,
+        master_weights: bool = False,
         **settings: Any,
     ) -> tuple[Trainer, GradientPoliciesCallback]:
         defaults: dict[str, Any] = {
@@ -64,7 +65,9 @@ def train(tmp_path: Path) -> Callable[..., tuple[Trainer, GradientPoliciesCallba
         if "activation_checkpointing" not in TrainingArguments.__dataclass_fields__:
             # Older versions of transformers name it gradient_checkpointing.
             settings = {name.replace("activation", "gradient"): value for name, value in settings.items()}
-        callback = GradientPoliciesCallback(policies, log=log, step_in_backward=step_in_backward)
+        callback = GradientPoliciesCallback(
+            policies, log=log, step_in_backward=step_in_backward, master_weights=master_weights
+        )
         trainer = kind(
             model,
             TrainingArguments(**{**defaults, **settings}),

@@ -338,6 +338,19 @@ def test_mixed_precision_resumes_bit_for_bit(train, tmp_path, settings, prepare)
     assert not same(ends[0], bits(make_bert()))
 
 
+def test_bfloat16_weights_train_at_small_rates_and_resume_bit_for_bit(train, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 6, "bf16": True, "learning_rate": 1e-5}
+    ends = []
+    for kept, resume in ((False, None), (True, None), (True, str(tmp_path / "run" / "checkpoint-6"))):
+        model = make_bert().bfloat16()
+        train(model, recipe("child_tuning_d"), resume=resume, master_weights=kept, **settings)
+        ends.append(bits(model))
+    start = bits(make_bert().bfloat16())
+    moved = [sum(int((end[name] != start[name]).sum()) for name in start) for end in ends]
+    assert moved[1] > moved[0]
+    assert same(*ends[1:])
+
+
 CHECKPOINTING = pytest.mark.supports("checkpointing", loop="huggingface")
 
 

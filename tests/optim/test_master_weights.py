@@ -10,6 +10,7 @@ KINDS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-5),
     "fused adamw": lambda p: torch.optim.AdamW(p, lr=1e-5, fused=True, amsgrad=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-4, momentum=0.9),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-5),
     "radam": lambda p: torch.optim.RAdam(p, lr=1e-5),
 }
 BOTH = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -78,18 +79,33 @@ def test_without_them_most_updates_are_lost():
     assert (course.steps(100)[course.mask] != course.start.bfloat16()[course.mask]).float().mean() < 0.1
 
 
-@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("way", ["compact", "dense", "plain first"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "nadam"])
 @pytest.mark.parametrize("frozen_state", ["keep", "drop"])
-def test_resumes_with_the_same_bits(frozen_state, dense):
+def test_resumes_with_the_same_bits(frozen_state, kind, way):
     options = {"frozen_state": frozen_state, "master_weights": True}
-    expected = Course("adamw", torch.bfloat16, **options).steps(100)
-    course = Course("adamw", torch.bfloat16, **options)
+    expected = Course(kind, torch.bfloat16, **options).steps(100)
+    course = Course(kind, torch.bfloat16, **options)
     course.steps(50)
     file = io.BytesIO()
-    torch.save(course.optimizer.state_dict(dense=dense), file)
+    torch.save(course.optimizer.state_dict(dense=way == "dense"), file)
+    saved = torch.load(io.BytesIO(file.getvalue()))
+    if way == "plain first":  # as the Hugging Face Trainer loads it, and torch casts it
+        plain = KINDS[kind]([course.parameter])
+        plain.load_state_dict(saved)
+        saved = plain.state_dict()
     course.optimizer = course.make()
-    course.optimizer.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
+    course.optimizer.load_state_dict(saved)
     assert torch.equal(course.steps(50), expected)
+
+
+def test_what_a_plain_optimizer_has_rounded_is_refused():
+    course = Course("adamw", torch.bfloat16, master_weights=True)
+    course.steps(5)
+    plain = KINDS["adamw"]([course.parameter])
+    plain.load_state_dict(course.optimizer.state_dict(dense=True))
+    with pytest.raises(gp.PolicyError, match="saved with master_weights=True, and torch rounds"):
+        course.make().load_state_dict(plain.state_dict())
 
 
 def test_begins_and_loads_what_was_saved_without():

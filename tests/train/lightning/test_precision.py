@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,15 +15,16 @@ from tests.insight.record_program import train
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 # Lightning scales losses, as fp16 asks for, on accelerators alone.
 CASES = [
-    *(("cpu", precision) for precision in ("32-true", "bf16-true", "bf16-mixed")),
+    *(("cpu", precision, False) for precision in ("32-true", "bf16-true", "bf16-mixed")),
+    ("cpu", "bf16-true", True),
     *(
-        pytest.param("gpu", precision, marks=ON_GPU)
+        pytest.param("gpu", precision, False, marks=ON_GPU)
         for precision in ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
     ),
 ]
 
 
-def run(folder: Path, resume: Path | None = None, **settings: str) -> dict:
+def run(folder: Path, resume: Path | None = None, **settings: Any) -> dict:
     """Thirty steps with frozen entries watched; what the checkpoint at the end holds."""
     saving = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=7, save_last=True, save_top_k=-1)
     audit = Audit(folder)
@@ -31,9 +33,11 @@ def run(folder: Path, resume: Path | None = None, **settings: str) -> dict:
 
 
 @pytest.mark.supports("mixed precision", "audit", "resume", loop="lightning")
-@pytest.mark.parametrize(("accelerator", "precision"), CASES)
-def test_frozen_entries_hold_and_a_resumed_run_ends_with_the_same_bits(tmp_path, accelerator, precision):
-    settings = {"accelerator": accelerator, "precision": precision}
+@pytest.mark.parametrize(("accelerator", "precision", "master_weights"), CASES)
+def test_frozen_entries_hold_and_a_resumed_run_ends_with_the_same_bits(
+    tmp_path, accelerator, precision, master_weights
+):
+    settings = {"accelerator": accelerator, "precision": precision, "master_weights": master_weights}
     whole = run(tmp_path / "whole", **settings)
     found = json.loads((tmp_path / "whole" / "audit.json").read_text())
     assert found["intervals"] > 0
