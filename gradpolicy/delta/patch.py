@@ -125,7 +125,7 @@ def _stepped(optimizer: Any) -> tuple[MaskedOptimizer, set[Tensor]]:
             f"delta.patch: expected what gradpolicy.training returns, got {type(inner).__name__}"
         )
     steps, written = _BEGUN.get(masked, (0, set()))
-    if masked.effective_steps == steps:
+    if masked.effective_steps == max(steps, masked.masks_set_at):
         raise PolicyError(
             f"delta.patch: {type(masked.inner).__name__} has taken no step under its present masks; call it "
             "after step(), before the next forward pass (a step that mixed precision skips changes nothing)"

@@ -116,6 +116,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
     _wrapped: Wrapped
     # True if an engine reduces the gradients, and frozen parameters need not have any.
     allows_unused_parameters = False
+    # The number of updates when masks were last set.
+    masks_set_at = 0
     # True for an optimizer whose engine steps and clips partitions of the parameters.
     is_partitioned = False
     # True to get the scale of any GradScaler, which passes it to fused optimizers alone.
@@ -255,6 +257,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
             "bias_correction": bias_correction,
             "master_weights": master_weights or None,
         }
+        self.masks_set_at = self.effective_steps
         # Later steps write to tensors that are created here, even if the caller is in inference mode.
         with torch.inference_mode(mode=False), torch.no_grad():
             for parameter, mask in masks.items():

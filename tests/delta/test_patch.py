@@ -127,6 +127,13 @@ def test_masks_of_another_step_and_other_optimizers_are_refused() -> None:
             assert gp.delta.patch(inner, model).keys() == gp.delta.patch(optimizer, model).keys()
         with pytest.raises(PolicyError, match="the model has no parameter of SGD"):
             gp.delta.patch(optimizer, copy.deepcopy(model))
+    masked = gp.MaskedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    backward(model)
+    masked.step()
+    assert "1.weight" in gp.delta.patch(masked, model)
+    masked.set_mask(model[1].weight, False)
+    with pytest.raises(PolicyError, match="no step under its present masks"):
+        gp.delta.patch(masked, model)
     with pytest.raises(PolicyError, match=r"expected what gradpolicy.training returns, got Adam"):
         gp.delta.patch(torch.optim.Adam(model.parameters()), model)
 
