@@ -41,6 +41,7 @@ COMMANDS = {
     "rounding": "extensions=[my_rules] policy={}",
     "new_tokens": CHARACTERS,
     "residual": CHARACTERS,
+    "frozen_norms": CHARACTERS,
     "bits": "model=visual_attention model.model.size=8 policy={}",
     "choices": "model=experts policy={}",
     "rotated_codes": "model=coded policy={}",
