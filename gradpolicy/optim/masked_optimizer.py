@@ -86,7 +86,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         bias_correction: "entry": by the entry's own age. "tensor": by the tensor's one step count, as torch
             does when moments are zeroed by hand; it is paused while the whole tensor is frozen.
         master_weights: Update bfloat16 and float16 parameters as float32: 16 more bits are kept of each
-            active entry, and moments are float32. Of a frozen entry they are kept under "keep" alone.
+            active entry, and moments are float32. A frozen entry loses the 16 bits under "drop" alone.
 
     Attributes:
         effective_steps: Number of updates so far, without steps that mixed precision skipped. Set it if an

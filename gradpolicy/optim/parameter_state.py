@@ -194,7 +194,7 @@ class ParameterState:
         Args:
             before: The ages of the present state.
             ages: The new ages.
-            forget: True if the state of frozen entries is emptied.
+            forget: True if the moments of frozen entries are emptied.
         """
         rule = self.rule
         repacks = before.stored is not None or ages.stored is not None
@@ -205,7 +205,7 @@ class ParameterState:
         for name, value in self.of_entries(before).items():
             start = starts.get(name, 0.0)
             dense = value if before.stored is None else before.stored.spread(value, start)
-            if empties:
+            if empties and name not in rule.of_weight:
                 fill_frozen(dense, ages.mask, start)
             if ages.stored is not None:
                 values[name] = ages.stored.take(dense).view(-1)
@@ -242,7 +242,7 @@ class ParameterState:
         assert self.rule is not None
         values, starts = self.values, self.rule.state(self.group)
         for name in self.rule.names:
-            if values.get(name) is not None:
+            if values.get(name) is not None and (drop or name not in self.rule.of_weight):
                 values[name] = None if drop else _fill(values[name], starts.get(name, 0.0))
 
 

@@ -32,9 +32,11 @@ class UpdateRule(ABC):
         names: Every name that `state` may have.
         counts_in_group: True if the optimizer counts its steps once for a param group. A parameter that has
             had a mask then always moves by the rule, which counts for each entry.
+        of_weight: The names whose state belongs to the weight, so that "zero" leaves it.
     """
 
     names: tuple[str, ...] = ()
+    of_weight: tuple[str, ...] = ()
     counts_in_group = False
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

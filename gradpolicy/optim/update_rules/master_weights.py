@@ -35,9 +35,11 @@ class MasterWeights(UpdateRule):
         dtype: The dtype of the weights.
     """
 
+    of_weight = HIGH, LOW
+
     def __init__(self, rule: UpdateRule, dtype: torch.dtype) -> None:
         super().__init__(rule.optimizer)
-        self.rule, self.dtype, self.names = rule, dtype, (*rule.names, HIGH, LOW)
+        self.rule, self.dtype, self.names = rule, dtype, (*rule.names, *self.of_weight)
         for name in ("takes_masks", "tensor_state", "updates", "bases", "age_settings", "numbers"):
             setattr(self, name, getattr(rule, name))
 
@@ -48,7 +50,7 @@ class MasterWeights(UpdateRule):
 
     def state_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """Return uint8 for the rest, float32 for the optimizer's own state."""
-        return torch.uint8 if name in (HIGH, LOW) else torch.float32
+        return torch.uint8 if name in self.of_weight else torch.float32
 
     def state(self, group: Group) -> dict[str, float]:
         """Return the state of the optimizer, and the rest."""
@@ -66,7 +68,7 @@ class MasterWeights(UpdateRule):
         self, parameter: Tensor, gradient: Tensor, state: State, settings: Settings, numbers: Numbers
     ) -> tuple[Tensor, State]:
         """See `UpdateRule.update`."""
-        own = {name: value for name, value in state.items() if name not in (HIGH, LOW)}
+        own = {name: value for name, value in state.items() if name not in self.of_weight}
         rest = (state[HIGH] - 128) * 256 + state[LOW]
         full, new = self.rule.update(joined(parameter, rest, self.dtype), gradient, own, settings, numbers)
         weight, left = split(full, self.dtype)
