@@ -2,7 +2,7 @@
 
 python scripts/draw.py cards              all pictures of the policy cards, into docs/policies/pictures
 python scripts/draw.py masks topk random  two pictures of the mask cards, into docs/masks/pictures
-python scripts/draw.py overview           the picture of the README, into docs/pictures; needs Chromium
+python scripts/draw.py home               the pictures of the first page, into docs/pictures
 """
 
 import argparse
@@ -12,11 +12,11 @@ from pathlib import Path
 
 import matplotlib as mpl
 
-from drawing import cards, masks, overview
+from drawing import cards, home, masks
 from drawing.common import save
 from gradpolicy.errors import nearest
 
-GROUPS = {"cards": cards, "masks": masks, "overview": overview}
+GROUPS = {"cards": cards, "home": home, "masks": masks}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

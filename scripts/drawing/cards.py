@@ -1,5 +1,6 @@
 """Draws the pictures of the policy cards from the registered rules themselves."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
@@ -76,13 +77,23 @@ def steps(axes: Axes, forward: Callable[[Tensor], Tensor], label: str | None = N
 
 @picture
 def stop() -> Figure:
-    """Nothing passes."""
-    canvas, (left, right) = figure(2)
-    panel(left, "forward: unchanged", y_label="y").plot(X, X, color=FORWARD)
-    panel(right, "backward", y_label="gradient passed, incoming 1")
-    right.plot(X, own(torch.clone, X, torch.ones_like(X)), color=PLAIN, linestyle="--", label="plain")
-    right.plot(X, passed("stop", X, X), color=BACKWARD, label="stop")
-    key(right, "center right")
+    """Draw the gradient of each layer from a probe's loss, with and without the policy."""
+    torch.manual_seed(0)
+    layers = {name: torch.nn.Linear(8, 8) for name in ("first", "second", "third", "probe")}
+    model = torch.nn.Sequential(OrderedDict(layers))
+    canvas, axes = figure(2)
+    cut = {"stop": gp.Stop(modules="probe")}
+    for each, title, policies in zip(axes, ("no policy", 'Stop(modules="probe")'), ({}, cut), strict=True):
+        with gp.install(model, policies):
+            gradients = torch.autograd.grad(
+                model(torch.ones(1, 8)).square().sum(),
+                [layer.weight for layer in layers.values()],
+                allow_unused=True,
+                materialize_grads=True,
+            )
+        panel(each, title, "", "gradient of the weight (norm)")
+        each.bar(list(layers), [gradient.norm().item() for gradient in gradients], color=BACKWARD)
+    axes[1].sharey(axes[0])
     return canvas
 
 
@@ -98,10 +109,9 @@ def incoming_and_outgoing(axes: Axes, rules: Iterable[tuple[str, gp.Rule, str]])
 @picture
 def scale() -> Figure:
     """Draw the outgoing gradient over the incoming one."""
-    canvas, (left, right) = figure(2)
-    panel(left, "forward: unchanged", y_label="y").plot(X, X, color=FORWARD)
+    canvas, (axes,) = figure(1, width=3.6)
     half, double = (gp.get_rule("scale", factor=factor) for factor in (0.3, 2.0))
-    incoming_and_outgoing(right, [("factor 0.3", half, BACKWARD), ("factor 2", double, OTHER)])
+    incoming_and_outgoing(axes, [("factor 0.3", half, BACKWARD), ("factor 2", double, OTHER)])
     return canvas
 
 
@@ -125,9 +135,8 @@ def rates() -> Figure:
 @picture
 def reverse() -> Figure:
     """Draw the outgoing gradient over the incoming one, and the ramp of its factor."""
-    canvas, (left, middle, right) = figure(3)
-    panel(left, "forward: unchanged", y_label="y").plot(X, X, color=FORWARD)
-    incoming_and_outgoing(middle, [("reverse", gp.get_rule("reverse"), BACKWARD)])
+    canvas, (left, right) = figure(2)
+    incoming_and_outgoing(left, [("reverse", gp.get_rule("reverse"), BACKWARD)])
     panel(right, "factor: schedules.Ganin", "step / steps", "factor")
     for gamma, colour in ((10, BACKWARD), (3, OTHER)):
         ramp = gp.schedules.Ganin(gamma=gamma, steps=100)
@@ -224,17 +233,14 @@ def straight_through() -> Figure:
 
 @picture
 def sampling() -> Figure:
-    """Random bits with slope annealing; the error of the categorical rules against exact enumeration."""
-    canvas, (left, middle, right) = figure(3)
+    """Slopes of the rule for bits; the error of the categorical rules against exact enumeration."""
+    canvas, (left, right) = figure(2, width=3.4)
     p = torch.linspace(0, 1, 400, dtype=torch.float64)
-    torch.manual_seed(0)
-    panel(left, "forward: torch.bernoulli(p)", "p", "sample")
-    left.scatter(p[::4], torch.bernoulli(p[::4]), s=5, color=FORWARD)
-    panel(middle, "backward: bernoulli", "p", "gradient passed, incoming 1")
+    panel(left, "backward: bernoulli", "p", "gradient passed, incoming 1")
     for slope, colour in ((1.0, PLAIN), (2.0, OTHER), (5.0, BACKWARD)):
         rule = gp.get_rule("bernoulli", slope=slope)
-        middle.plot(p, passed(rule, p, p), color=colour, label=f"slope {slope:.0f}")
-    key(middle)
+        left.plot(p, passed(rule, p, p), color=colour, label=f"slope {slope:.0f}")
+    key(left)
     panel(right, "categories: error, all outcomes", "curvature of the loss", "relative error", baseline=False)
     logits = torch.tensor([0.5, -1.0, 0.2, 1.3])
     weight = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
@@ -390,18 +396,23 @@ PAIRS = {
 def presets() -> Figure:
     """Gradient × input of an answer's tokens, plain and frozen, beside leaving them out; needs MiniLM."""
     found = [token_shares(*pair) for pair in PAIRS.items()]
-    canvas, axes = figure(1, 3, width=8.0, height=1.5)
+    canvas, axes = figure(1, 3, width=9.0, height=1.75)
+    names = (
+        "What the similarity loses without each token",
+        "Before: plain gradient × input",
+        "After: with FrozenAttention and FrozenNorms",
+    )
     tokens = found[0][0]
-    for number, name in enumerate(("lost without the token", "plain gradient", "attention and norms frozen")):
+    for number, name in enumerate(names):
         shares = found[0][1][number]
         close = torch.stack([torch.corrcoef(each[[0, number]])[0, 1] for _, each in found]).mean()
-        text = f": correlation with the first row over eight pairs {close:.2f}" if number else ""
-        axes[number].set_title(name + text, fontsize=9, loc="left")
+        text = f" (correlation with the first row, mean of eight pairs: {close:.2f})" if number else ""
+        axes[number].set_title((name + text).replace("-", "−"), fontsize=11, loc="left")
         axes[number].bar(tokens, shares, color=[FORWARD if one > 0 else BACKWARD for one in shares])
         axes[number].axhline(0, color=PLAIN, linewidth=0.8)
-        axes[number].tick_params(labelsize=8)
+        axes[number].tick_params(labelsize=9)
         axes[number].spines[["top", "right"]].set_visible(False)
-    canvas.suptitle(f"similarity of an answer's tokens to “{next(iter(PAIRS))}”", fontsize=9)
+    canvas.suptitle(f"Which tokens make an answer similar to “{next(iter(PAIRS))}”", fontsize=12)
     return canvas
 
 

@@ -1,6 +1,6 @@
 """Draws the pictures of the mask cards: each source at work on a small network that trains."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from gradpolicy.masks.layers import find_layers
 from gradpolicy.tensors.mask import as_tensor
 
 FOLDER = Path(__file__).parents[2] / "docs" / "masks" / "pictures"
-TRAINS, LINE = "Oranges", "#D55E00"
+TRAINS = "Oranges"
 WATCHED = "blocks.2.weight"
 
 
@@ -45,27 +45,13 @@ class Course:
     shares: list[list[float]] = field(default_factory=list)
     masks: list[Tensor] = field(default_factory=list)
 
-    @property
-    def total(self) -> list[float]:
-        """The share of all layers that trains, each layer counted alike."""
-        return [sum(step) / len(step) for step in self.shares]
 
-
-def train(
-    source: gp.masks.MaskSource,
-    steps: int = 60,
-    epoch_of: int = 10,
-    params: str = "*",
-    pruned: float = 0.0,
-) -> Course:
-    """Trains the network, of which a share of each matrix is 0, under a source, and watches."""
+def train(source: gp.masks.MaskSource, steps: int = 60, epoch_of: int = 10) -> Course:
+    """Trains the network under a source, and watches."""
     torch.manual_seed(0)
     model = Network()
-    for parameter in model.parameters() if pruned else ():
-        if parameter.dim() > 1:
-            parameter.data *= torch.rand(parameter.shape) >= pruned
     optimizer = gp.MaskedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
-    freezer = Freezer(model, [optimizer], {"masks": gp.Freeze(source, params=params)}, seed=1)
+    freezer = Freezer(model, [optimizer], {"masks": gp.Freeze(source)}, seed=1)
     named = dict(model.named_parameters())
     layers = find_layers(named)
     course = Course([layer.name for layer in layers])
@@ -84,46 +70,44 @@ def train(
     return course
 
 
-def by_layer(axes: Axes, course: Course, title: str) -> None:
+def by_layer(axes: Axes, course: Course, title: str, size: int = 8) -> None:
     """Draw the share of each layer that trains, by step."""
-    panel(axes, title, "step (dark: trains)", baseline=False, size=8)
+    panel(axes, title, "step (dark: trains)", baseline=False, size=size)
     axes.imshow(
         torch.tensor(course.shares).T, cmap=TRAINS, vmin=0, vmax=1, aspect="auto", interpolation="none"
     )
     axes.set_yticks(range(len(course.layers)), course.layers)
 
 
-def over_time(axes: Axes, course: Course) -> None:
-    """Draw the share of the network that trains."""
-    panel(axes, "share of the layers' entries that trains", "step", baseline=False, size=8)
-    axes.plot(course.total, color=LINE, drawstyle="steps-post")
-    axes.set_ylim(-0.03, 1.03)
-
-
-def entries(figure: Figure, course: Course, steps: tuple[int, ...]) -> None:
-    """One weight's mask at some steps."""
-    for place, step in enumerate(steps):
-        axes = figure.add_axes((0.46 + 0.18 * place, 0.2, 0.16, 0.62))
-        panel(axes, f"{WATCHED}\nstep {step}", "", baseline=False, size=8)
-        axes.imshow(course.masks[step], cmap=TRAINS, vmin=0, vmax=1, interpolation="none")
-        axes.set_xticks([])
-        axes.set_yticks([])
+def entries(axes: Sequence[Axes], course: Course, steps: tuple[int, ...]) -> None:
+    """Draw one weight's mask at some steps."""
+    for each, step in zip(axes, steps, strict=True):
+        panel(each, f"{WATCHED}, step {step}", "", baseline=False, size=8)
+        each.imshow(course.masks[step], cmap=TRAINS, vmin=0, vmax=1, interpolation="none")
+        each.set(xticks=[], yticks=[])
 
 
 def layer_picture(course: Course, title: str) -> Figure:
-    """Layers by step, and beside it the share that trains."""
-    figure = Figure(figsize=(7.4, 2.5), layout="constrained")
-    first, second = figure.subplots(1, 2)
-    by_layer(first, course, title)
-    over_time(second, course)
+    """Draw layers by steps."""
+    figure = Figure(figsize=(5.0, 2.5), layout="constrained")
+    by_layer(figure.subplots(), course, title)
     return figure
 
 
 def entry_picture(course: Course, title: str, steps: tuple[int, ...] = (0, 20, 40)) -> Figure:
-    """Layers by step, and beside it one weight's mask."""
-    figure = Figure(figsize=(7.4, 2.5))
-    by_layer(figure.add_axes((0.09, 0.2, 0.32, 0.62)), course, title)
-    entries(figure, course, steps)
+    """Draw one weight's mask at some steps."""
+    figure = Figure(figsize=(7.4, 2.8), layout="constrained")
+    figure.suptitle(title, fontsize=9)
+    entries(figure.subplots(1, len(steps)), course, steps)
+    return figure
+
+
+def topk_picture(course: Course, title: str, steps: tuple[int, ...]) -> Figure:
+    """Draw layers by steps, and beside them one weight's mask."""
+    figure = Figure(figsize=(9.0, 2.5), layout="constrained")
+    first, *others = figure.subplots(1, 1 + len(steps), width_ratios=[2, *[1] * len(steps)])
+    by_layer(first, course, title)
+    entries(others, course, steps)
     return figure
 
 
@@ -138,14 +122,12 @@ def _striped(name: str, parameter: Tensor, step: int) -> Tensor:
 
 
 masks = gp.masks
-_PHASES: list[dict[str, object]] = [
+PHASES: list[dict[str, object]] = [
     {"params": "head.*", "until": {"steps": 15}},
     {"params": ["head.*", "blocks.[345].*"], "until": {"steps": 20}},
     {"params": "*"},
 ]
 PICTURES: dict[str, Callable[[], Figure]] = {
-    "fixed": lambda: layer_picture(train(masks.Fixed(["*.bias", "head.*"])), 'Fixed(["*.bias", "head.*"])'),
-    "rows": lambda: entry_picture(train(masks.Rows([0, 3], size=4)), "Rows([0, 3], size=4)"),
     "random": lambda: entry_picture(train(masks.Random(0.3, every=20)), "Random(0.3, every=20)"),
     "layerwise": lambda: layer_picture(
         train(masks.Layerwise(active=2, every=10)), "Layerwise(active=2, every=10)"
@@ -154,8 +136,8 @@ PICTURES: dict[str, Callable[[], Figure]] = {
         train(masks.BlockCyclic("reverse", every=5)), 'BlockCyclic("reverse", every=5)'
     ),
     "gradual": lambda: layer_picture(train(masks.Gradual(), epoch_of=7), "Gradual(), epochs of 7 steps"),
-    "phases": lambda: layer_picture(train(masks.Phases(_PHASES)), "Phases: 15 steps, 20 steps, to the end"),
-    "topk": lambda: entry_picture(
+    "phases": lambda: layer_picture(train(masks.Phases(PHASES)), "Phases: 15 steps, 20 steps, to the end"),
+    "topk": lambda: topk_picture(
         train(masks.TopK(0.2, by="fisher", window=10, before="freeze", every=20)),
         'TopK(0.2, by="fisher", window=10, every=20)',
         (0, 10, 40),
@@ -164,9 +146,6 @@ PICTURES: dict[str, Callable[[], Figure]] = {
         train(masks.PruneAndGrow(0.2, every=10, stop=60, distribution="erk")),
         "PruneAndGrow(0.2, every=10, erk)",
         (0, 20, 50),
-    ),
-    "zeros": lambda: entry_picture(
-        train(masks.Zeros(), pruned=0.8), "Zeros(), of weights pruned to 20%", (0, 20, 50)
     ),
     "function": lambda: entry_picture(
         train(masks.Function(_striped)), "a function: every fourth row, moving"

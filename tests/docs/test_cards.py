@@ -11,7 +11,7 @@ import gradpolicy as gp
 from gradpolicy import policies
 from gradpolicy.masks import SOURCES
 from gradpolicy.masks.scores import SCORES
-from tests.docs.markdown import DOCS, MODULE, ROOT, blocks, pictures
+from tests.docs.markdown import DOCS, MODULE, ROOT, all_blocks, blocks, pictures
 
 CARDS = {
     folder: sorted(path for path in (DOCS / folder).glob("*.md") if path.name != "README.md")
@@ -51,6 +51,11 @@ def test_the_python_runs_as_it_stands_and_the_yaml_makes_policies(card: Path) ->
             made = list(made.values()) if isinstance(made, dict) else [made]
             assert made
             assert all(isinstance(each, kind) for each in made)
+
+
+@each_card
+def test_a_card_begins_with_python(card: Path) -> None:
+    assert all_blocks(card)[0].language == "python"
 
 
 @each_card

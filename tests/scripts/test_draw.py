@@ -7,14 +7,15 @@ import draw
 import pytest
 from PIL import Image
 
-from drawing import cards, masks, overview
+from drawing import cards, home, masks
 
 
-def test_the_first_picture_of_the_readme_is_one_that_the_script_draws() -> None:
-    readme = (overview.ROOT / "README.md").read_text()
-    (first, *_) = re.findall(r"!\[[^]]*\]\(([^)]+)\)", readme)
-    assert (overview.ROOT / first).is_file()
-    assert (overview.ROOT / first).stem in overview.PICTURES
+def test_the_pictures_of_the_readme_are_some_that_the_script_draws() -> None:
+    readme = (home.ROOT / "README.md").read_text()
+    shown = [home.ROOT / name for name in re.findall(r"!\[[^]]*\]\(([^)]+)\)", readme)]
+    drawn = [group.FOLDER / f"{name}.png" for group in (home, cards) for name in group.PICTURES]
+    assert shown
+    assert all(path.is_file() and path in drawn for path in shown)
 
 
 @pytest.mark.parametrize("group", [cards, masks], ids=["cards", "masks"])
