@@ -60,12 +60,12 @@ FOLDER_PAGE = "\n\n```{{toctree}}\n:hidden:\n:glob:\n\n{pages}\n```\n"
 
 
 def has_pages(line: str) -> bool:
-    """Return True if an entry of a table of contents matches a page; without a glob, always."""
+    """Return True unless an entry of a table of contents is a glob without a page."""
     return not line.endswith("*") or any(Path(__file__).parent.glob(f"{line}.md"))
 
 
 def for_the_site(app: Sphinx, name: str, source: list[str]) -> None:
-    """Add what only the site needs to the source of a page, which also renders on GitHub."""
+    """Add what only the site needs to the source of a page."""
     if name.endswith("/README"):
         source[0] += FOLDER_PAGE.format(pages="*")
     elif name == "index":

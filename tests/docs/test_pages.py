@@ -22,6 +22,7 @@ from tests.docs.plans import planned
 PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted(DOCS.glob("*.md"))]
 # Their snippets are tested in test_cookbook.py.
 COOKBOOK = sorted((DOCS / "cookbook").glob("*.md"))
+MARKDOWN = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
@@ -63,6 +64,18 @@ def test_the_first_page_has_ten_lines_of_code_and_the_pictures_of_the_cookbook()
     (code,) = blocks(DOCS / "index.md", "python")
     assert len([line for line in code.splitlines() if line]) == 10
     assert set((DOCS / "cookbook/pictures").glob("*.png")) <= set(pictures(DOCS / "index.md"))
+
+
+# Tables and messages as they are printed, which other tests compare: they cannot be narrower.
+PRINTED = [ROOT / "README.md", DOCS / "integrations/transformers.md", DOCS / "troubleshooting.md"]
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_is_at_most_88_characters_wide(page):
+    text = page.read_text()
+    for block in re.finditer(r"^ *```([^\n]*)\n(.*?)^ *```", text, flags=re.DOTALL | re.MULTILINE):
+        if block[1] != "text" or page not in PRINTED:
+            assert [line for line in block[2].splitlines() if len(line) > 88] == []
 
 
 @each_page
@@ -107,9 +120,6 @@ def test_a_command_of_a_page_or_config_is_understood(configs, page, command):
         for override in sweep_values(job, words):
             check_job(compose_job(configs, [*fixed_overrides(words), override]))
     assert "policy" in job
-
-
-MARKDOWN = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 
 
 def without_code(page: Path) -> str:
