@@ -161,8 +161,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     run. Lightning handles remote paths (``s3://…``), without checksums.
 
     Example:
-        >>> from lightning.fabric.utilities.exceptions import MisconfigurationException
-    from lightning.pytorch import Callback, Trainer
+        >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(plugins=[AtomicCheckpointIO()], logger=False)
     """
 
