@@ -63,6 +63,7 @@ def plan(
             other, or the optimizer cannot freeze some entries of a tensor.
 
     Example:
+        >>> import torch
         >>> import gradpolicy as gp
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
         >>> planned = gp.plan(model, {"cut": gp.Stop(modules="2")}, lambda copy: copy(torch.ones(1, 4)).sum())
