@@ -1,6 +1,6 @@
 """The policy that sets learning rates and other optimizer settings of parameters."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -47,19 +47,19 @@ class LayerDecay(KnowsItsArguments):
         groups = "" if self.groups is None else f", groups={self.groups!r}"
         return f"LayerDecay({self.decay}{groups})"
 
-    def layers(self, parameters: Mapping[str, Tensor]) -> list[Layer]:
-        """Return the layers from the input to the output.
+    def layers(self, parameters: Mapping[str, Tensor], idle: Collection[str] = ()) -> list[Layer]:
+        """Return the layers from the input to the output; see :func:`~gradpolicy.masks.layers.find_layers`.
 
         Raises:
             PolicyError: If a group matches none of the parameters, or two groups overlap.
         """
         if self.groups is None:
-            return find_layers(parameters)
+            return find_layers(parameters, idle)
         return layers_of("LayerDecay.groups", self.groups, parameters)
 
-    def factors(self, parameters: Mapping[str, Tensor]) -> dict[str, float]:
+    def factors(self, parameters: Mapping[str, Tensor], idle: Collection[str] = ()) -> dict[str, float]:
         """Return the factor of each parameter; see :meth:`layers`."""
-        layers = self.layers(parameters)
+        layers = self.layers(parameters, idle)
         depth = {name: index for index, layer in enumerate(layers) for name in layer.parameters}
         return {name: self.decay ** (len(layers) - 1 - depth[name]) for name in parameters if name in depth}
 
@@ -111,8 +111,12 @@ class Rates(Policy):
         """Return the arguments that distinguish this policy from others of its class, as code."""
         return [repr(self.params)]
 
-    def settings_of(self, named: Mapping[str, Named]) -> dict[str, Settings]:
+    def settings_of(self, named: Mapping[str, Named], idle: Collection[str] = ()) -> dict[str, Settings]:
         """Return the settings of each matched parameter, which may be functions of the count.
+
+        Args:
+            named: The parameters by name.
+            idle: The names of those without a gradient, which make no layer.
 
         Raises:
             PolicyError: If a pattern matches nothing, or only parameters of earlier patterns.
@@ -121,17 +125,16 @@ class Rates(Policy):
         for pattern, matched, own in self._matches(named):
             factor = own.get("lr")
             with under(pattern):
-                factors = factor.factors(matched) if isinstance(factor, LayerDecay) else None
+                factors = factor.factors(matched, idle) if isinstance(factor, LayerDecay) else None
             for name in matched:
                 found[name] = own if factors is None else {**own, "lr": factors.get(name, 1.0)}
         return found
 
-    def layers_of(self, named: Mapping[str, Named]) -> list[Layer]:
+    def layers_of(self, named: Mapping[str, Named], idle: Collection[str] = ()) -> list[Layer]:
         """Return the layers that a :class:`LayerDecay` counts."""
         decays = ((matched, own.get("lr")) for _, matched, own in self._matches(named))
-        return [
-            layer for matched, one in decays if isinstance(one, LayerDecay) for layer in one.layers(matched)
-        ]
+        counting = ((matched, one) for matched, one in decays if isinstance(one, LayerDecay))
+        return [layer for matched, one in counting for layer in one.layers(matched, idle)]
 
     def _matches(self, named: Mapping[str, Named]) -> Iterator[tuple[str, dict[str, Named], Settings]]:
         """Yield each pattern, what it matches and none before it does, and its settings."""
@@ -144,10 +147,10 @@ class Rates(Policy):
             yield pattern, matched, own
             seen |= matched.keys()
 
-    def course(self, named: Mapping[str, Named]) -> str:
+    def course(self, named: Mapping[str, Named], idle: Collection[str] = ()) -> str:
         """Return the initial settings as text, such as ``lr × 0.25 to 1, weight_decay 0.0``."""
         values: dict[str, dict[Any, None]] = {}
-        for own in self.settings_of(named).values():
+        for own in self.settings_of(named, idle).values():
             for name, value in at(own, self.when.start).items():
                 values.setdefault(name, {})[value] = None
         return ", ".join(f"{'lr ×' if name == 'lr' else name} {_span(each)}" for name, each in values.items())

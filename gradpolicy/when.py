@@ -154,6 +154,11 @@ class When(Window):
         self.check("when")
         check_integer("when.stride", stride, least=1)
 
+    @property
+    def changes(self) -> bool:
+        """True if the policy is active at some counts only."""
+        return (self.start, self.stop, self.stride) != (0, None, 1)
+
     def active(self, *, phase: str = "fit", step: int = 0, epoch: int = 0) -> bool:
         """Return True if the policy is active.
 

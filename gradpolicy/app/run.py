@@ -134,9 +134,9 @@ def plan_and_run(settings: Settings, result: Result, directory: RunDirectory, co
         trainer = build_trainer(settings, policies, directory, record, reporter, resumed=resumed)
         if is_first_rank() and (settings.plan_only or settings.extras.plan):
             reporter.plan = make_run_plan(subject, settings.seed)
-            policies.run.notices.shown = frozenset(reporter.plan.warnings)
+            policies.run.idle = reporter.plan.idle
+            policies.run.notices.do_not_repeat(reporter.plan)
             console.print(reporter.plan)
-            policies.run.notices.layers = False  # the plan has them
         if settings.plan_only:
             return replace(result, status="planned", error="")
         if is_first_rank():

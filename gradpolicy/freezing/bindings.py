@@ -1,6 +1,6 @@
 """Policies bound to the parameters of a model, and the optimizers that update these."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from gradpolicy.errors import PolicyError, shortened, under, warn_user
 from gradpolicy.freezing.bound_policy import BoundPolicy
 from gradpolicy.freezing.requires_grad import is_turned_off
+from gradpolicy.masks.base import Layer
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.wrapped import check_settings
 from gradpolicy.policies import Freeze
@@ -24,6 +25,7 @@ class Bindings:
 
     Attributes:
         model: The model.
+        idle: The names of parameters without a gradient, which make no layer.
         named: All parameters of the model by name.
         optimized: The parameters of each optimizer.
         policies: The bound freeze policies by name.
@@ -40,8 +42,9 @@ class Bindings:
         policies: Mapping[str, Freeze],
         rates: Mapping[str, Rates],
         seed: int,
+        idle: Collection[str],
     ) -> None:
-        self.model = model
+        self.model, self.idle = model, sorted(idle)
         self._optimizers, self._rates, self._seed = optimizers, rates, seed
         _check_sources(policies)
         self._find_parameters()
@@ -76,6 +79,11 @@ class Bindings:
                     "take these out of params"
                 )
 
+    def counted_layers(self) -> dict[str, Sequence[Layer]]:
+        """Return the layers, or other groups of parameters, that each policy counts."""
+        of_rates = {name: rates.layers_of(self.named, self.idle) for name, rates in self._rates.items()}
+        return {**{name: each.source.layer_groups for name, each in self.policies.items()}, **of_rates}
+
     @contextmanager
     def gathered(self, *, values: bool = False) -> Iterator[None]:
         """Gather sharded parameters in the block: their shapes only, unless ``values=True``."""
@@ -96,6 +104,7 @@ class Bindings:
             "masks": {name: state for name, state in masks.items() if state is not None},
             "identities": {name: each.identity() for name, each in policies},
             "parameters": list(self.parameters),
+            "idle": self.idle,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> set[str]:
@@ -105,6 +114,9 @@ class Bindings:
             The names of parameters that only policies of the saved run restricted.
         """
         saved, masks, identities = (state.get(key, {}) for key in ("sources", "masks", "identities"))
+        if self.idle != (idle := state.get("idle", [])):
+            with reading("the saved names of parameters without a gradient"):
+                self._leave_out(idle)
         for name, each in self.policies.items():
             own = each.identity()
             known = name in saved
@@ -141,7 +153,7 @@ class Bindings:
         with under(f"policy.{name}"):
             own = self._optimized_of(matched)
             parameters = self._optimized_of(pick(self.named, policy.restricts))
-            policy.mask.model = self.model
+            policy.mask.model, policy.mask.idle = self.model, self.idle
             policy.mask.setup(own, seed=self._seed)
             holders = {each for p in parameters.values() for each in self.holders(p)}
             known = {key for each in holders for group in each.param_groups for key in group}
@@ -158,9 +170,18 @@ class Bindings:
     def _settings(self, name: str, policy: Rates) -> dict[str, Settings]:
         """Return the settings of each parameter that a policy matches."""
         with under(f"policy.{name}.params"):
-            matched = policy.settings_of(self.named)
+            matched = policy.settings_of(self.named, self.idle)
             self._optimized_of({key: self.named[key] for key in matched})
         return matched
+
+    def _leave_out(self, idle: Sequence[str]) -> None:
+        """Find layers again, without these parameters."""
+        self.idle = sorted(idle)
+        for each in self.policies.values():
+            if each.source.layer_groups:
+                each.source.idle = self.idle
+                each.source.prepare()
+        self.settings_of = {name: self._settings(name, policy) for name, policy in self._rates.items()}
 
     def _index(self) -> None:
         """Set the attributes that depend on the bound policies."""

@@ -120,10 +120,8 @@ class ParameterSettings:
     ) -> None:
         self._bindings, self._optimizers, self._rates = bindings, optimizers, rates
         self.current: dict[str, Settings] = {}
-        # The settings of sources, and the counts at which rates were evaluated, for the current settings.
-        self._of_sources: dict[str, Settings] | None = None
-        self._counts: dict[str, int] = {}
-        self._optimized = 0
+        # What the current settings were determined from; None if there are none.
+        self._from: tuple[Any, ...] | None = None
 
     def update(self, step: int, epoch: int, phase: str) -> None:
         """Set the settings of an update, if they have changed."""
@@ -134,10 +132,10 @@ class ParameterSettings:
             for name, policy in self._rates.items()
             if policy.when.active(phase=phase, step=step, epoch=epoch)
         }
-        optimized = self._bindings.count_optimized()
-        if (self._of_sources, self._counts, self._optimized) == (of_sources, counts, optimized):
+        now = (of_sources, counts, self._bindings.count_optimized(), self._bindings.settings_of)
+        if now == self._from:
             return
-        self._of_sources, self._counts, self._optimized = of_sources, counts, optimized
+        self._from = now
         of_rates = []
         for policy, count in counts.items():
             with under(f"policy.{policy}"):
@@ -147,8 +145,8 @@ class ParameterSettings:
 
     def restore(self) -> None:
         """Restore the settings of the optimizers' param groups."""
-        if self._of_sources is not None:
-            self._of_sources = None
+        if self._from is not None:
+            self._from = None
             self._set({})
 
     def _set(self, settings: dict[str, Settings]) -> None:

@@ -48,6 +48,7 @@ class Freezer:
             needs their gradients, so that the backward pass skips them. In compiled modules each set of them
             is compiled once. Use False under DistributedDataParallel, whose set of parameters is fixed, and
             if one compiled function is the training step.
+        idle: The names of parameters without a gradient, which make no layer.
 
     Attributes:
         policies: The names of the freeze policies.
@@ -56,6 +57,7 @@ class Freezer:
         matched: The parameters that match any policy, by name.
         dropped: Parameters whose gradients are computed in this update, but dropped like those of updates in
             which ``requires_grad`` is disabled.
+        counted_layers: Returns the layers, or other groups of parameters, that each policy counts.
         check_graphs: Checks that layers which train were in a graph, after a backward pass or its failure.
         may_change: True if masks may change after the first update.
         written: The parameters that mask sources may have written to as the current update began.
@@ -75,6 +77,7 @@ class Freezer:
         rates: Mapping[str, Rates] | None = None,
         seed: int = 0,
         toggle_requires_grad: bool = True,
+        idle: Collection[str] = (),
     ) -> None:
         rates = dict(rates or {})
         self.optimizers = list(optimizers)
@@ -82,8 +85,9 @@ class Freezer:
         self.written: set[Tensor] = set()
         self.policies = list(policies)
         self.all_policies = {*policies, *rates}
-        self._bindings = Bindings(model, self.optimizers, policies, rates, seed)
+        self._bindings = Bindings(model, self.optimizers, policies, rates, seed, idle)
         self.parameters, self.matched = self._bindings.parameters, self._bindings.matched
+        self.counted_layers = self._bindings.counted_layers
         self.may_change = not all(map(masks_never_change, policies.values()))
         self._masks = CombinedMasks(self._bindings)
         self._settings = ParameterSettings(self._bindings, self.optimizers, rates)

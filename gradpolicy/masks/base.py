@@ -72,6 +72,8 @@ class MaskSource:
     keeps_masks: bool = False
     # The model, for sources that need more than the parameters; set before setup.
     model: nn.Module | None = None
+    # The names of parameters without a gradient, which make no layer of the model; set before setup.
+    idle: Collection[str] = ()
     # True if the source needs gradients of the current step; set before the forward pass.
     gathers: bool = True
     # The names of settings that settings() returns, without learning rates.

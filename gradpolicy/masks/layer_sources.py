@@ -44,7 +44,7 @@ class LayerSource(MaskSource, ABC):
     def find_groups(self, *, complete: bool = False) -> list[Layer]:
         """Return the layers of the argument ``groups``, or else those of the model; see :func:`layers_of`."""
         if self.groups is None:
-            return find_layers(self.parameters)
+            return find_layers(self.parameters, self.idle)
         return layers_of(f"{type(self).__name__}.groups", self.groups, self.parameters, complete=complete)
 
     def describe(self) -> dict[str, Any]:
@@ -180,11 +180,11 @@ class BlockCyclic(LayerSource):
 
     def frozen_names(self, step: int, epoch: int) -> set[str]:
         """Return the names of parameters outside the active block."""
-        return self.parameters.keys() - self.active_block(step, epoch).parameters
+        return self.parameters.keys() - self.active_block(step, epoch).parameters - set(self.idle)
 
     def may_freeze(self) -> set[str]:
         """Return the names of parameters that do not always train."""
-        return set(self.parameters) if len(self.layer_groups) > 1 else set()
+        return set(self.parameters).difference(self.idle) if len(self.layer_groups) > 1 else set()
 
 
 class Gradual(LayerSource):

@@ -33,7 +33,7 @@ def join_layers(layers: Collection[Layer]) -> Layer:
     )
 
 
-def find_layers(parameters: Mapping[str, Tensor]) -> list[Layer]:
+def find_layers(parameters: Mapping[str, Tensor], idle: Collection[str] = ()) -> list[Layer]:
     """Group parameters into layers, from the input to the output, by the model's own blocks.
 
     Sibling modules whose names differ only in a number (``layers.0`` and ``layers.1``, ``layer1`` and
@@ -51,6 +51,7 @@ def find_layers(parameters: Mapping[str, Tensor]) -> list[Layer]:
 
     Args:
         parameters: The parameters by name, in model order.
+        idle: The names of parameters that are left out of the layers, unless they are all.
 
     Example:
         >>> import torch
@@ -70,7 +71,10 @@ def find_layers(parameters: Mapping[str, Tensor]) -> list[Layer]:
         layer_of = {name: _numbered(name) for name in parameters}
         if not any(layer_of.values()):
             layer_of = {name: _module(name) for name in parameters}
-    return _in_order(layer_of, weights, norms_join=not blocks)
+    counted = parameters.keys() - idle or parameters
+    return _in_order(
+        {name: layer for name, layer in layer_of.items() if name in counted}, weights, norms_join=not blocks
+    )
 
 
 def read_groups(key: str, groups: Groups) -> dict[str, tuple[str, ...]] | None:
@@ -181,7 +185,7 @@ def _in_order(layer_of: Mapping[str, str | None], weights: set[str], *, norms_jo
         # Outside of blocks: the outermost module that contains no block.
         unit = block or next(prefix for prefix in _prefixes(name) if prefix not in above)
         units.setdefault(unit, []).append(name)
-    last = max(index for index, unit in enumerate(units) if unit in blocks)
+    last = max((index for index, unit in enumerate(units) if unit in blocks), default=-1)
     found: list[Layer] = []
     for index, (unit, names) in enumerate(units.items()):
         layer = Layer(unit, tuple(names), unit in blocks)

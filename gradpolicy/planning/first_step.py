@@ -1,7 +1,7 @@
 """One step on a copy of a model: gradients, first masks, and remarks."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -47,6 +47,7 @@ class FirstStep:
         bound: Copies of the freeze policies, bound to the copy, with their first masks.
         warnings: Remarks on operations that did not run, on optimizers, and on frozen parts that move.
         losing: Parameters of 16 bits in which updates are lost.
+        idle: Parameters that get no gradient in any step, as far as this one tells.
     """
 
     policies: Mapping[str, Policy]
@@ -57,6 +58,7 @@ class FirstStep:
     bound: Mapping[str, BoundPolicy]
     warnings: tuple[str, ...]
     losing: list[str]
+    idle: tuple[str, ...]
 
     def gets_gradient(self, parameter: str) -> bool:
         """Return True if a parameter has a gradient that is not zero in every entry."""
@@ -105,14 +107,15 @@ def first_step(
         unmet = list(_unmet(report, duplicate))
         moving = moving_parts(buffers, duplicate)
         parameters = _trainable(duplicate)
-        bound = _bind(freeze, matched, duplicate, gradients, seed)
+        idle = _idle(flow, gradients)
+        bound = _bind(freeze, matched, duplicate, gradients, idle, seed)
     frozen = frozen_together({name: each.frozen_tensors() for name, each in bound.items()}, freeze)
     still = moving_warnings(
         frozen, moving, parameters, {name: policy.buffers for name, policy in freeze.items()}
     )
     put_back = put_back_remarks(_partly_frozen(bound), optimized, trained_by)
     remarks = (*unmet, *flow_remarks(flow), *divided, *put_back, *still)
-    return FirstStep(policies, matched, parameters, gradients, report, bound, remarks, losing)
+    return FirstStep(policies, matched, parameters, gradients, report, bound, remarks, losing, idle)
 
 
 def of_kind(policies: Mapping[str, Policy], kind: type[Kind]) -> dict[str, Kind]:
@@ -217,6 +220,13 @@ def _gradients(
     return dict(zip(parameters, found, strict=True))
 
 
+def _idle(flow: Mapping[str, FlowPolicy], gradients: Mapping[str, Tensor | None]) -> tuple[str, ...]:
+    """Return the parameters without a gradient; none if a policy may cut them off for some steps only."""
+    if any("fit" in each.when.phases and each.when.changes for each in flow.values()):
+        return ()
+    return tuple(name for name, gradient in gradients.items() if gradient is None)
+
+
 # ---- freeze policies, with the masks of their first step
 
 
@@ -225,6 +235,7 @@ def _bind(
     matched: Matched,
     duplicate: nn.Module,
     gradients: Mapping[str, Tensor | None],
+    idle: Collection[str],
     seed: int,
 ) -> dict[str, BoundPolicy]:
     """Return copies of the policies, bound to the copy, with their first masks.
@@ -238,7 +249,7 @@ def _bind(
         own, when = copy.copy(policy), policy.when
         source = own.mask = copy.deepcopy(policy.mask)
         with under(f"policy.{name}"):
-            source.model = duplicate
+            source.model, source.idle = duplicate, idle
             source.setup({key: copies[key] for key in matched[name]}, seed=seed)
             if source.needs_gradients:
                 known = {key: gradients.get(key) for key in source.parameters}

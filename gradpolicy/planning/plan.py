@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from gradpolicy.flow.locations import check_cuts
 from gradpolicy.freezing.bound_policy import BoundPolicy, layers_under, masks_never_change
 from gradpolicy.freezing.combined import combine
 from gradpolicy.masks.base import Layer, MaskSource
-from gradpolicy.masks.layer_sources import LayerSource
+from gradpolicy.masks.layers import names_in
 from gradpolicy.optim.lost_updates import lost_updates_warning
 from gradpolicy.planning.first_step import FirstStep, Optimizers, Step, first_step, of_kind
 from gradpolicy.planning.plan_table import Plan, PlanRow
@@ -100,6 +100,7 @@ def plan(
             *found.warnings,
         ),
         layers=layers,
+        idle=found.idle,
     )
 
 
@@ -134,7 +135,10 @@ def _layers(model: nn.Module, found: FirstStep, masks: Mapping[str, Mask]) -> La
     active = _in_first_step(found)
     settings = [each.source.settings(0, 0) for each in active]
     settings += [
-        {key: at(own, each.when.count(0, 0)) for key, own in each.settings_of(found.matched[name]).items()}
+        {
+            key: at(own, each.when.count(0, 0))
+            for key, own in each.settings_of(found.matched[name], found.idle).items()
+        }
         for name, each in of_kind(found.policies, Rates).items()
         if each.when.active()
     ]
@@ -160,17 +164,21 @@ def _vain_warnings(found: FirstStep, masks: Mapping[str, Mask]) -> Iterator[str]
 
 
 def _idle_layers(found: FirstStep) -> Iterator[str]:
-    """Yield a line for each policy that counts layers without a gradient beside others with one."""
-    sources = {name: each.source for name, each in found.bound.items()}
-    counted: dict[str, Iterable[Layer]] = {
-        name: source.layer_groups for name, source in sources.items() if isinstance(source, LayerSource)
-    }
+    """Yield a line for each policy that does not count layers without a gradient, or counts them."""
+    counted: dict[str, Sequence[Layer]] = {n: each.source.layer_groups for n, each in found.bound.items()}
+    among: dict[str, Collection[str]] = dict(found.matched)
     for name, rates in of_kind(found.policies, Rates).items():
-        counted[name] = rates.layers_of(found.matched[name])
+        counted[name] = rates.layers_of(found.matched[name], found.idle)
+        among[name] = names_in(rates.layers_of(found.matched[name]))
     for name, layers in counted.items():
+        out = "exclude it (!…)" if name in found.bound else "name it in a pattern before"
+        if layers and (left := set(among[name]) & set(found.idle) - names_in(layers)):
+            yield (
+                f"{name}: {shortened(sorted(left))} get no gradient and make no layer; training without a "
+                f"plan may count one: {out}"
+            )
         reached = [layer for layer in layers if any(map(found.gets_gradient, layer.parameters))]
         if reached and (idle := [layer.name for layer in layers if layer not in reached]):
-            out = "exclude it (!…)" if name in sources else "name it in a pattern before"
             yield f"{name}: counts {shortened(idle)} as a layer, which gets no gradient: {out}"
 
 
@@ -215,7 +223,7 @@ def _row(name: str, policy: Policy, found: FirstStep) -> PlanRow:
         row["operations"] = dict(report.matched) if policy.ops else {}
     elif isinstance(policy, Rates):
         with under(f"policy.{name}.params"):
-            row["course"] = policy.course(parameters)
+            row["course"] = policy.course(parameters, found.idle)
     elif isinstance(policy, Freeze):
         row |= _of_masks(name, policy, found)
     when = policy.when
@@ -251,7 +259,7 @@ def _timetable(source: MaskSource) -> str:
 def _moments(when: When) -> str:
     """Return when a policy is active, as in ``in fit, test, every 2 epochs``; empty for all of training."""
     phases = "" if when.phases == ("fit",) else f"in {', '.join(when.phases)}"
-    counts = "" if (when.start, when.stop, when.stride) == (0, None, 1) else _counts(when.stride, when)
+    counts = _counts(when.stride, when) if when.changes else ""
     return ", ".join(filter(None, (phases, counts)))
 
 

@@ -86,6 +86,7 @@ class Plan(Displayed):
         warnings: Policies without effect or with an unexpected one; missing gradients come first.
         layers: What trains in the first step: rows with ``name``, ``trains``, ``share``, ``rate`` and
             ``mode`` of a layer, or of several alike ones.
+        idle: The parameters without a gradient that make no layer.
     """
 
     rows: tuple[PlanRow, ...]
@@ -96,6 +97,7 @@ class Plan(Displayed):
     zero_gradient: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     layers: Layers = field(default_factory=partial(Layers, (), ""))
+    idle: tuple[str, ...] = ()
 
     def __rich__(self) -> RenderableType:
         """Render the plan as a table of policies and one of layers, with its remarks below."""

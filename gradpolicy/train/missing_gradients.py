@@ -1,11 +1,12 @@
 """Warnings of tensors that train without a gradient."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from gradpolicy.errors import shortened, warn_user
+from gradpolicy.masks.base import Layer
 from gradpolicy.tensors.sharding import is_sharded
 
 MOST_UPDATES = 100
@@ -33,10 +34,16 @@ class MissingGradients:
     Args:
         trainable: The tensors that train unless they are frozen, by name, in model order.
         policies: The freeze policy of each tensor that has one.
+        layers: The layers that each policy counts.
     """
 
-    def __init__(self, trainable: Mapping[str, Tensor], policies: Mapping[str, str]) -> None:
-        self._trainable, self._policies = trainable, policies
+    def __init__(
+        self,
+        trainable: Mapping[str, Tensor],
+        policies: Mapping[str, str],
+        layers: Mapping[str, Sequence[Layer]],
+    ) -> None:
+        self._trainable, self._policies, self._layers = trainable, policies, layers
         # The number of updates without a gradient, for tensors that have had none so far.
         self._without: dict[str, int] = {}
         self._training: set[str] = set()
@@ -95,7 +102,13 @@ class MissingGradients:
         for (policy, why), own in alike.items():
             listed = shortened(own, most=8)
             lead = f"policy.{policy}: lets {listed} train" if policy else f"{listed} train"
-            warn_user(f"{lead}, but {why}")
+            warn_user(f"{lead}, but {why}{''.join(self._counted(own))}")
+
+    def _counted(self, names: Collection[str]) -> Iterator[str]:
+        """Yield a clause for each policy that counts layers of these tensors alone."""
+        for policy, layers in self._layers.items():
+            if idle := [layer.name for layer in layers if set(names).issuperset(layer.parameters)]:
+                yield f"; policy.{policy} counts {shortened(idle)} as a layer: exclude it (!…)"
 
 
 def _trains_by(gradient: Tensor) -> bool:

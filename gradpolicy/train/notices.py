@@ -18,6 +18,7 @@ from gradpolicy.freezing.moving_parts import copy_buffers, moving_parts, moving_
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.optim.lost_updates import losing_updates, lost_updates_warning
 from gradpolicy.optim.optimizers import plain_optimizers
+from gradpolicy.planning.plan_table import Plan
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.train.missing_gradients import MissingGradients
 from gradpolicy.train.ranks import is_first_rank
@@ -34,6 +35,7 @@ class Notices:
 
     Attributes:
         shown: Warnings that the plan of the run has already shown.
+        shown_missing: The parameters without a gradient that it has named.
         warned_of_operations: True if an operation was reported that has not been executed so far.
         missing: Warns of tensors that train without a gradient.
     """
@@ -41,6 +43,7 @@ class Notices:
     def __init__(self, policies: Mapping[str, Policy], layers: bool | None) -> None:
         self.policies, self.layers = policies, layers
         self.shown: frozenset[str] = frozenset()
+        self.shown_missing: Collection[str] = ()
         self.warned_of_operations = False
         self._checked_phases: set[str] = set()
         self._installed: Installed | None = None
@@ -50,7 +53,12 @@ class Notices:
         self._optimizers: Sequence[Any] = ()
         self._buffers: dict[str, Tensor] | None = None
         self._trainable: dict[str, Tensor] = {}
-        self.missing = MissingGradients({}, {})
+        self.missing = MissingGradients({}, {}, {})
+
+    def do_not_repeat(self, plan: Plan) -> None:
+        """Leave out what a plan has shown."""
+        self.shown, self.layers = frozenset(plan.warnings), False
+        self.shown_missing = {*plan.without_gradient, *plan.zero_gradient}
 
     def follow(self, model: nn.Module, installed: Installed | None) -> None:
         """Set the model, and the flow policies on it."""
@@ -94,8 +102,14 @@ class Notices:
         if self._is_first and self.policies:
             self._what_trains(self._trainable)
             policies = {} if freezer is None else freezer.policy_of
-            known = {n: p for n, p in self._trainable.items() if has_gradients or n in policies}
-            self.missing = MissingGradients(known, policies)
+            known = {
+                name: parameter
+                for name, parameter in self._trainable.items()
+                if (has_gradients or name in policies) and name not in self.shown_missing
+            }
+            self.missing = MissingGradients(
+                known, policies, {} if freezer is None else freezer.counted_layers()
+            )
             frozen = () if freezer is None else freezer.frozen()
             active = {n: p for n, p in self._trainable.items() if n not in frozen}
             losing = losing_updates(active, self._optimizers)

@@ -1,6 +1,6 @@
 """One training under policies: installs them, begins and ends each update, saves their state."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ class Run:
         steps_per_epoch: The number of updates in an epoch, if no driver tells the epoch.
         measures: True if the current update is measured.
         has_gradients: False if gradients are partitioned, or are freed before the step.
+        idle: The names of parameters without a gradient in the plan's step, which make no layer.
         sinks: Called with each measurement: the updates so far, and the quantities of each policy.
 
     Raises:
@@ -81,6 +82,7 @@ class Run:
         self.sinks: list[Callable[[int, Measured], None]] = []
         self.steps_per_epoch: int | None = None
         self.installed: Installed | None = None
+        self.idle: Collection[str] = ()
         self._reset()
 
     def _reset(self) -> None:
@@ -153,6 +155,7 @@ class Run:
                 rates=rates,
                 seed=self.seed,
                 toggle_requires_grad=toggle_requires_grad,
+                idle=self.idle,
             )
         if masks_all:
             own = {parameter for each in masked for parameter in _parameters(each)}

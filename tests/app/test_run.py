@@ -1,6 +1,7 @@
 """What a run prints, and what it leaves out."""
 
 import errno
+import io
 import json
 import sys
 from contextlib import nullcontext
@@ -11,7 +12,8 @@ import torch
 import yaml
 
 from gradpolicy.app.run import finished_loggers
-from tests.app.own_callbacks import chosen
+from gradpolicy.tensors.checkpoint_file import load_file
+from tests.app.own_callbacks import Pooled, chosen
 
 
 def test_what_a_run_prints_and_leaves(train) -> None:
@@ -58,6 +60,18 @@ def test_what_a_run_prints_and_leaves(train) -> None:
         f"<td>torch</td><td>{torch.__version__}</td>",
     ):
         assert said in report, said
+
+
+def test_a_layer_without_a_gradient_is_none_in_training_either_and_is_named_once(train) -> None:
+    gradual = "{_target_: gradpolicy.Freeze, mask: {_target_: gradpolicy.masks.Gradual, unit: step}}"
+    model = f"model.model._target_={Pooled.__module__}.Pooled"
+    policies = ("policy=[straight_through]", f"+policy.gradual={gradual}")
+    ended = train(model, *policies, "test=false", "trainer.limit_train_batches=4").completed
+    assert "gradual: model.pooler.bias, model.pooler.weight get no gradient and make no layer" in ended.out
+    assert "lets model.pooler" not in ended.out + ended.err
+    (group, *_) = load_file(ended.run / "checkpoints/last.ckpt")["optimizer_states"][0]["param_groups"]
+    state = load_file(io.BytesIO(group["gradient_policies"]))
+    assert state["freezer"]["idle"] == ["model.pooler.bias", "model.pooler.weight"]
 
 
 def test_the_log_of_a_run_that_failed_says_why(train, tmp_path) -> None:

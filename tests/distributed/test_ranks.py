@@ -74,6 +74,24 @@ def test_a_rank_that_parts_ways_stops_the_run_within_n_updates(
         assert f"before update {EVERY + 1}: {named} differs on rank 1" in message
 
 
+def layers_by_a_plan() -> list[str]:
+    """The layers that a source counts where only the first rank has a plan."""
+    source = gp.masks.Gradual()
+
+    def plan(module: LightningModule) -> None:
+        if dist.get_rank() == 0:
+            run.idle = ("layers.1.0.weight", "layers.1.0.bias", "probe.weight", "probe.bias")
+
+    guard = gp.GradientPolicies({"trunk": gp.Freeze(source)})
+    run = guard.run
+    fit("ddp", "none", prepare=plan, settings={"callbacks": [guard], "max_steps": 1})
+    return [layer.name for layer in source.layer_groups]
+
+
+def test_the_plan_of_the_first_rank_holds_on_all(pair: ProcessPool) -> None:
+    assert pair(layers_by_a_plan) == [["layers.0", "layers.2", "layers.3", "head"]] * 2
+
+
 def hybrid_with_fault(kind: str) -> str:
     """Two copies of the model, each sharded over two ranks; something changes on rank 3 alone."""
     mesh = init_device_mesh(here().type, (2, 2), mesh_dim_names=("copies", "shards"))

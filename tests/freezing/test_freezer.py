@@ -12,7 +12,7 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.freezing import Freezer
 from gradpolicy.masks import MaskSource
 from tests.fixtures import through_a_file
-from tests.freezing.conftest import FakeOptimizer, freezer_of, loss_of, train
+from tests.freezing.conftest import FakeOptimizer, freezer_of, loss_of, masked, train
 
 
 class Recorder(MaskSource):
@@ -191,6 +191,56 @@ def test_a_policy_that_has_become_another_starts_anew(stack, tokens, before, fir
     for name in fresh.parameters:
         one, other = fresh.mask_of(name), resumed.mask_of(name)
         assert one is other or torch.equal(one, other)
+
+
+SOURCES = [
+    gp.masks.Gradual(every=2, unit="step"),
+    gp.masks.BlockCyclic(every=1),
+    gp.masks.Layerwise(2, every=1),
+]
+OF_STACK = ("embed", *(f"blocks.{index}" for index in range(4)), "head")
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("idle", ["blocks.1", "head"])
+def test_parameters_without_a_gradient_are_in_no_layer_and_always_train(stack, source, idle: str) -> None:
+    names = [name for name, _ in stack.named_parameters() if name.startswith(f"{idle}.")]
+    policies = {"own": gp.Freeze(copy.deepcopy(source)), "rates": gp.Rates({"*": gp.LayerDecay(0.5)})}
+    optimizer = masked(stack)
+    freezer = Freezer(
+        stack, [optimizer], {"own": policies["own"]}, rates={"rates": policies["rates"]}, idle=names
+    )
+    counted = {name: [layer.name for layer in layers] for name, layers in freezer.counted_layers().items()}
+    others = [name for name in OF_STACK if name != idle]
+    assert counted["rates"] == others
+    assert counted["own"] == [
+        name for name in others if not isinstance(source, gp.masks.Layerwise) or "." in name
+    ]
+    for step in range(6):
+        freezer.begin_step(step)
+        assert all(freezer.mask_of(name) is True for name in names)
+        assert not set(names) & freezer.frozen_tensors()["own"]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_resumed_run_has_the_layers_of_the_saved_one(stack, first: bool) -> None:
+    idle = [name for name, _ in stack.named_parameters() if name.startswith("head.")]
+
+    def made(names: list[str]) -> tuple[gp.MaskedOptimizer, Freezer]:
+        policies = {"own": gp.Freeze(gp.masks.Gradual(every=1, unit="step"))}
+        rates = {"rates": gp.Rates({"*": gp.LayerDecay(0.5)})}
+        optimizer = masked(stack)
+        return optimizer, Freezer(stack, [optimizer], policies, rates=rates, idle=names)
+
+    (_, saved), (_, resumed) = made(idle if first else []), made([] if first else idle)
+    resumed.begin_step(0)
+    resumed.load_state_dict(through_a_file(saved.state_dict()))
+    for each in (saved, resumed):
+        each.begin_step(1)
+    assert resumed.counted_layers() == saved.counted_layers()
+    assert resumed.frozen() == saved.frozen()
+    assert resumed.what_trains(resumed.parameters) == saved.what_trains(saved.parameters)
+    assert resumed.state_dict()["idle"] == sorted(idle if first else [])
 
 
 def test_parameters_that_join_an_optimizer_are_refused(stack) -> None:

@@ -55,6 +55,25 @@ def test_models_of_transformers_go_by_their_blocks(kind: str) -> None:
         assert written(once_each(named_parameters(model(model.config_class(**settings))))) == expected
 
 
+UNUSED = [
+    (["pooler.weight"], "~embed h.0 h.1 ~norm+head"),
+    (["embed.weight"], "h.0 h.1 ~norm+pooler ~head"),
+    (["h.1.v.weight", "h.1.w.weight"], "~embed h.0 ~norm+pooler ~head"),
+    (["h.1.w.weight"], "~embed h.0 h.1 ~norm+pooler ~head"),
+    ([f"h.{i}.{w}.weight" for i in range(2) for w in "vw"], "~embed+norm ~pooler ~head"),
+]
+
+
+@pytest.mark.parametrize(("idle", "expected"), UNUSED)
+def test_parameters_without_a_gradient_make_no_layer(idle: list[str], expected: str) -> None:
+    blocks = [f"h.{i}.{w}.weight" for i in range(2) for w in "vw"]
+    parameters = tensors(["embed.weight", *blocks, "norm.weight", "pooler.weight", "head.weight"])
+    found = find_layers(parameters, idle)
+    assert " ".join(f"{'' if layer.numbered else '~'}{layer.name}" for layer in found) == expected
+    assert not {name for layer in found for name in layer.parameters}.intersection(idle)
+    assert find_layers(parameters, list(parameters)) == find_layers(parameters)
+
+
 PARTS = ("attn.weight", "mlp.0.weight", "mlp.1.bias", "norm.bias")
 
 

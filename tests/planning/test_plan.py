@@ -185,12 +185,44 @@ def test_what_gets_no_gradient_is_the_first_warning_and_does_not_count_as_traini
         gp.Freeze(gp.masks.Gradual(), params=["*", "!pooler.*"]),
     ],
 )
-def test_layers_without_a_gradient_that_a_policy_counts_are_named(policy):
+def test_layers_without_a_gradient_are_no_layers_and_are_named(policy):
     model = Normed()
     model.pooler = nn.Linear(2, 2)
     planned = gp.plan(model, {"own": policy}, lambda model: model(torch.randn(8, 4)).square().sum())
-    named = [line for line in planned.warnings if "counts pooler as a layer, which gets no" in line]
-    assert len(named) == ("pooler" not in repr(policy))
+    said = "own: pooler.bias, pooler.weight get no gradient and make no layer; "
+    assert [line.startswith(said) for line in planned.warnings].count(True) == ("pooler" not in repr(policy))
+    groups = ("blocks.0", "blocks.1", "head") if isinstance(policy, gp.Freeze) else ()
+    assert planned.rows[0].groups == groups
+    rates = {row.name: row.rate for row in planned.layers.rows if row.name != "pooler"}
+    factors = ("×0.25", "×0.5", "×1") if isinstance(policy, gp.Rates) else ("", "", "×1")
+    assert rates == dict(zip(("blocks.0", "blocks.1", "head"), factors, strict=True))
+
+
+@pytest.mark.parametrize(
+    "cut", [gp.Stop(modules="blocks.1", when=gp.When(stop=3)), gp.Scale(0.0, params="blocks.*")]
+)
+def test_layers_without_a_gradient_in_some_steps_or_with_zeros_are_counted(cut):
+    plan = gp.plan(
+        Normed(),
+        {"own": gp.Freeze(gp.masks.Gradual()), "cut": cut},
+        lambda model: model(torch.randn(8, 4)).sum(),
+    )
+    assert plan.rows[0].groups == ("blocks.0", "blocks.1", "head")
+    assert any("own: counts blocks.0" in line for line in plan.warnings)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        gp.Rates({"*": gp.LayerDecay(0.5, groups=["blocks.*", "pooler.*", "head.*"])}),
+        gp.Freeze(gp.masks.Gradual(groups=["blocks.*", "pooler.*", "head.*"])),
+    ],
+)
+def test_groups_that_are_given_are_counted_and_named(policy):
+    model = Normed()
+    model.pooler = nn.Linear(2, 2)
+    planned = gp.plan(model, {"own": policy}, lambda model: model(torch.randn(8, 4)).sum())
+    assert any(line.startswith("own: counts pooler.* as a layer, which gets no") for line in planned.warnings)
 
 
 def test_only_some_parameters_without_a_gradient_are_named(plan_of):

@@ -24,9 +24,9 @@ class Branches(nn.Module):
         return x.sum()
 
 
-def told(model, policies, steps, each_step=lambda model, step: None, ends=True):
+def told(model, policies, steps, each_step=lambda model, step: None, ends=True, run=None):
     """What warnings a training gives."""
-    run = Run(policies, layers=False)
+    run = run or Run(policies, layers=False)
     (optimizer,) = run.install(model, [torch.optim.AdamW(model.parameters(), lr=0.05)])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -54,6 +54,32 @@ def test_a_thawed_layer_without_a_gradient_is_named_once_when_it_freezes_again(s
     assert told(Branches(), {"turns": in_turn(3)}, 3, ends=False) == []
     (message,) = told(Branches(), {"turns": in_turn(3)}, steps, ends=ends)
     assert message.startswith("policy.turns: lets b.weight, b.bias train, but no gradient gets there")
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    [
+        (in_turn(3), "b.*"),
+        (gp.Freeze(gp.masks.Gradual(every=3, unit="step")), "b"),
+        (gp.Rates({"*": gp.LayerDecay(0.5)}), "b"),
+        (gp.Freeze(gp.masks.Gradual(), params=["a.*", "c.*"]), ""),
+        (gp.Freeze(gp.masks.Random(0.5)), ""),
+    ],
+)
+def test_a_policy_that_counts_a_layer_without_a_gradient_is_named(policy, name):
+    (message,) = told(Branches(), {"own": policy}, 10)
+    clause = f"policy.own counts {name} as a layer: exclude it (!…)"
+    assert clause in message if name else "counts" not in message
+
+
+def test_what_a_plan_has_named_is_not_named_again():
+    policies = {"own": gp.Freeze(gp.masks.Gradual(every=1, unit="step"))}
+    planned = gp.plan(Branches(), policies, lambda copy: copy(torch.ones(1, 2)))
+    assert sum("b.weight" in line for line in planned.warnings) > 0
+    run = Run(policies)
+    run.notices.do_not_repeat(planned)
+    assert told(Branches(), policies, 3, run=run) == []
+    assert len(told(Branches(), policies, 3)) == 1
 
 
 def test_it_is_named_after_a_hundred_updates_where_masks_stay():

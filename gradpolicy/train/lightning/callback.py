@@ -110,6 +110,7 @@ class GradientPolicies(Driven, AnyCallback):
         strategy, run = trainer.strategy, self.run
         expected = "a validation_step, batches to validate, and limit_val_batches above 0"
         check_evaluates(self.policies, trainer.enable_validation, expected)
+        run.idle = strategy.broadcast(run.idle)  # only the first rank has a plan
         if self.step_in_backward:
             _check_step_in_backward(trainer)
         if not isinstance(strategy, DEEPSPEED):
