@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, shortened, under, warn_user
-from gradpolicy.freezing.bound_policy import BoundPolicy
+from gradpolicy.freezing.bound_policy import BoundPolicy, masks_never_change
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.masks.base import Layer
 from gradpolicy.optim import MaskedOptimizer
@@ -195,7 +195,7 @@ class Bindings:
         }
         for name, policies in self.policies_of.items():
             matching = [each for each in policies if each.matches(name)] or policies
-            check_same_options(name, {each.name: each.policy for each in matching})
+            check_together(name, {each.name: each.policy for each in matching})
         self.settings_of = {name: self._settings(name, policy) for name, policy in self._rates.items()}
         rated = {name: self.named[name] for own in self.settings_of.values() for name in own}
         self.matched = {**rated, **self.parameters}
@@ -214,12 +214,19 @@ def _check_sources(policies: Mapping[str, Freeze]) -> None:
             raise PolicyError(f"policy.{name}: has the mask source of policy.{other}; each needs its own")
 
 
-def check_same_options(name: str, policies: Mapping[str, Freeze]) -> None:
-    """Check that the policies on a parameter require the same optimizer state.
+def check_together(name: str, policies: Mapping[str, Freeze]) -> None:
+    """Check that policies on a parameter want the same state, and none writes to what another freezes.
 
     Raises:
-        PolicyError: If they do not.
+        PolicyError: If they do not, or one does.
     """
+    for one, policy in policies.items() if len(policies) > 1 else ():
+        changing = (key for key, each in policies.items() if key != one and not masks_never_change(each))
+        if policy.mask.restores_weights and (other := next(changing, None)):
+            raise PolicyError(
+                f"{name!r}: policy.{one} restores the best weights of a phase, also of entries that "
+                f"policy.{other} has frozen since; leave best out, or give policy.{other} constant masks"
+            )
     (first, one), *rest = policies.items()
     for other, another in rest:
         for key in ("frozen_state", "bias_correction"):

@@ -76,6 +76,8 @@ class MaskSource:
     idle: Collection[str] = ()
     # True if the source needs gradients of the current step; set before the forward pass.
     gathers: bool = True
+    # True if the source sets entries back to values that they had while they trained.
+    restores_weights: bool = False
     # The names of settings that settings() returns, without learning rates.
     setting_names: Collection[str] = ()
     # The names of the metrics that report() needs.

@@ -162,7 +162,7 @@ class Phases(LayerSource):
                         "epochs or a metric"
                     )
         self._settings: list[dict[str, Mapping[str, Any]]] = []
-        self.writes_weights = any(each.best for each in self._read)
+        self.writes_weights = self.restores_weights = any(each.best for each in self._read)
         self.setting_names = {name for each in self._read for own in each.settings.values() for name in own}
         self.metrics = [each.metric for each in self._read if each.metric is not None]
         counts_epochs = any(each.limits.keys() - {"steps"} for each in self._read)

@@ -15,7 +15,7 @@ from gradpolicy.flow import install
 from gradpolicy.flow.install import deactivate
 from gradpolicy.flow.locations import remarks as flow_remarks
 from gradpolicy.flow.policy_report import ReportRow, check_operations
-from gradpolicy.freezing.bindings import check_same_options
+from gradpolicy.freezing.bindings import check_together
 from gradpolicy.freezing.bound_policy import BoundPolicy
 from gradpolicy.freezing.combined import frozen_together
 from gradpolicy.freezing.moving_parts import copy_buffers, moving_parts, moving_warnings
@@ -259,7 +259,7 @@ def _bind(
         each.update(step, epoch, when.phases[0])
     for key in copies:
         if on_it := {name: each for name, each in policies.items() if key in matched[name]}:
-            check_same_options(key, on_it)
+            check_together(key, on_it)
     return bound
 
 

@@ -1,5 +1,8 @@
 """Several policies on one parameter, and several optimizers."""
 
+from contextlib import nullcontext
+
+import pytest
 import torch
 
 import gradpolicy as gp
@@ -24,6 +27,32 @@ def test_several_policies_mean_the_intersection(stack) -> None:
             drawn = RandomMask(1, step, name, 0.5).materialize((4, 4))
             together = mask & drawn & layers[name]
             assert torch.equal(optimizer.get_mask(stack.blocks[i].weight).expand(4, 4), together)
+
+
+BEST = {"params": "*", "until": {"metric": "loss"}, "best": True}
+
+
+@pytest.mark.parametrize(
+    ("other", "conflicts"),
+    [
+        (gp.Freeze(gp.masks.Random(0.5, every=3)), True),
+        (gp.Freeze(False, when=gp.When(start=2)), True),
+        (gp.Freeze(gp.masks.TopK(0.5, every=None)), True),
+        (gp.Freeze(gp.masks.Random(0.5, every=None)), False),
+        (gp.Freeze(params="embed.*"), False),
+        (gp.Train(params="head.*"), False),
+    ],
+)
+def test_best_weights_are_not_restored_where_another_policy_freezes_entries_in_turn(stack, other, conflicts):
+    policies = {"phases": gp.Freeze(gp.masks.Phases([BEST])), "other": other}
+    message = (
+        r"'.*': policy.phases restores the best weights .* policy.other has frozen since; leave best out"
+    )
+    expected = pytest.raises(gp.PolicyError, match=message) if conflicts else nullcontext()
+    with expected:
+        freezer_of(stack, policies)
+    with expected:
+        gp.plan(stack, policies, lambda copy: sum(each.sum() for each in copy.parameters()))
 
 
 def test_every_optimizer_of_a_shared_parameter_gets_its_mask(stack) -> None:
