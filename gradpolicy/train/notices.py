@@ -23,7 +23,7 @@ from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.train.missing_gradients import MissingGradients
 from gradpolicy.train.ranks import is_first_rank
 from gradpolicy.what_trains import what_trains
-from gradpolicy.where import named_parameters
+from gradpolicy.where import named_parameters, once_each
 
 
 class Notices:
@@ -84,7 +84,9 @@ class Notices:
         optimized = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
         named = named_parameters(model)
         self._trainable = {
-            n: p for n, p in named.items() if p.requires_grad and (partitioned or id(p) in optimized)
+            n: p
+            for n, p in once_each(named).items()
+            if p.requires_grad and (partitioned or id(p) in optimized)
         }
         # An engine updates its own float32 weights.
         self._optimizers = () if partitioned else optimizers

@@ -104,6 +104,12 @@ def test_what_is_frozen_or_gets_its_gradient_is_not_named():
     assert told(Branches(("a", "b", "c")), {"turns": in_turn(2)}, 110) == []
 
 
+def test_a_frozen_weight_with_two_names_is_not_named():
+    model = Branches(("a", "b", "c"))
+    model.c.weight = model.a.weight
+    assert told(model, {"biases": gp.Train(params="*.bias")}, 3) == []
+
+
 def test_a_gradient_of_zeros_alone_is_named_with_its_reason():
     class Rounded(Branches):
         def forward(self, x):
