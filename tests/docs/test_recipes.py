@@ -7,14 +7,12 @@ from fnmatch import fnmatchcase
 
 import pytest
 import torch
-import yaml
-from hydra.utils import instantiate
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import gradpolicy as gp
-from tests.docs.markdown import DOCS, ROOT, blocks
+from tests.docs.markdown import ROOT, blocks
 
 TABLE = re.compile(
     r"^## Which policy for what\n\n\| you want \| write \|\n\|---\|---\|\n(.*?)\n\n", re.M | re.S
@@ -381,14 +379,3 @@ def test_a_recipe_does_what_its_row_says(text, code):
 
 def test_every_case_is_a_row():
     assert {case.values[0] for case in recipes()} == set(CASES)
-
-
-@pytest.mark.slow
-def test_the_table_of_the_page_on_the_trainer_is_what_is_printed(capsys):
-    page = DOCS / "integrations" / "transformers.md"
-    model = BertForSequenceClassification(BertConfig(vocab_size=30524))
-    policies = instantiate(yaml.safe_load(blocks(page, "yaml")[0]))
-    with gp.training(model, torch.optim.SGD(model.parameters()), policies, layers=True):
-        model(input_ids=torch.arange(8)[None]).logits.sum().backward()
-    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert printed == blocks(page, "text")[0].splitlines()
