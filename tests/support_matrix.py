@@ -22,6 +22,8 @@ FEATURES = {
     "row gradients": "compute the gradient of active rows only",
     "gradient sources": "mask sources that read gradients",
     "flow": "flow policies",
+    "master weights": "`master_weights=True`",
+    "step in backward": "`step_in_backward=True`",
     "rates": "`Rates`",
     "phases": "`masks.Phases`",
     "several optimizers": "several optimizers, `Optimizers`",
@@ -38,8 +40,9 @@ FEATURES = {
     "agreement": "agreement check of the ranks",
     "audit": "audit of frozen entries",
     "delta": "write a delta file",
+    "patches": "patches of a step, `gp.delta.patch`",
 }
-LOOPS = {"plain": "plain loop", "lightning": "Lightning", "huggingface": "Hugging Face"}
+LOOPS = {"plain": "plain", "lightning": "Lightning", "huggingface": "HF"}
 PROCESSES = {
     "one": "one process",
     "ddp": "DDP",
@@ -107,29 +110,38 @@ def facts(item: pytest.Item) -> set[Support]:
 
 
 def rendered(known: Iterable[Support]) -> str:
-    """Return the table in Markdown, and below it the reasons."""
+    """Return the table in Markdown, and below it the reasons.
+
+    A cell names the loops: ``plain`` works, ``plain*`` in compiled code too, ``plain no (1)`` is refused for
+    the first reason, and ``plain* no (1)`` is in compiled code.
+    """
     known, reasons = set(known), list[str]()
 
-    def status(*where: str) -> str:
-        found = [fact.reason for fact in known if fact[:4] == where]
-        for reason in sorted(filter(None, found)):
-            if reason not in reasons:
-                reasons.append(reason)
-        numbers = ", ".join(str(reasons.index(reason) + 1) for reason in sorted(filter(None, found)))
-        if not numbers:
-            return "yes" if found else "–"
-        return f"yes, except ({numbers})" if "" in found else f"no ({numbers})"
+    def status(*where: str) -> str | None:
+        found = {fact.reason for fact in known if fact[:4] == where}
+        own = sorted(filter(None, found))
+        reasons.extend(reason for reason in own if reason not in reasons)
+        if not own:
+            return "" if found else None
+        numbers = ", ".join(str(reasons.index(reason) + 1) for reason in own)
+        return f" except ({numbers})" if "" in found else f" no ({numbers})"
 
-    lines = [f"| feature | loop | {' | '.join(PROCESSES.values())} |", f"|{'---|' * (2 + len(PROCESSES))}"]
-    for feature, loop in itertools.product(FEATURES, LOOPS):
-        if any(fact[:2] == (feature, loop) for fact in known):
-            cells = []
-            for where in PROCESSES:
-                eager, compiled = (status(feature, loop, where, mode) for mode in ("eager", "compiled"))
-                cells.append(eager if compiled == "–" else f"{eager}; compiled: {compiled}")
-            lines.append(f"| {FEATURES[feature]} | {LOOPS[loop]} | {' | '.join(cells)} |")
+    def of_loop(feature: str, loop: str, processes: str) -> Iterator[str]:
+        eager, compiled = (status(feature, loop, processes, mode) for mode in ("eager", "compiled"))
+        if eager is not None and not eager == compiled == "":
+            yield f"{LOOPS[loop]}{eager}"
+        if compiled is not None:
+            yield f"{LOOPS[loop]}*{compiled if compiled or eager == '' else ' alone'}"
+
+    lines = [f"| feature | {' | '.join(PROCESSES.values())} |", f"|{'---|' * (1 + len(PROCESSES))}"]
+    for feature in (feature for feature in FEATURES if any(fact.feature == feature for fact in known)):
+        cells = (", ".join(each for loop in LOOPS for each in of_loop(feature, loop, p)) for p in PROCESSES)
+        lines.append(f"| {FEATURES[feature]} | {' | '.join(cell or '–' for cell in cells)} |")
     lines += ["", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))]
     return "\n".join(lines) + "\n"
+
+
+CELL = re.compile(rf"({'|'.join(LOOPS.values())})(\*?)( alone| except| no)?(?: \(([\d, ]+)\))?")
 
 
 def parsed(table: str) -> set[Support]:
@@ -138,12 +150,15 @@ def parsed(table: str) -> set[Support]:
     features, loops = ({text: name for name, text in names.items()} for names in (FEATURES, LOOPS))
 
     def of_row(line: str) -> Iterator[Support]:
-        feature, loop, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        feature, *cells = (cell.strip() for cell in line.strip("|").split("|"))
         for where, cell in zip(PROCESSES, cells, strict=True):
-            for mode, status in zip(("eager", "compiled"), cell.split("; compiled: "), strict=False):
-                works = [""] if status.startswith("yes") else []
-                for reason in works + [reasons[number] for number in re.findall(r"\d+", status)]:
-                    yield Support(features[feature], loops[loop], where, mode, reason)
+            for loop, star, how, numbers in CELL.findall(cell):
+                modes = ["compiled"] if star and how else ["eager", "compiled"] if star else ["eager"]
+                works = [] if how == " no" else [""]
+                for reason in works + [reasons[number] for number in re.findall(r"\d+", numbers)]:
+                    yield from (
+                        Support(features[feature], loops[loop], where, mode, reason) for mode in modes
+                    )
 
     return {fact for line in table.splitlines()[2:] if line.startswith("|") for fact in of_row(line)}
 

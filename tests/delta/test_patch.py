@@ -64,6 +64,7 @@ POLICIES: dict[str, list[gp.Freeze]] = {
 }
 
 
+@pytest.mark.supports("patches", loop="plain")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", POLICIES)
 def test_nine_patches_applied_one_by_one_give_every_bit(kind: str, dtype: torch.dtype, tmp_path: Path):

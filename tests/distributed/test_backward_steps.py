@@ -41,6 +41,7 @@ def train_on_this_rank(level: str) -> dict[str, Tensor]:
     return train(dist.get_rank(), dist.get_world_size(), level)
 
 
+@pytest.mark.supports("step in backward", loop="plain", processes="fsdp2")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("level", ["row", "entry", "tensor"])
 def test_shards_move_as_one_process(pair: ProcessPool, level: str) -> None:

@@ -146,6 +146,7 @@ def spec(parameter: Any) -> tuple[Any, Any]:
     return parameter.device_mesh, parameter.placements
 
 
+@pytest.mark.supports("master weights", loop="plain", processes="fsdp2")
 def test_master_weights_are_those_of_one_process(pair: ProcessPool) -> None:
     alone = kept_in_bfloat16(sharded=False)
     assert not torch.equal(alone[0], whole(network().bfloat16()[0].weight))

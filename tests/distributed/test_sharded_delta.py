@@ -64,6 +64,7 @@ def patched() -> bool:
     return all(torch.equal(tensor, weights_of(model)[name]) for name, tensor in weights_of(other).items())
 
 
+@pytest.mark.supports("patches", loop="plain", processes="fsdp2")
 def test_a_patch_is_of_the_whole_model(pair: ProcessPool) -> None:
     assert pair(patched) == [True, True]
 

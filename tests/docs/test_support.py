@@ -45,9 +45,11 @@ def test_the_table_is_what_the_marks_of_the_tests_state(request: pytest.FixtureR
 def test_a_table_is_read_as_it_was_written() -> None:
     table = rendered(KNOWN)
     assert parsed(table) == KNOWN
+    alone = {Support("rows", "plain", "one", "compiled", "")}
+    assert parsed(rendered(alone)) == alone
     assert table.splitlines()[2:] == [
-        "| freeze rows | plain loop | yes; compiled: yes | –; compiled: no (1) | – | – |",
-        "| freeze entries | Lightning | – | – | yes, except (2) | no (2) |",
+        "| freeze rows | plain* | plain* no (1) | – | – |",
+        "| freeze entries | – | – | Lightning except (2) | Lightning no (2) |",
         "",
         "1. no hook",
         "2. flat copies",

@@ -171,6 +171,7 @@ def test_gradients_of_rows_move_what_dense_ones_move(train, settings):
         torch.testing.assert_close(value, ends[1][name], msg=name)
 
 
+@pytest.mark.supports("step in backward", loop="huggingface")
 @pytest.mark.parametrize("name", ["none", "rows", "entries"])
 def test_updates_in_the_backward_pass_move_the_same_bits(train, name):
     ends, logs = [], []
@@ -338,6 +339,7 @@ def test_mixed_precision_resumes_bit_for_bit(train, tmp_path, settings, prepare)
     assert not same(ends[0], bits(make_bert()))
 
 
+@pytest.mark.supports("master weights", loop="huggingface")
 def test_bfloat16_weights_train_at_small_rates_and_resume_bit_for_bit(train, tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 6, "bf16": True, "learning_rate": 1e-5}
     ends = []

@@ -46,6 +46,7 @@ class Course:
         return self.parameter.detach()
 
 
+@pytest.mark.supports("master weights", loop="plain")
 @BOTH
 @pytest.mark.parametrize("frozen_state", ["keep", "zero", "drop"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -187,6 +188,7 @@ def test_float32_parameters_need_none():
     assert not any(name.startswith("master") for name in course.optimizer.state[course.parameter])
 
 
+@pytest.mark.supports("master weights", loop="plain", compiled=True)
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen_state", ["keep", "drop"])
 def test_compiled_code_gives_the_same_bits(frozen_state):

@@ -93,7 +93,7 @@ def train(make: Any, policies: list[Policy], *, in_backward: bool) -> tuple[nn.M
         return model, (optimizer.effective_steps, copy.deepcopy(optimizer.state_dict()))
 
 
-@pytest.mark.supports("rows", "tensors", loop="plain")
+@pytest.mark.supports("rows", "tensors", "step in backward", loop="plain")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("policies", POLICIES)
@@ -266,6 +266,7 @@ def fit(policies: list[Policy], *, in_backward: bool, **settings: Any) -> dict[s
     return dict(model.state_dict())
 
 
+@pytest.mark.supports("step in backward", loop="lightning")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("policies", ["none", "rows that change", "entries", "layers in turn"])
 def test_lightning_moves_the_same_bits(policies: str) -> None:

@@ -16,7 +16,7 @@ ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), rea
 # Lightning scales losses, as fp16 asks for, on accelerators alone.
 CASES = [
     *(("cpu", precision, False) for precision in ("32-true", "bf16-true", "bf16-mixed")),
-    ("cpu", "bf16-true", True),
+    pytest.param("cpu", "bf16-true", True, marks=pytest.mark.supports("master weights", loop="lightning")),
     *(
         pytest.param("gpu", precision, False, marks=ON_GPU)
         for precision in ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
