@@ -22,6 +22,9 @@ from tests.docs.plans import planned
 PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted(DOCS.glob("*.md"))]
 # Their snippets are tested in test_cookbook.py.
 COOKBOOK = sorted((DOCS / "cookbook").glob("*.md"))
+ROWS = re.findall(
+    r"^\| (`.+`) \| .+ \| \[\w+\]\(([^)#]+)", (ROOT / "AGENTS.md").read_text(), flags=re.MULTILINE
+)
 MARKDOWN = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 # A tutorial trains five times.
 SLOW = {"tutorial": [pytest.mark.slow]}
@@ -158,6 +161,21 @@ def test_the_links_of_every_page_lead_somewhere():
             if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
                 missing.append(f"{page.relative_to(ROOT)}: {link}")
     assert missing == []
+
+
+@pytest.mark.parametrize(("names", "page"), ROWS)
+def test_a_row_for_assistants_leads_to_the_page_of_its_names(names, page):
+    text = (ROOT / page).read_text()
+    for name in re.findall(r"`([\w.]+)`", names):
+        assert name.rpartition(".")[2] in text
+
+
+def test_what_is_new_has_a_row_for_assistants():
+    names = " ".join(names for names, _ in ROWS)
+    for name in ("gp.Train", "presets.FrozenAttention", "presets.FrozenNorms", "delta.patch", "apply_patch"):
+        assert f"{name}`" in names
+    for name in ("save_patch", "to_vllm", "to_sglang", "master_weights", "step_in_backward"):
+        assert f"`{name}`" in names
 
 
 def chosen_policies():
