@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from gradpolicy.checks import LARGEST_SIZE, check_number, check_setting, plain_number
+from gradpolicy.checks import LARGEST_SIZE, check_integer, check_number, check_setting, plain_number
 from gradpolicy.errors import PolicyError, shown, under
 from gradpolicy.optim.masked_parameter import MaskedParameter, Options
 from gradpolicy.optim.put_back import first_state, is_torchs_own
@@ -256,7 +256,7 @@ def _read_general(saved: Tensor) -> int:
         raise PolicyError(
             f"{KEY}: saved by a {kind} gradpolicy (expected format {VERSION}, got {general['version']})"
         )
-    return int(general["effective_steps"])
+    return check_integer("the saved number of steps", general["effective_steps"], least=0, most=LARGEST_SIZE)
 
 
 def _read_record(tensors: dict[str, Any]) -> Record:
@@ -417,6 +417,8 @@ def _check_settings(group: dict[str, Any], masked: MaskedParameter) -> None:
         with under(f"the saved param group of {masked.name}"):
             if name in group and name not in ("params", "param_names"):
                 check_setting(name, group[name], like)
+                if name == "capturable" and group[name] and masked.parameter.device.type == "cpu":
+                    raise PolicyError("capturable: expected False for parameters on a CPU, got True")
             # Torch adds flags that older versions have not saved.
             elif name in masked.state.wrapped.optimizer.defaults and not isinstance(like, bool | None):
                 raise PolicyError(f"has no {name!r}")
@@ -436,6 +438,32 @@ def _check_state(state: Mapping[str, Any], masked: MaskedParameter) -> None:
             got = form_of(value) if isinstance(value, Tensor) else shown(value)
             if got != form_of(like):
                 _refuse(key, got, masked)
+            _check_finite(key, value, masked)
+
+
+def _check_finite(key: str, value: Any, masked: MaskedParameter) -> None:
+    """Check that a saved state is finite where the weight is.
+
+    Where training has diverged neither is. Infinity may also be a square, of a state without negative values.
+
+    Raises:
+        PolicyError: If it is not.
+    """
+    weight = masked.parameter.detach()
+    if (
+        is_sharded(weight)
+        or not isinstance(value, Tensor)
+        or value.is_complex()
+        or value.shape != weight.shape
+    ):
+        return
+    wrong = ~value.isfinite() if bool((value < 0).any()) else value.isnan()
+    count = int((wrong.to(weight.device) & weight.isfinite()).count_nonzero())
+    if count:
+        raise PolicyError(
+            f"{masked.name}: the saved {key!r} is not finite in {count} entries whose weights are: the file "
+            "is damaged, or the run has diverged, and its weights are to be loaded first"
+        )
 
 
 def _likes(masked: MaskedParameter) -> Mapping[str, Any]:
@@ -463,6 +491,7 @@ def _check(record: Record, masked: MaskedParameter) -> None:
     for key in ("mask_shape", "updates", "had_mask", *Options._fields):
         if key not in record:
             raise PolicyError(f"{name}: its saved record has no {key!r}")
+    check_integer(f"{name}: the saved 'updates'", record["updates"], least=0, most=LARGEST_SIZE)
     try:
         Options().changed(**{option: record[option] for option in Options._fields})
     except PolicyError as error:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.checks import check_setting
-from gradpolicy.errors import PolicyError, under, unknown
+from gradpolicy.errors import PolicyError, shown, under, unknown
 from gradpolicy.optim.optimizers import Optimizers
 from gradpolicy.optim.put_back import is_torchs_own
 from gradpolicy.optim.update_rules import Group, UpdateRule, rule_for, submatrix_rule_for
@@ -159,6 +159,12 @@ class Wrapped:
 
     def set_settings(self, settings: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Give parameters settings of their own; see `MaskedOptimizer.set_settings`."""
+        if not isinstance(settings, Mapping) or not all(
+            isinstance(own, Mapping) for own in settings.values()
+        ):
+            raise PolicyError(
+                f"set_settings: expected a dict from parameters to dicts of settings, got {shown(settings)}"
+            )
         for part in self.parts:
             own = {
                 p: group for group in part.optimizer.param_groups for p in group["params"] if p in settings

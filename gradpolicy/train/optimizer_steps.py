@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradpolicy.checks import check_integer
+from gradpolicy.checks import LARGEST_SIZE, check_integer
 from gradpolicy.errors import PolicyError, shortened
 from gradpolicy.freezing import Freezer
 from gradpolicy.optim import MaskedOptimizer
@@ -240,7 +240,7 @@ class Steps:
     def _after_load(self, optimizer: Any) -> None:
         state = self._loaded.pop(optimizer)
         for name in ("steps", "updates"):
-            check_integer(f"the saved number of {name}", state.get(name, 0), least=0)
+            check_integer(f"the saved number of {name}", state.get(name, 0), least=0, most=LARGEST_SIZE)
         self._taken[optimizer] = steps = state.get("steps", getattr(optimizer, "effective_steps", 0))
         if isinstance(optimizer, MaskedOptimizer):
             optimizer.effective_steps = steps

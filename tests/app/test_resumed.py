@@ -64,6 +64,36 @@ def test_what_lightning_cannot_take_up_is_told_in_one_line(
     assert "a run cannot be resumed from it" in ended.message
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda saved: saved["state"][0]["exp_avg"].fill_(torch.nan),
+            "the saved 'exp_avg' is not finite in ",
+        ),
+        (lambda saved: saved["param_groups"][0].update(capturable=True), "capturable: expected False"),
+        (
+            lambda saved: saved["param_groups"][0].update(gradient_policies={"steps": 10**30}),
+            "number of steps",
+        ),
+    ],
+)
+def test_damage_in_the_optimizer_is_told_with_the_name_of_the_file(
+    train, trained, tmp_path: Path, change, message: str
+) -> None:
+    change(trained["optimizer_states"][0])
+    path = saved(trained, tmp_path / "a.ckpt")
+    ended = train(f"ckpt_path={path}", "trainer.max_epochs=2", "extras.plan=false")
+    assert (ended.code, ended.message.startswith(f"ckpt_path: {path}: ")) == (2, True)
+    assert message in ended.message
+
+
+def test_an_error_of_a_policy_does_not_name_the_file(train, last: Path) -> None:
+    wrong = "+policy.wrong={_target_: gradpolicy.Freeze, params: typo.*}"
+    ended = train(f"ckpt_path={last}", "trainer.max_epochs=2", "extras.plan=false", wrong)
+    assert ended.message.startswith("policy.wrong")
+
+
 @pytest.mark.slow
 def test_weights_alone_can_be_tested_and_trained_on(train, trained, tmp_path: Path) -> None:
     path = saved({"state_dict": trained["state_dict"]}, tmp_path / "weights.ckpt")

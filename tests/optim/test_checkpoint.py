@@ -1,6 +1,7 @@
 import copy
 import io
 import json
+from functools import partial
 
 import pytest
 import pytorch_optimizer
@@ -251,14 +252,18 @@ def give_ages(tensors, ages):
     tensors["ages"] = ages.reshape(-1)
 
 
-def change_version(saved, version):
-    general = json.dumps({"version": version, "effective_steps": 3}).encode()
+def change_version(saved, version, steps=3):
+    general = json.dumps({"version": version, "effective_steps": steps}).encode()
     saved["param_groups"][0]["gradpolicy"]["general"] = torch.tensor(list(general), dtype=torch.uint8)
 
 
 def move_record(saved, place):
     parameters = saved["param_groups"][0]["gradpolicy"]["parameters"]
     parameters[str(place)] = parameters["0"]
+
+
+def spoilt(value, others=1.0):
+    return torch.full((4, 3), others).index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(value))
 
 
 def damaged(change):
@@ -308,8 +313,17 @@ def damaged(change):
                 ({"exp_avg_sq": torch.ones(4, 3) * 1j}, r"'exp_avg_sq'.*of complex numbers"),
                 ({"step": 1e30}, r"the saved 'step': expected a number of at least 0 and below .*got 1e\+30"),
                 ({"step": "abc"}, "the saved 'step': expected a number"),
+                ({"exp_avg": spoilt(torch.nan)}, "'exp_avg' is not finite in 1 entries whose weights are"),
+                ({"exp_avg_sq": spoilt(torch.nan)}, "'exp_avg_sq' is not finite in 1 entries"),
+                ({"exp_avg": spoilt(torch.inf, others=-1.0)}, "'exp_avg' is not finite in 1 entries"),
             )
         ),
+        (
+            lambda saved, _: saved["param_groups"][0].update(capturable=True),
+            "capturable: expected False .* CPU",
+        ),
+        (lambda _, record: change_settings(record, updates=10**30), "'updates': expected at most 2147483647"),
+        (lambda saved, _: change_version(saved, 6, steps=10**30), "saved number of steps: expected at most"),
         (lambda saved, _: saved["state"].update({0: "abc"}), "the state_dict is truncated or damaged"),
         (lambda saved, _: saved.clear(), "expected a dict with 'param_groups', got {}"),
     ],
@@ -327,6 +341,34 @@ def test_what_does_not_fit_is_named_and_nothing_of_it_loaded(change, message):
     assert torch.equal(optimizer.get_mask(weight), torch.eye(4, 3, dtype=torch.bool))
     assert torch.equal(optimizer.state[weight]["exp_avg"], before["state"][0]["exp_avg"])
     assert optimizer.age(weight).max() == 1
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)])
+@pytest.mark.parametrize("frozen_state", ["keep", "drop"])
+@pytest.mark.parametrize("gradient", [torch.nan, 1e30])
+def test_a_run_that_has_diverged_goes_on_as_it_was(kind, frozen_state, gradient):
+    """Its moments are NaN where its weights are, and squares of large gradients are infinite."""
+
+    def made(values):
+        weight = torch.nn.Parameter(values.clone())
+        optimizer = MaskedOptimizer(kind([weight], lr=0.1), frozen_state=frozen_state)
+        optimizer.set_mask(weight, torch.eye(4, 3, dtype=torch.bool))
+        return weight, optimizer
+
+    def step(weight, optimizer, value):
+        weight.grad = torch.ones(4, 3).index_put((torch.tensor(1), torch.tensor(1)), torch.tensor(value))
+        optimizer.step()
+
+    weight, optimizer = made(torch.ones(4, 3))
+    step(weight, optimizer, gradient)
+    other, resumed = made(weight.detach())
+    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    for each in ((weight, optimizer), (other, resumed)):
+        step(*each, 1.0)
+    assert torch.equal(weight.view(torch.int32), other.view(torch.int32))
+    if gradient != gradient:
+        with pytest.raises(PolicyError, match="or the run has diverged, and its weights"):
+            made(torch.ones(4, 3))[1].load_state_dict(optimizer.state_dict())
 
 
 @pytest.mark.parametrize("kind", ["Rprop", "Adafactor", "ASGD"])

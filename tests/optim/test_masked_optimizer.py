@@ -352,6 +352,11 @@ def test_other_wrong_input_is_named(parameter):
         MaskedOptimizer(torch.optim.SGD([parameter]), frozen_state="zeros")
     with pytest.raises(PolicyError, match="bias_correction"):
         optimizer.set_mask(parameter, None, bias_correction="row")
+    for wrong in ([parameter], {parameter: 3}, None):
+        with pytest.raises(
+            PolicyError, match="set_settings: expected a dict from parameters to dicts of settings"
+        ):
+            optimizer.set_settings(wrong)
     with pytest.raises(PolicyError, match=r"set_masks: expected a dict from parameters to masks, got \["):
         optimizer.set_masks([parameter])
     with pytest.raises(AttributeError, match="frozen_state"):

@@ -28,6 +28,7 @@ from gradpolicy.tensors.checkpoint_file import (
 )
 from gradpolicy.tensors.sharding import bounds
 from gradpolicy.train.lightning.trainer_parts import callbacks_of
+from gradpolicy.train.training_run import Driven
 
 KEY = "ckpt_path"
 WEIGHTS = "state_dict"
@@ -291,13 +292,18 @@ def checked_restore(trainer: Trainer, checkpoint: Path | None) -> Iterator[None]
         check_checkpoint(checkpoint)
     try:
         yield
-    except (PolicyError, MisconfigurationException):
+    except MisconfigurationException:
         raise
     except Exception as error:
-        if checkpoint is None or not any(
-            getattr(each, "restoring", False) for each in callbacks_of(trainer, Callback)
-        ):
+        callbacks = callbacks_of(trainer, Callback)
+        if checkpoint is None or not any(getattr(each, "restoring", False) for each in callbacks):
             raise
+        if isinstance(error, PolicyError):
+            # Before the policies are installed it is not about the checkpoint.
+            installed = any(isinstance(each, Driven) and each.freezer is not None for each in callbacks)
+            if not installed or str(checkpoint) in str(error):
+                raise
+            raise PolicyError(f"{KEY}: {checkpoint}: {error}") from error
         # Python's own message about a wrong type would not be helpful.
         is_clear = isinstance(error, RuntimeError | ValueError)
         what = f" ({brief(str(error), most=120)})" if is_clear else ""
