@@ -308,10 +308,12 @@ def _under(
         return made(0, True, 0, 0)
     if was is None:
         was = torch.zeros_like(flags[(slice(1),) * flags.dim()])
-    of_active, of_frozen = _ranges(ages, was, flags, youngest)
-    least, greatest = of_active or (0, 0)
-    least_frozen, greatest_frozen = of_frozen if of_frozen and not forget else (0, 0)
-    if least == greatest and (active == entries or least_frozen == greatest_frozen):
+    least, greatest, least_frozen, greatest_frozen = _ranges(ages, was, flags, youngest)
+    if not active:
+        least = greatest = 0
+    if forget or active == entries:
+        least_frozen = greatest_frozen = 0
+    if least == greatest and least_frozen == greatest_frozen:
         return made(least, True, greatest_frozen, greatest_frozen)
     most = max(greatest - least, greatest_frozen)
     new_shape = [max(sizes) for sizes in zip(ages.shape, was.shape, flags.shape, strict=True)]
@@ -321,28 +323,17 @@ def _under(
     return made(least, least == greatest, new, most)
 
 
-def _ranges(
-    ages: Tensor, was: Tensor, now: Tensor, youngest: int
-) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
-    """Return the least and the greatest age of active entries, and of frozen ones; None if there are none."""
-    top = torch.iinfo(ages.dtype).max
-    found = []
-    for some, *flags in in_parts(ages, was, now):
-        # All bits, or none.
-        before, active = (-each.view(torch.uint8).to(ages.dtype) for each in flags)
-        both, rest = before & active, some ^ top
-        for members in (both, active ^ both, before ^ both, ~(before | active)):
-            found += [(some & members).amax(), (rest & members).amax()]
-    ends = torch.stack(found).view(-1, 4, 2).amax(0).tolist()
-    added = (youngest, 0, youngest, 0)
-    ranges = [(top - rest + add, most + add) for (most, rest), add in zip(ends, added, strict=True)]
-    exist = [rest + most >= top for most, rest in ends]
-
-    def joined(first: int) -> tuple[int, int] | None:
-        both = [ranges[place] for place in (first, first + 1) if exist[place]]
-        return (min(low for low, _ in both), max(high for _, high in both)) if both else None
-
-    return joined(0), joined(2)
+def _ranges(ages: Tensor, was: Tensor, now: Tensor, youngest: int) -> tuple[int, int, int, int]:
+    """Return the least and the greatest age of active entries and of frozen ones, as far as there are any."""
+    top, found = torch.iinfo(WIDE).max, []
+    for some, before, active in in_parts(ages, was, now):
+        counted = some.to(WIDE) + before.view(torch.uint8).to(WIDE).mul_(youngest)
+        # Frozen entries become negative. With the other bits inverted, the least is the greatest.
+        signed = counted ^ active.view(torch.uint8).to(WIDE).sub_(1)
+        found += [*signed.aminmax(), *(signed ^ top).aminmax()]
+    ends = torch.stack(found).view(-1, 4)
+    low, high = torch.stack([ends.amin(0), ends.amax(0)]).tolist()
+    return top - high[3], high[1], low[2] + top + 1, ~low[0]
 
 
 def _count(
@@ -353,12 +344,10 @@ def _count(
     Sums in one byte are right even if a term does not fit.
     """
     fitting = 0xFF if new.dtype == torch.uint8 else -1
-    new.copy_(ages)
-    new += was.view(torch.uint8).to(new.dtype) * (youngest & fitting)
-    active = now.view(torch.uint8).to(new.dtype)
-    new -= active * (least & fitting)
+    before, active = was.view(torch.uint8), now.view(torch.uint8)
+    new.copy_(ages).add_(before, alpha=youngest & fitting).sub_(active, alpha=least & fitting)
     if forget:
-        new *= active
+        new.mul_(active)
 
 
 def _as_tensor(ages: int | Tensor, like: Tensor) -> Tensor:

@@ -116,10 +116,12 @@ def as_logical(
 
 def in_parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield tensors in flat parts that stay in a processor's cache; as they are if their shapes differ."""
-    shape = max((each.shape for each in tensors), key=torch.Size.numel)
-    entries = shape.numel()
-    alike = all(each.numel() == 1 or (each.shape == shape and each.is_contiguous()) for each in tensors)
-    if not alike or tensors[0].device.type != "cpu" or entries <= CHUNK:
+    entries = max(map(Tensor.numel, tensors))
+    shape = next(each.shape for each in tensors if each.numel() == entries)
+    is_small = entries <= CHUNK or tensors[0].device.type != "cpu"
+    if is_small or not all(
+        each.numel() == 1 or (each.shape == shape and each.is_contiguous()) for each in tensors
+    ):
         yield tensors
         return
     flat = [each.view(-1) for each in tensors]
