@@ -220,11 +220,11 @@ def check_together(name: str, policies: Mapping[str, Freeze]) -> None:
     Raises:
         PolicyError: If they do not, or one does.
     """
-    for one, policy in policies.items() if len(policies) > 1 else ():
-        changing = (key for key, each in policies.items() if key != one and not masks_never_change(each))
+    for key, policy in policies.items() if len(policies) > 1 else ():
+        changing = (n for n, each in policies.items() if n != key and not masks_never_change(each))
         if policy.mask.restores_weights and (other := next(changing, None)):
             raise PolicyError(
-                f"{name!r}: policy.{one} restores the best weights of a phase, also of entries that "
+                f"{name!r}: policy.{key} restores the best weights of a phase, also of entries that "
                 f"policy.{other} has frozen since; leave best out, or give policy.{other} constant masks"
             )
     (first, one), *rest = policies.items()

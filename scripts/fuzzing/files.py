@@ -32,7 +32,10 @@ SHORT = (
     *("trainer.max_epochs=1", "trainer.limit_train_batches=1", "trainer.limit_val_batches=1"),
     *("trainer.limit_test_batches=1", "trainer.enable_progress_bar=false", "model.model.width=2"),
 )
-GARBAGE: tuple[Any, ...] = (None, -1, 10**18, "abc", "999.0.0", 1.5, float("nan"), [], [1], {}, {"a": 1})
+GARBAGE: tuple[Any, ...] = (
+    *(None, -1, 10**18, 1.5, 1e30, float("nan"), "abc", "999.0.0"),
+    *([], [1], {}, {"a": 1}),
+)
 DTYPES = (torch.float64, torch.float16, torch.int8, torch.bool, torch.complex64)
 SHELL = "touch canary"
 
