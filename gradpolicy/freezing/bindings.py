@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,14 +19,13 @@ from gradpolicy.tensors.checkpoint_file import reading
 from gradpolicy.where import named_parameters, pick
 
 
+@dataclass(eq=False)
 class Bindings:
     """Binds policies to those parameters of a model that optimizers update.
 
     The arguments are those of :class:`~gradpolicy.freezing.freezer.Freezer`, which raises what this raises.
 
     Attributes:
-        model: The model.
-        idle: The names of parameters without a gradient, which make no layer.
         named: All parameters of the model by name.
         optimized: The parameters of each optimizer.
         policies: The bound freeze policies by name.
@@ -35,21 +35,19 @@ class Bindings:
         matched: The parameters that match any policy, by name.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[MaskedOptimizer],
-        policies: Mapping[str, Freeze],
-        rates: Mapping[str, Rates],
-        seed: int,
-        idle: Collection[str],
-    ) -> None:
-        self.model, self.idle = model, sorted(idle)
-        self._optimizers, self._rates, self._seed = optimizers, rates, seed
-        _check_sources(policies)
+    model: nn.Module
+    optimizers: Sequence[MaskedOptimizer]
+    given: Mapping[str, Freeze]
+    rates: Mapping[str, Rates]
+    seed: int
+    idle: Collection[str]
+
+    def __post_init__(self) -> None:
+        self.idle = sorted(self.idle)
+        _check_sources(self.given)
         self._find_parameters()
         with self.gathered(values=True):
-            self.policies = {name: self._bind(name, policy) for name, policy in policies.items()}
+            self.policies = {name: self._bind(name, policy) for name, policy in self.given.items()}
             self._index()
 
     def holders(self, parameter: Tensor) -> list[MaskedOptimizer]:
@@ -81,14 +79,14 @@ class Bindings:
 
     def counted_layers(self) -> dict[str, Sequence[Layer]]:
         """Return the layers, or other groups of parameters, that each policy counts."""
-        of_rates = {name: rates.layers_of(self.named, self.idle) for name, rates in self._rates.items()}
+        of_rates = {name: rates.layers_of(self.named, self.idle) for name, rates in self.rates.items()}
         return {**{name: each.source.layer_groups for name, each in self.policies.items()}, **of_rates}
 
     @contextmanager
     def gathered(self, *, values: bool = False) -> Iterator[None]:
         """Gather sharded parameters in the block: their shapes only, unless ``values=True``."""
         with ExitStack() as block:
-            for optimizer in self._optimizers:
+            for optimizer in self.optimizers:
                 block.enter_context(optimizer.whole_parameters(values=values))
             yield
 
@@ -116,7 +114,12 @@ class Bindings:
         saved, masks, identities = (state.get(key, {}) for key in ("sources", "masks", "identities"))
         if self.idle != (idle := state.get("idle", [])):
             with reading("the saved names of parameters without a gradient"):
-                self._leave_out(idle)
+                self.idle = sorted(idle)
+                for each in self.policies.values():
+                    if each.source.layer_groups:
+                        each.source.idle = self.idle
+                        each.source.prepare()
+                self.settings_of = {name: self._settings(name, each) for name, each in self.rates.items()}
         for name, each in self.policies.items():
             own = each.identity()
             known = name in saved
@@ -138,13 +141,13 @@ class Bindings:
         self.named = named_parameters(self.model)
         self.optimized = {
             each: {parameter for group in each.param_groups for parameter in group["params"]}
-            for each in self._optimizers
+            for each in self.optimizers
         }
         self._counted = self.count_optimized()
 
     def count_optimized(self) -> int:
         """Return the number of parameters of all optimizers."""
-        return sum(len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups)
+        return sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
 
     def _bind(self, name: str, policy: Freeze) -> BoundPolicy:
         """Find a policy's parameters, and set up its source."""
@@ -154,7 +157,7 @@ class Bindings:
             own = self._optimized_of(matched)
             parameters = self._optimized_of(pick(self.named, policy.restricts))
             policy.mask.model, policy.mask.idle = self.model, self.idle
-            policy.mask.setup(own, seed=self._seed)
+            policy.mask.setup(own, seed=self.seed)
             holders = {each for p in parameters.values() for each in self.holders(p)}
             known = {key for each in holders for group in each.param_groups for key in group}
             check_settings(policy.mask.setting_names, known)
@@ -174,15 +177,6 @@ class Bindings:
             self._optimized_of({key: self.named[key] for key in matched})
         return matched
 
-    def _leave_out(self, idle: Sequence[str]) -> None:
-        """Find layers again, without these parameters."""
-        self.idle = sorted(idle)
-        for each in self.policies.values():
-            if each.source.layer_groups:
-                each.source.idle = self.idle
-                each.source.prepare()
-        self.settings_of = {name: self._settings(name, policy) for name, policy in self._rates.items()}
-
     def _index(self) -> None:
         """Set the attributes that depend on the bound policies."""
         bound = self.policies.values()
@@ -196,7 +190,7 @@ class Bindings:
         for name, policies in self.policies_of.items():
             matching = [each for each in policies if each.matches(name)] or policies
             check_together(name, {each.name: each.policy for each in matching})
-        self.settings_of = {name: self._settings(name, policy) for name, policy in self._rates.items()}
+        self.settings_of = {name: self._settings(name, policy) for name, policy in self.rates.items()}
         rated = {name: self.named[name] for own in self.settings_of.values() for name in own}
         self.matched = {**rated, **self.parameters}
 

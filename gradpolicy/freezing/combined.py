@@ -9,9 +9,8 @@ from gradpolicy.errors import PolicyError, under
 from gradpolicy.freezing.bindings import Bindings
 from gradpolicy.freezing.bound_policy import BoundPolicy
 from gradpolicy.freezing.moving_parts import renormalised
-from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.policies import Freeze, Train
-from gradpolicy.rates import Rates, Settings, at, combined
+from gradpolicy.rates import Settings, at, combined
 from gradpolicy.tensors.mask import Mask, active_share, intersect, same_mask, unite
 
 
@@ -108,17 +107,13 @@ class ParameterSettings:
 
     Args:
         bindings: The bound policies.
-        optimizers: The optimizers.
-        rates: The policies that set learning rates and other settings, by name.
 
     Attributes:
         current: The current settings by parameter name.
     """
 
-    def __init__(
-        self, bindings: Bindings, optimizers: Sequence[MaskedOptimizer], rates: Mapping[str, Rates]
-    ) -> None:
-        self._bindings, self._optimizers, self._rates = bindings, optimizers, rates
+    def __init__(self, bindings: Bindings) -> None:
+        self._bindings = bindings
         self.current: dict[str, Settings] = {}
         # What the current settings were determined from; None if there are none.
         self._from: tuple[Any, ...] | None = None
@@ -129,7 +124,7 @@ class ParameterSettings:
         of_sources = combined(source.settings(step, epoch) for source in in_effect)
         counts = {
             name: policy.when.count(step, epoch) if policy.varies else 0
-            for name, policy in self._rates.items()
+            for name, policy in self._bindings.rates.items()
             if policy.when.active(phase=phase, step=step, epoch=epoch)
         }
         now = (of_sources, counts, self._bindings.count_optimized(), self._bindings.settings_of)
@@ -151,7 +146,7 @@ class ParameterSettings:
 
     def _set(self, settings: dict[str, Settings]) -> None:
         self.current, named = settings, self._bindings.named
-        for optimizer in self._optimizers:
+        for optimizer in self._bindings.optimizers:
             optimizer.set_settings({named[name]: own for name, own in settings.items()})
 
 

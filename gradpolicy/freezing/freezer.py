@@ -79,8 +79,7 @@ class Freezer:
         toggle_requires_grad: bool = True,
         idle: Collection[str] = (),
     ) -> None:
-        rates = dict(rates or {})
-        self.optimizers = list(optimizers)
+        self.optimizers, rates = list(optimizers), dict(rates or {})
         self.observers: list[MaskObserver] = []
         self.written: set[Tensor] = set()
         self.policies = list(policies)
@@ -90,7 +89,7 @@ class Freezer:
         self.counted_layers = self._bindings.counted_layers
         self.may_change = not all(map(masks_never_change, policies.values()))
         self._masks = CombinedMasks(self._bindings)
-        self._settings = ParameterSettings(self._bindings, self.optimizers, rates)
+        self._settings = ParameterSettings(self._bindings)
         self._gradients = ComputedGradients(
             model, self._bindings.optimized.values(), self.parameters, toggle=toggle_requires_grad
         )

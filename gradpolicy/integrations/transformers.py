@@ -2,7 +2,6 @@
 
 import inspect
 import weakref
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -14,11 +13,9 @@ from transformers.trainer_utils import IntervalStrategy
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim.optimizers import innermost, put_inside
-from gradpolicy.policies import Policy
 from gradpolicy.train.step_in_backward import refused
 from gradpolicy.train.training_run import (
     Driven,
-    Run,
     check_evaluates,
     flat_parameters_refused,
     needs_masks,
@@ -81,27 +78,7 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
     _is_loading = False
     # True once the gradients of an update were processed.
     _has_taken = False
-
-    def __init__(
-        self,
-        policies: Mapping[str, Policy | None] | None = None,
-        *,
-        seed: int = 0,
-        log: bool = True,
-        agreement_every: int | None = 100,
-        layers: bool | None = True,
-        step_in_backward: bool = False,
-        master_weights: bool = False,
-    ) -> None:
-        self.run = Run(
-            policies,
-            seed=seed,
-            agreement_every=agreement_every,
-            layers=layers,
-            master_weights=master_weights,
-        )
-        self.log_policies, self.step_in_backward = log, step_in_backward
-        self._evaluated: dict[str, float] = {}
+    _evaluated: dict[str, float]
 
     # ---- installing and removing
 

@@ -3,11 +3,12 @@
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from gradpolicy.checks import check_integer
 from gradpolicy.errors import PolicyError, shown
@@ -29,38 +30,33 @@ MOST_FOLLOWED = 4096
 _TRAINING: weakref.WeakSet[MaskedOptimizer] = weakref.WeakSet()
 
 
+class Options(TypedDict, total=False):
+    """The other arguments of :func:`training`."""
+
+    steps_per_epoch: int | None
+    scaler: torch.amp.GradScaler | None
+    toggle_requires_grad: bool
+    step_in_backward: bool
+    master_weights: bool
+    layers: bool | None
+
+
 @overload
 def training(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    policies: Policies,
-    seed: int = 0,
-    *,
-    steps_per_epoch: int | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-    toggle_requires_grad: bool = True,
-    step_in_backward: bool = False,
-    master_weights: bool = False,
-    layers: bool | None = None,
+    model: nn.Module, optimizer: Optimizer, policies: Policies, seed: int = 0, **options: Unpack[Options]
 ) -> AbstractContextManager[MaskedOptimizer]: ...
 @overload
 def training(
     model: nn.Module,
-    optimizer: Sequence[torch.optim.Optimizer],
+    optimizer: Sequence[Optimizer],
     policies: Policies,
     seed: int = 0,
-    *,
-    steps_per_epoch: int | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-    toggle_requires_grad: bool = True,
-    step_in_backward: bool = False,
-    master_weights: bool = False,
-    layers: bool | None = None,
+    **options: Unpack[Options],
 ) -> AbstractContextManager[list[MaskedOptimizer]]: ...
 @contextmanager
 def training(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    optimizer: Optimizer | Sequence[Optimizer],
     policies: Policies,
     seed: int = 0,
     *,
@@ -193,7 +189,7 @@ def _install(run: Run, model: nn.Module, given: Sequence[Any], *, toggle_require
     for each in optimizers or [()]:
         if type(each).__module__.startswith("deepspeed"):
             raise deepspeed_refused(type(each).__name__)
-        if not isinstance(each, torch.optim.Optimizer):
+        if not isinstance(each, Optimizer):
             raise PolicyError(f"training: needs an optimizer, or a list of them; got {shown(each)}")
     plain = getattr(model, "_orig_mod", model)
     ddp = plain if isinstance(plain, DistributedDataParallel) else None

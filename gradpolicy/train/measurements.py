@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gradpolicy.flow.install import Installed
@@ -16,6 +15,7 @@ from gradpolicy.optim.ages import Ages
 from gradpolicy.optim.masked_parameter import MaskedParameter
 from gradpolicy.tensors.sharding import is_sharded, local_shard
 from gradpolicy.train.agreement import of_every_rank
+from gradpolicy.train.ranks import is_first_rank
 
 Measured = dict[str, dict[str, Any]]
 """The quantities of each policy. Those of a freeze policy are lists with one value per parameter."""
@@ -289,10 +289,8 @@ def _numbers(values: Sequence[Tensor]) -> list[float]:
 
 def _is_first_replica(parameter: Tensor) -> bool:
     """Return True if this process is the first of those that hold the same entries."""
-    if not dist.is_initialized():
-        return True
     if not is_sharded(parameter):
-        return dist.get_rank() == 0
+        return is_first_rank()
     sharded: Any = parameter
     places = zip(sharded.placements, sharded.device_mesh.get_coordinate() or (), strict=False)
     return all(place == 0 for placement, place in places if placement.is_replicate())

@@ -35,6 +35,7 @@ class MissingGradients:
         trainable: The tensors that train unless they are frozen, by name, in model order.
         policies: The freeze policy of each tensor that has one.
         layers: The layers that each policy counts.
+        reported: The names of tensors that were reported before.
     """
 
     def __init__(
@@ -42,12 +43,13 @@ class MissingGradients:
         trainable: Mapping[str, Tensor],
         policies: Mapping[str, str],
         layers: Mapping[str, Sequence[Layer]],
+        reported: Collection[str] = (),
     ) -> None:
         self._trainable, self._policies, self._layers = trainable, policies, layers
         # The number of updates without a gradient, for tensors that have had none so far.
         self._without: dict[str, int] = {}
         self._training: set[str] = set()
-        self._reported: set[str] = set()
+        self._reported = set(reported)
         # Tensors whose gradients had only zeros.
         self._zeros: set[str] = set()
         self._updates = 0

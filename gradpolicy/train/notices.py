@@ -104,14 +104,9 @@ class Notices:
         if self._is_first and self.policies:
             self._what_trains(self._trainable)
             policies = {} if freezer is None else freezer.policy_of
-            known = {
-                name: parameter
-                for name, parameter in self._trainable.items()
-                if (has_gradients or name in policies) and name not in self.shown_missing
-            }
-            self.missing = MissingGradients(
-                known, policies, {} if freezer is None else freezer.counted_layers()
-            )
+            known = {n: p for n, p in self._trainable.items() if has_gradients or n in policies}
+            layers = {} if freezer is None else freezer.counted_layers()
+            self.missing = MissingGradients(known, policies, layers, self.shown_missing)
             frozen = () if freezer is None else freezer.frozen()
             active = {n: p for n, p in self._trainable.items() if n not in frozen}
             losing = losing_updates(active, self._optimizers)

@@ -1,6 +1,7 @@
 """Steps of freeze policies that several processes take together, in any training loop."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from gradpolicy.train.agreement import check_agreement
 from gradpolicy.train.reducer import ReducerUpdater
 
 
+@dataclass(eq=False)
 class Ranks:
     """Prepares DDP's reducer for masks, and checks that the ranks agree.
 
@@ -40,22 +42,16 @@ class Ranks:
                 ...
     """
 
-    def __init__(
-        self,
-        model: nn.Module | None,
-        named: Mapping[str, Tensor],
-        freezer: Freezer | None = None,
-        optimizers: Iterable[MaskedOptimizer] = (),
-        *,
-        agreement_every: int | None = 100,
-    ) -> None:
-        self.named = dict(named)
-        self.freezer = freezer
-        self.optimizers = list(optimizers)
-        self.agreement_every = agreement_every
-        self.reducer: ReducerUpdater | None = None
-        if isinstance(model, DistributedDataParallel):
-            self.reducer = ReducerUpdater(model)
+    model: nn.Module | None
+    named: Mapping[str, Tensor]
+    freezer: Freezer | None = None
+    optimizers: Sequence[MaskedOptimizer] = ()
+    agreement_every: int | None = field(default=100, kw_only=True)
+    reducer: ReducerUpdater | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.model, DistributedDataParallel):
+            self.reducer = ReducerUpdater(self.model)
 
     def begin_step(self, step: int, *, cut: bool = False) -> None:
         """Prepare an effective step; every rank must call this with the same arguments.

@@ -366,11 +366,31 @@ class Run:
 class Driven:
     """A callback of a library, which drives a run.
 
+    Args:
+        policies: As of the run, like other arguments that are not named here.
+        log: Log values of each policy.
+        step_in_backward: Update each parameter in the backward pass.
+
     Attributes:
         run: The run.
+        sinks: Functions that receive the measurements.
     """
 
-    run: Run
+    def __init__(
+        self,
+        policies: Mapping[str, Policy | None] | None = None,
+        *,
+        seed: int = 0,
+        log: bool = True,
+        agreement_every: int | None = 100,
+        layers: bool | None = True,
+        step_in_backward: bool = False,
+        master_weights: bool = False,
+    ) -> None:
+        self.run = Run(
+            policies, seed=seed, agreement_every=agreement_every, layers=layers, master_weights=master_weights
+        )
+        self.log_policies, self.step_in_backward, self.sinks = log, step_in_backward, self.run.sinks
 
     @property
     def policies(self) -> dict[str, Policy]:

@@ -1,6 +1,5 @@
 """The Lightning callback: drives a run under policies."""
 
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -9,7 +8,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from gradpolicy.policies import Policy
 from gradpolicy.train.lightning.trainer_parts import (
     DEEPSPEED,
     STEP_METHODS,
@@ -17,7 +15,7 @@ from gradpolicy.train.lightning.trainer_parts import (
     check_weight_averaging,
 )
 from gradpolicy.train.step_in_backward import refused
-from gradpolicy.train.training_run import Driven, Run, check_evaluates, needs_masks
+from gradpolicy.train.training_run import Driven, check_evaluates, needs_masks
 
 # Entry points of the LightningModule itself, whose forward Lightning replaces temporarily.
 STEP_POINTS = {"": STEP_METHODS}
@@ -76,27 +74,6 @@ class GradientPolicies(Driven, AnyCallback):
         >>> list(callback.policies)
         ['quantizer', 'trunk']
     """
-
-    def __init__(
-        self,
-        policies: Mapping[str, Policy | None] | None = None,
-        *,
-        seed: int = 0,
-        log: bool = True,
-        agreement_every: int | None = 100,
-        layers: bool = True,
-        step_in_backward: bool = False,
-        master_weights: bool = False,
-    ) -> None:
-        self.run = Run(
-            policies,
-            seed=seed,
-            agreement_every=agreement_every,
-            layers=layers,
-            master_weights=master_weights,
-        )
-        self.log_policies, self.step_in_backward = log, step_in_backward
-        self.sinks = self.run.sinks
 
     # ---- installing and removing
 
