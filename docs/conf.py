@@ -61,7 +61,7 @@ FOLDER_PAGE = "\n\n```{{toctree}}\n:hidden:\n:glob:\n\n{pages}\n```\n"
 
 def has_pages(line: str) -> bool:
     """Return True unless an entry of a table of contents is a glob without a page."""
-    return not line.endswith("*") or any(Path(__file__).parent.glob(f"{line}.md"))
+    return not line.endswith("/*") or any(Path(__file__).parent.glob(f"{line}.md"))
 
 
 def for_the_site(app: Sphinx, name: str, source: list[str]) -> None:

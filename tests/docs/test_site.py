@@ -39,6 +39,8 @@ def test_every_family_of_rules_is_in_the_reference() -> None:
 def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(site: Path) -> None:
     assert 'id="gradpolicy.Freeze"' in (site / "api" / "README.html").read_text()
     assert (site / "searchindex.js").exists()
+    # Each large picture of the first page has its caption.
+    assert (site / "index.html").read_text().count("</p>\n<p><em>") == 3
     remote = re.compile(
         r"""<(?:script|link|img)\b[^>]*(?:src|href)="https?://|\bimport\b[^;<]*["']https?://"""
     )
