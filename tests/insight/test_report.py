@@ -121,6 +121,19 @@ def test_masks_are_shown_over_the_steps(run: Path) -> None:
     assert layers.x.tolist() == rows.index.tolist()
 
 
+def test_random_draws_of_one_density_are_in_no_chart(run: Path) -> None:
+    generator = np.random.default_rng(0)
+    lines = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "freeze":
+            draws = generator.binomial(line["entries"], 0.5)
+            line["active"], line["flipped"] = draws.tolist(), [each // 2 for each in line["entries"]]
+            line["flipped"] = line["flipped"] if line["step"] else [0] * len(line["flipped"])
+    (run / "record.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    assert mask_curves(read_run(run)) is None
+    assert timeline(read_run(run)) is None
+
+
 def test_entries_without_a_gradient_do_not_count_as_training(run: Path, tmp_path: Path) -> None:
     assert '<td class="figure-cell">772 of 3,088</td>' in page_of([run], tmp_path / "report.html")
 

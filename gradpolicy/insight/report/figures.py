@@ -117,6 +117,7 @@ def group_curves(groups: Sequence[Group]) -> list[Figure]:
 
 # ---- what policies did over the steps
 
+FLIPS = "flips per entry"
 # The columns of flow policies, and what the report calls them.
 FLOW = {
     "gradient_norm_before": "gradient norm before",
@@ -133,7 +134,7 @@ def _mask_quantities(run: Run) -> pd.DataFrame:
         return rows
     by = rows.groupby(["policy", "step"], as_index=False)
     sums = by[["active", "flipped", "entries"]].sum(min_count=1)
-    quantities = {"share that trains": "active", "flips per entry": "flipped"}
+    quantities = {"share that trains": "active", FLIPS: "flipped"}
     table = sums.assign(**{name: sums[column] / sums["entries"] for name, column in quantities.items()})
     return table.melt(["policy", "step"], list(quantities), "quantity", "value").dropna()
 
@@ -148,14 +149,17 @@ def _flow_quantities(run: Run) -> pd.DataFrame:
 
 
 def _varies(table: pd.DataFrame) -> "pd.Series[bool]":
-    """Return for each row if its policy's quantity changes over the steps."""
-    return table.groupby(["policy", "quantity"])["value"].transform("nunique") > 1
+    """Return for each row if its policy's quantity changes over the steps, by more than a twentieth."""
+    # The first row counts the flips of fewer steps than the others.
+    later = table["value"].where((table["quantity"] != FLIPS) | table["step"].ne(table["step"].min()))
+    own = later.groupby([table["policy"], table["quantity"]])
+    return own.transform("max") - own.transform("min") > own.transform("max").abs() / 20
 
 
 def constants(run: Run) -> list[dict[str, Any]]:
-    """Return what each policy kept the same at every recorded step: ``policy``, ``quantity``, ``value``."""
+    """Return what each policy kept within a twentieth: ``policy``, ``quantity``, ``value`` at last."""
     tables = [table for table in (_mask_quantities(run), _flow_quantities(run)) if len(table)]
-    same = [table[~_varies(table)].drop_duplicates(["policy", "quantity"]) for table in tables]
+    same = [table[~_varies(table)].drop_duplicates(["policy", "quantity"], keep="last") for table in tables]
     return pd.concat(same)[["policy", "quantity", "value"]].to_dict("records") if same else []
 
 
@@ -172,9 +176,14 @@ def mask_curves(run: Run) -> Figure | None:
 
 
 def timeline(run: Run) -> Figure | None:
-    """Draw layers by steps, the share of entries that train in colour."""
+    """Draw layers by steps, the share of entries that train in colour, where it is no random draw's."""
     layers = run.rows("layer")
     if layers.empty:
+        return None
+    own = layers.groupby(["policy", "layer"])
+    share, entries = own["active_share"], own["entries"].first()
+    deviation = np.sqrt(share.mean() * (1 - share.mean()) / entries)
+    if (share.max() - share.min() <= 6 * deviation).all():
         return None
     if layers["policy"].nunique() > 1:
         layers = layers.assign(layer=layers["layer"] + " · " + layers["policy"])
