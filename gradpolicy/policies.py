@@ -173,6 +173,9 @@ class FlowPolicy(Policy, RulePlacement):
             f": rule {rule} changes operations' own gradients (own=True): name the operations (ops=)": (
                 self.rule.own and not self.ops
             ),
+            f": rule {rule} asks for operations' own derivatives: name the operations (ops=)": (
+                self.rule.name == "nan_safe" and not self.ops
+            ),
             f".argument: positions count from 0, got {next(iter(negative), 0)}": negative,
             ".argument: is of the input, and at='output' means the other side": (
                 self.argument and self.at == "output"

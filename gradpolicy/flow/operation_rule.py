@@ -31,7 +31,7 @@ from gradpolicy.flow.carrying import (
 )
 from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
 from gradpolicy.flow.edges import insert_rule, replace, tap
-from gradpolicy.flow.operations import SHARED, Operation, name_of, name_of_call
+from gradpolicy.flow.operations import SHARED, Operation, derivative_of, name_of, name_of_call
 from gradpolicy.flow.policy_report import ACROSS, Outcome
 from gradpolicy.flow.tracing import (
     Function,
@@ -61,6 +61,7 @@ class OperationRule:
     def __init__(self, operation: Operation, state: RuleState) -> None:
         self.operation, self.state, self.name = operation, state, operation.name
         self.decides = operation.decides
+        self.derivative = derivative_of(operation).function if state.rule.takes_call else None
         self.bound_rule = BoundRule(state, f"operation {operation.name!r}", sums_broadcast=True)
         # True if the operation itself saves the same tensors with the rule as without it.
         keeps_backward = state.filters or (state.rule.own and not state.rule.reads)
@@ -215,7 +216,8 @@ class OperationRule:
         bound_rule = self.bound_rule.in_module(native.module)
         if not self.state.rule.takes_call:
             return bound_rule
-        return bound_rule.for_call(Call(self.name, native.mapped(Tensor.detach).arguments(self.name)))
+        arguments = native.mapped(Tensor.detach).arguments(self.name)
+        return bound_rule.for_call(Call(self.name, arguments, self.derivative))
 
     def _index(self, native: "NativeCall") -> Tensor:
         """Return an index into categories. Its rule gets the one-hot code, and the scores as the input."""

@@ -53,6 +53,9 @@ class Derivative:
             if name in arguments and _is_setting(arguments[name]):
                 parameters[name] = arguments[name]
         function = functools.partial(self.function, **parameters) if parameters else self.function
+        first = arguments.get("input")
+        if self.settings and _is_setting(first) and self._count(parameters, len(inputs) + 1) > len(inputs):
+            function = functools.partial(function, grad.new_tensor(first))
         given = inputs[: self._count(parameters, len(inputs))]
         if not given:
             raise PolicyError(f"{self.name} takes none of the inputs {[tuple(one.shape) for one in inputs]}")

@@ -28,10 +28,13 @@ class Call:
             a module's input or output ``"input of module 'head'"``.
         arguments: All arguments of the call by parameter name, including defaults. The first tensor of a
             torch operation is ``"input"``.
+        derivative: The operation's own derivative at any inputs, a function
+            ``(grad, inputs, output, *, call)`` that returns a gradient for each of them. None elsewhere.
     """
 
     operation: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    derivative: RuleFunction | None = None
 
 
 @dataclass(frozen=True)

@@ -339,6 +339,16 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+def without_nan(policy):
+    """Check that what `where` leaves out gets no gradient, where without the rule it is NaN."""
+    model, x = nn.Module(), torch.tensor([-1.0, 0.0, 4.0], requires_grad=True)
+    model.forward = lambda x: torch.where(x > 0, torch.sqrt(x), 0.0).sum()
+    assert torch.autograd.grad(model(x), x)[0][:2].isnan().all()
+    with gp.install(model, [policy], strict=True):
+        model(x).backward()
+    assert x.grad.tolist() == [0.0, 0.0, 0.25]
+
+
 CASES = {
     "train only the embedding rows of new tokens": new_rows,
     "train only biases and the head (BitFit)": only("*.bias", "lm_head.*", model=llama),
@@ -359,6 +369,7 @@ CASES = {
     "a probe that does not train the layers before it": gradients(probe=Tensor.detach),
     "domain-adversarial training": gradients(domain_head=scaled(-1.0)),
     "clip the gradient at one place": gradients(decoder=clipped),
+    "no NaN from `where(x > 0, sqrt(x), 0)`": without_nan,
     "guided backpropagation, however ReLU is spelled": gradients(relu=[GuidedReference.apply] * 3),
     "your own gradient for an operation": gradients(rounding=scaled(3.0, torch.round)),
     "a mask that you set yourself": own_mask,

@@ -73,6 +73,17 @@ class TestGradientOf:
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             fails(one, (x, y), x)
 
+    @pytest.mark.parametrize(
+        ("name", "function"),
+        [("div", lambda x: 3 / x), ("pow", lambda x: 2**x), ("sub", lambda x: 2 - x)],
+    )
+    def test_of_an_operation_on_a_number_and_a_tensor(self, name, function):
+        x, other = X.clone().requires_grad_(), X.clone().requires_grad_()
+        with gp.gradient_override({name: f"torch.{name}"}):
+            function(x).sum().backward()
+        function(other).sum().backward()
+        torch.testing.assert_close(x.grad, other.grad)
+
     def test_it_can_be_pickled_and_compiled(self):
         smooth = pickle.loads(pickle.dumps(gp.gradient_of(torch.sin)))
         x = torch.tensor([0.3, 2.0], requires_grad=True)
