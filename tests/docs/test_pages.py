@@ -85,6 +85,18 @@ def test_the_first_page_has_ten_lines_of_code_and_the_pictures_of_the_cookbook()
     assert set((DOCS / "cookbook/pictures").glob("*.png")) <= set(pictures(DOCS / "index.md"))
 
 
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "index.md"], ids=["readme", "index"])
+def test_the_first_page_begins_with_three_captioned_pictures(page):
+    text = page.read_text()
+    captioned = re.findall(r"^!\[[^]]+\]\(([^)]+\.png)\)\n\n\*[A-Z][^*]+\*$", text, flags=re.MULTILINE)
+    names = [Path(name).stem for name in captioned]
+    assert names == ["what_trains", "loss_against_memory", "presets"]
+    begins = {
+        path: path.read_text().partition("\n## ")[0] for path in (ROOT / "README.md", DOCS / "index.md")
+    }
+    assert begins[ROOT / "README.md"].replace("](docs/", "](") == begins[DOCS / "index.md"]
+
+
 # Tables and messages as they are printed, which other tests compare: they cannot be narrower.
 PRINTED = [ROOT / "README.md", DOCS / "troubleshooting.md"]
 
