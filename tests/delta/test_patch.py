@@ -47,6 +47,7 @@ def entries(state: str = "keep", every: int | None = 2) -> list[gp.Freeze]:
 
 POLICIES: dict[str, list[gp.Freeze]] = {
     **{state: entries(state) for state in ("keep", "zero", "drop")},
+    "master weights": [gp.Freeze(gp.masks.Random(0.3, every=2), frozen_state="drop", master_weights=True)],
     "rows": [gp.Freeze(gp.masks.Rows("9:"), params="0.weight"), gp.Freeze(params="1.*")],
     "none": [],
     "prune": [gp.Freeze(gp.masks.PruneAndGrow(0.3, grow="random", every=3, stop=9), frozen_state="zero")],
@@ -75,7 +76,7 @@ def test_nine_patches_applied_one_by_one_give_every_bit(kind: str, dtype: torch.
     halves = [list(model[0].parameters()), [p for each in model[1:3] for p in each.parameters()]]
     halves[1].append(model[3].bias)
     optimizers = [torch.optim.AdamW(halves[0], lr=0.1), torch.optim.SGD(halves[1], lr=0.1, momentum=0.9)]
-    sparse = kind in ("keep", "zero", "drop")
+    sparse = kind in ("keep", "zero", "drop", "master weights")
     run = gp.training(model, optimizers, POLICIES[kind], seed=0)
     with run as masked:
         for step in range(9):

@@ -35,7 +35,10 @@ POLICIES: dict[str, Any] = {
         "cut": gp.Stop(modules="model.layers.1", when=gp.When(start=1, stop=5)),
     },
 }
-IN_THE_TABLE = {"layers": "tensors", "topk": "gradient sources", "cut": "flow"}
+IN_THE_TABLE = {"layers": "tensors", "topk": "gradient sources", "cut": "flow"} | {
+    "float32": "mixed precision",
+    "bfloat16": "master weights",
+}
 UNDER_DDP = {"loop": "huggingface", "processes": "ddp"}
 FROZEN_STATES = {"layers": "keep", "rows": "drop", "entries": "zero", "topk": "zero"}
 
@@ -48,17 +51,18 @@ def arguments_for(way: str, kind: Any, folder: str, **settings: Any) -> Any:
 
 @forgets_accelerate()
 def train(
-    way: str, kind: str, folder: str, resume: int | None = None, mixed: bool = False
+    way: str, kind: str, folder: str, resume: int | None = None, dtype: str = "float64"
 ) -> tuple[Facts, int]:
     """Return what training ends with, and how many frozen entries it has changed."""
-    model = make_model("llama").to(torch.float32 if mixed else torch.float64)
+    model = make_model("llama").to(getattr(torch, dtype))
     if kind in POLICIES:
         policies = POLICIES[kind]()
     else:
         policies = make_policies("llama", kind, FROZEN_STATES[kind])
-    callback = GradientPoliciesCallback(policies, seed=1, log=False, agreement_every=1)
+    master = dtype == "bfloat16"
+    callback = GradientPoliciesCallback(policies, seed=1, log=False, agreement_every=1, master_weights=master)
     watch = Watch(callback)
-    arguments = arguments_for(way, TrainingArguments, folder, bf16=mixed)
+    arguments = arguments_for(way, TrainingArguments, folder, bf16=dtype != "float64")
     callbacks = [callback, watch]
     trainer = Trainer(model, arguments, train_dataset=training_data("llama"), callbacks=callbacks)
     trainer.train(resume_from_checkpoint=resume and str(Path(folder) / f"checkpoint-{resume}"))
@@ -96,13 +100,16 @@ def test_two_ranks_train_what_one_process_trains_and_resume_bit_for_bit(
         assert_same(resumed, first, exactly=True)
 
 
-@pytest.mark.supports("mixed precision", loop="huggingface", processes="ddp")
+@pytest.mark.supports("{dtype}", **UNDER_DDP, names=IN_THE_TABLE)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.slow
-def test_in_mixed_precision_ranks_agree_and_resume_bit_for_bit(pair: ProcessPool, tmp_path: Path) -> None:
-    (first, moved), (second, _) = pair(train, "ddp", "entries", str(tmp_path), None, True)
+def test_in_mixed_precision_ranks_agree_and_resume_bit_for_bit(
+    pair: ProcessPool, tmp_path: Path, dtype: str
+) -> None:
+    (first, moved), (second, _) = pair(train, "ddp", "entries", str(tmp_path), None, dtype)
     assert moved == 0
     assert_same(second, first, exactly=True)
-    for resumed, _ in pair(train, "ddp", "entries", str(tmp_path), SAVED_AT, True):
+    for resumed, _ in pair(train, "ddp", "entries", str(tmp_path), SAVED_AT, dtype):
         assert_same(resumed, first, exactly=True)
 
 

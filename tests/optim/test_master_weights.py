@@ -1,7 +1,10 @@
+import copy
 import io
+import warnings
 
 import pytest
 import torch
+from torch import nn
 
 import gradpolicy as gp
 from gradpolicy.optim.update_rules.master_weights import joined, split
@@ -206,3 +209,55 @@ def test_compiled_code_gives_the_same_bits(frozen_state):
             parameter.grad = gradient.to(parameter.dtype)
             optimizer.step()
     assert torch.equal(half.detach(), split(full.detach(), torch.bfloat16)[0].bfloat16())
+
+
+@pytest.mark.slow
+def test_the_fixed_entries_of_peft_move_as_in_float32():
+    """SHiRA: 400 steps of `peft` on float32 weights, and of its entries on bfloat16 weights."""
+    import peft
+
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 16)).bfloat16().float()
+    config = peft.ShiraConfig(r=4, target_modules=["0", "2"], random_seed=0)
+    adapted = peft.get_peft_model(copy.deepcopy(base), config)
+    masks, teacher, x = {}, copy.deepcopy(base), torch.randn(256, 64).bfloat16().float()
+    for name in ("0.weight", "2.weight"):
+        layer = adapted.base_model.model.get_submodule(name[0])
+        masks[name] = torch.zeros(layer.weight.shape, dtype=torch.bool)
+        masks[name][tuple(layer.shira_indices["default"].long())] = True
+        teacher.get_parameter(name).data += masks[name] * torch.randn(layer.weight.shape) * 0.05
+    target = teacher(x).detach()
+
+    def loss(model):
+        return (model(x.to(next(model.parameters()).dtype)).float() - target).square().mean()
+
+    def steps(model, optimizer):
+        for _ in range(400):
+            loss(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def adamw(model):
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trained, lr=1e-5, weight_decay=0.0)
+
+    def gained(model):
+        return (loss(base) - loss(model.float())).item()
+
+    steps(adapted, adamw(adapted))
+    expected = adapted.merge_and_unload()
+    kept, lost = (copy.deepcopy(base).bfloat16() for _ in range(2))
+    for model in (kept, lost):
+        policy = gp.Train(masks, params=list(masks), frozen_state="drop", master_weights=model is kept)
+        with (
+            warnings.catch_warnings(action="ignore"),
+            gp.training(model, adamw(model), [policy]) as optimizer,
+        ):
+            steps(model, optimizer)
+    for name, mask in masks.items():
+        moved, rounded = kept.get_parameter(name), expected.get_parameter(name).bfloat16()
+        assert torch.equal(moved[~mask].float(), base.get_parameter(name)[~mask])
+        # The gradients of a forward pass in bfloat16 differ a little.
+        assert (moved[mask] == rounded[mask]).float().mean() > 0.9
+    assert gained(kept) == pytest.approx(gained(expected), rel=0.01)
+    assert gained(lost) < 0.05 * gained(expected)
