@@ -167,28 +167,18 @@ def _flow_report(
 
 
 def _observe(
-    model: nn.Module,
-    policies: Mapping[str, FlowPolicy],
-    active: Set[str],
-    step: Step,
-    *,
-    reentrant: bool = False,
+    model: nn.Module, policies: Mapping[str, FlowPolicy], active: Set[str], step: Step
 ) -> tuple[dict[str, Tensor | None], dict[str, ReportRow]]:
-    """Do one step with some of the policies active; ``reentrant``: with a backward pass to all leaves."""
+    """Do one step with some of the policies active."""
     entry_point = "training_step" if hasattr(model, "training_step") else "forward"
     installed = install(model, policies, entry_points={"": [entry_point]})
     try:
         for name in policies:
             installed.set_active(name, name in active)
-        gradients = _gradients(step(model), _trainable(model), reentrant=reentrant)
+        gradients = _gradients(step(model), _trainable(model))
         return gradients, {row.name: row for row in installed.report().rows}
-    except RuntimeError as error:
-        # Reentrant checkpoints refuse gradients of chosen tensors.
-        if reentrant or "use_reentrant" not in str(error):
-            raise
     finally:
         installed.remove(quiet=True)
-    return _observe(model, policies, active, step, reentrant=True)
 
 
 def _unmet(report: Mapping[str, ReportRow], model: nn.Module) -> Iterator[str]:
@@ -206,18 +196,31 @@ def _unmet(report: Mapping[str, ReportRow], model: nn.Module) -> Iterator[str]:
             yield f"{name}: {message}"
 
 
-def _gradients(
-    loss: Tensor, parameters: Mapping[str, nn.Parameter], *, reentrant: bool
-) -> dict[str, Tensor | None]:
+def _gradients(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
     if not (loss.requires_grad and parameters):
         return dict.fromkeys(parameters)
-    if reentrant:
-        for parameter in parameters.values():
-            parameter.grad = None
-        loss.backward()
-        return {name: parameter.grad for name, parameter in parameters.items()}
-    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    return dict(zip(parameters, found, strict=True))
+    # Not of chosen tensors, since reentrant checkpoints compute those of all. What the step uses beside the
+    # copy keeps its gradient.
+    kept = {leaf: leaf.grad for leaf in (*_leaves(loss), *parameters.values())}
+    for leaf in kept:
+        leaf.grad = None
+    loss.backward()
+    found = {name: parameter.grad for name, parameter in parameters.items()}
+    for leaf, gradient in kept.items():
+        leaf.grad = gradient
+    return found
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors in a graph that get a gradient."""
+    nodes: list[Any] = [loss.grad_fn]
+    seen = {None}
+    while nodes:
+        if (node := nodes.pop()) not in seen:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+            if hasattr(node, "variable"):
+                yield node.variable
 
 
 def _idle(flow: Mapping[str, FlowPolicy], gradients: Mapping[str, Tensor | None]) -> tuple[str, ...]:

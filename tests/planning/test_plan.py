@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import gradpolicy as gp
 from gradpolicy.planning.plan import training_loss
@@ -315,6 +316,38 @@ def test_the_policys_own_source_is_not_set_up(plan_of):
     source = gp.masks.TopK(0.5)
     plan_of({"top": gp.Freeze(source, params="head.*")})
     assert (source.parameters, source.sums, source.decided) == ({}, {}, -1)
+
+
+@pytest.mark.parametrize(("unit", "asked"), [("step", (3, 0)), ("epoch", (0, 3))])
+def test_a_source_is_asked_for_the_step_and_epoch_at_which_its_policy_starts(plan_of, unit, asked):
+    class Asked(gp.masks.MaskSource):
+        counts = []
+
+        def masks(self, step, epoch):
+            self.counts.append((step, epoch))
+            return {}
+
+    plan_of({"later": gp.Freeze(Asked(), when=gp.When(start=3, unit=unit))})
+    assert Asked.counts == [asked]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradients_pass_checkpoints_and_what_is_beside_the_model_keeps_its_own(reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return checkpoint(self.used, x.requires_grad_(), use_reentrant=reentrant)
+
+    model, beside = Checkpointed(), nn.Linear(4, 1)
+    for each in (model.idle.weight, beside.weight):
+        each.grad = torch.ones_like(each)
+    planned = gp.plan(model, {}, lambda copy: beside(copy(torch.ones(2, 4))).sum())
+    assert planned.without_gradient == ("idle.weight", "idle.bias")
+    assert beside.weight.grad.tolist() == [[1.0] * 4]
+    assert beside.bias.grad is None
 
 
 def test_masks_are_those_of_the_epoch_at_which_a_policy_starts(plan_of):
