@@ -41,7 +41,7 @@ def command(options: argparse.Namespace, outputs: Path) -> list[str]:
         f"data.workers={options.workers}",
         "data.batch_size=32",
         # Too large, so that the best epoch is in the middle, and a resumed run must restore it.
-        "optimizer.lr=0.3",
+        *([] if any(each.startswith("optimizer=") for each in options.overrides) else ["optimizer.lr=0.3"]),
         "logger=csv",
         "+logger.csv.flush_logs_every_n_steps=1",
         *(

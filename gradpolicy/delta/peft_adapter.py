@@ -240,7 +240,8 @@ def _read_config(path: Path) -> dict[str, Any]:
         kind = config.get("peft_type")
     # json raises RecursionError for deeply nested text.
     except (OSError, ValueError, RecursionError, AttributeError) as error:
-        raise PolicyError(f"delta.from_peft: {path} cannot be read: {brief(repr(error))}") from error
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else brief(repr(error))
+        raise PolicyError(f"delta.from_peft: {path} cannot be read: {why}") from error
     check_choice(f"delta.from_peft: peft_type in {path}", kind, (_TOKENS, _SHIRA))
     return config
 

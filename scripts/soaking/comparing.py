@@ -1,6 +1,7 @@
 """Compares the files of two runs: checkpoints bit for bit, logs, records and results."""
 
 import csv
+import io
 import re
 from collections.abc import Mapping
 from itertools import zip_longest
@@ -44,6 +45,9 @@ def differences(first: Any, second: Any, place: str = "") -> list[str]:
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         same = first.dtype == second.dtype and torch.equal(first, second)
         return [] if same else [f"{place}: {_shown(first)} became {_shown(second)}"]
+    if isinstance(first, bytes) and isinstance(second, bytes):
+        # A pickle tells a string that is one object at two places from two equal ones.
+        first, second = (torch.load(io.BytesIO(each), weights_only=True) for each in (first, second))
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         first, second = ({_plain(key): value for key, value in each.items()} for each in (first, second))
         keys = list(dict.fromkeys([*first, *second]))

@@ -166,6 +166,19 @@ def test_a_file_is_applied_once_and_taken_back_once(network: nn.Module, path: Pa
 
 
 @pytest.mark.parametrize(
+    ("tensor", "kind"),
+    [
+        (torch.ones(2, device="meta"), "meta, torch.float32"),
+        (torch.eye(2).to_sparse(), "sparse_coo, torch.float32"),
+        (torch.ones(2, dtype=torch.complex32), "strided, torch.complex32"),
+    ],
+)
+def test_tensors_that_no_file_holds_are_refused_by_their_kind(path, tensor, kind):
+    with pytest.raises(PolicyError, match=rf"'own' cannot be stored: it is {kind}"):
+        gp.delta.save(path, {"own": tensor}, {})
+
+
+@pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
         (

@@ -309,6 +309,7 @@ def test_damaged_tensors_of_an_adapter_are_refused(key, change, message, tmp_pat
 def test_other_bases_and_damaged_configs_are_refused(adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match=r"unknown tensor 'a\.weight'; did you mean 'a\.weights'"):
         gp.delta.from_peft(adapter, tmp_path / "b", {"a.weights": torch.zeros(20, 4)})
-    (adapter / "adapter_config.json").write_text("{")
-    with pytest.raises(PolicyError, match=r"adapter_config\.json cannot be read: JSONDecodeError"):
-        gp.delta.from_peft(adapter, tmp_path / "b")
+    for text, why in (("{", "JSONDecodeError"), ("[" * 100_000, "it is nested too deeply")):
+        (adapter / "adapter_config.json").write_text(text)
+        with pytest.raises(PolicyError, match=rf"adapter_config\.json cannot be read: {why}"):
+            gp.delta.from_peft(adapter, tmp_path / "b")

@@ -146,6 +146,19 @@ def test_what_is_frozen_keeps_its_bits_also_where_rates_are_scaled(stack) -> Non
     assert (after[2] != first[2]).all()
 
 
+def test_a_source_is_asked_once_in_each_of_its_periods(stack) -> None:
+    class Asked(ByTheTime):
+        def masks(self, step: int, epoch: int) -> dict:
+            asked.append(step)
+            return {}
+
+    asked: list[int] = []
+    _, freezer = freezer_of(stack, {"own": gp.Freeze(Asked(every=3))})
+    for step in range(7):
+        freezer.begin_step(step)
+    assert asked == [0, 3, 6]
+
+
 def by_magnitude(name: str, parameter: torch.Tensor, step: int) -> torch.Tensor:
     return parameter.detach().abs() > parameter.detach().abs().median()
 

@@ -302,6 +302,7 @@ def damaged(change):
                 ({"betas": (0.9,)}, r"betas: expected 2 values such as \(0\.9, 0\.999\), got \(0\.9,\)"),
                 ({"amsgrad": torch.zeros(3)}, "amsgrad: expected True or False"),
                 ({"gradpolicy": 3}, "the state_dict is truncated or damaged"),
+                ({"decoupled_weight_decay": 3}, "decoupled_weight_decay: expected True or False, got 3"),
             )
         ),
         (lambda saved, _: saved["param_groups"][0].pop("eps"), "param group of parameter 0 .* has no 'eps'"),

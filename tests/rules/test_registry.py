@@ -23,6 +23,8 @@ def test_register():
     def five_times(grad, inputs, output):
         return 5 * grad
 
+    with pytest.raises(PolicyError, match=r"besides the built-in ones: .*'registry_test_rule'"):
+        get_rule("no_such_rule")
     found = get_rule("registry_test_rule")
     x = torch.ones(2)
     assert found.function is five_times

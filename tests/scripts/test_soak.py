@@ -1,5 +1,6 @@
 """Killed runs end as the undisturbed one; the short version of ``python scripts/soak.py --kills 50``."""
 
+import io
 import os
 import subprocess
 import sys
@@ -36,15 +37,23 @@ PHASES = (
 )
 
 
+MIXTURE = (
+    *PHASES,
+    "optimizer=muon",
+    "trainer.precision=bf16-mixed",
+    "model.model._target_=soaking.models.Checkpointed",
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
         ["--kills=3", "--ranks=2", "--workers=1", "--seed=1"],
         ["--kills=2", "--accumulate=2", "--save-every=1", *PHASES],
-        ["--kills=1", "--ranks=2", "--save-every=1", *PHASES],
+        ["--kills=1", "--ranks=2", "--save-every=1", *MIXTURE],
     ],
-    ids=["two ranks with loader workers", "phases under accumulation", "phases on two ranks"],
+    ids=["two ranks with loader workers", "phases under accumulation", "everything on two ranks"],
 )
 def test_a_killed_run_ends_with_the_same_bits_and_rows(arguments: list[str]) -> None:
     assert soak(*arguments).startswith(f"{arguments[0][-1]} kills, not one bit of difference")
@@ -56,7 +65,17 @@ def test_one_bit_of_difference_is_told_with_its_place() -> None:
     assert differences(first, {**first, "path": "/b/train/runs/2/best.ckpt"}) == []
     assert [line.split(":")[0] for line in differences(first, second)] == [".weights[1]", ".step"]
     assert differences({"moment": torch.ones(1)}, {"moment": torch.ones(1).double()}), "another dtype"
+    names = [f"{'weight'}{index}" for index in (1, 1, 2)]
+    apart, joined, other = (saved({"names": each}) for each in (names[:2], names[:1] * 2, names[1:]))
+    assert apart != joined
+    assert differences({"state": apart}, {"state": joined}) == []
+    assert differences({"state": apart}, {"state": other})[0].startswith(".state.names[1]: 'weight1' became")
     assert differences({"mask": 1}, {}) == [".mask: only in one of them"]
+
+
+def saved(state: object) -> bytes:
+    torch.save(state, written := io.BytesIO())
+    return written.getvalue()
 
 
 def end(folder: Path, best: float, accuracy: float, loss: str) -> Path:

@@ -34,6 +34,16 @@ def samples(batches: ResumableLoader) -> list[list[int]]:
     return [batch[0].tolist() for batch in batches]
 
 
+def test_a_run_is_resumed_within_an_epoch_only_with_the_same_order_of_samples() -> None:
+    saved = loader(seed=1).state_dict()
+    loader(seed=1).load_state_dict(saved)
+    loader(seed=1).load_state_dict({})
+    for other in (loader(seed=2), loader(seed=1, batch_size=2)):
+        with pytest.raises(PolicyError, match=r"saved within an epoch with .*'seed': 1"):
+            other.load_state_dict(saved)
+    loader(seed=1, batch_size=2, ranks=2).load_state_dict(saved)
+
+
 def test_an_epoch_has_the_same_order_whenever_it_is_asked_for() -> None:
     again, before = loader(epoch=3), torch.get_rng_state()
     assert samples(loader(epoch=3)) == samples(again) == samples(again)
