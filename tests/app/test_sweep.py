@@ -5,12 +5,14 @@ import signal
 import sys
 from pathlib import Path
 from subprocess import Popen
+from types import SimpleNamespace
 
 import optuna
 import pandas
 import pytest
+import torch
 
-from gradpolicy.app.sweep import check_space, draw
+from gradpolicy.app.sweep import PruneTrial, check_space, draw
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight.run_files import RESULT, Result
 from gradpolicy.insight.sweep_summary import SUMMARY, collect
@@ -90,6 +92,25 @@ def test_wrong_input_ends_a_search_before_it_begins(tmp_path: Path) -> None:
     assert ended.code == 2
     assert "random_freeze" in ended.err
     assert not (tmp_path / "none").exists()
+
+
+def test_a_pruned_trial_is_that_of_the_study_and_number(tmp_path: Path) -> None:
+    storage = f"sqlite:///{tmp_path}/study.db"
+    study = optuna.create_study(storage=storage, study_name="some")
+    other, own = study.ask(), study.ask()
+    pruning = PruneTrial(storage, "some", own._trial_id, "val/loss")
+    metrics = {"val/loss": torch.tensor(0.5)}
+    module = SimpleNamespace(current_epoch=3)
+    trainer = SimpleNamespace(
+        sanity_checking=False,
+        callback_metrics=metrics,
+        is_global_zero=True,
+        should_stop=False,
+        strategy=SimpleNamespace(broadcast=lambda value: value),
+    )
+    pruning.on_validation_end(trainer, module)
+    reported = [study.trials[each.number].intermediate_values for each in (other, own)]
+    assert reported == [{}, {3: 0.5}]
 
 
 @pytest.mark.slow

@@ -228,6 +228,15 @@ def test_masked_gradients_count_neither_in_clipping_nor_in_the_log(train, bert):
         assert entry["grad_norm"] < entry["policy/rest/gradient_norm_before"]
 
 
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_what_the_trainer_logs_has_measurements_whenever_it_logs(train, bert, strategy):
+    settings = {"logging_strategy": strategy, "logging_steps": 2, "gradient_accumulation_steps": 2}
+    trainer, _ = train(bert, {"rest": gp.Freeze(half)}, **settings)
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logged) > 1
+    assert all("policy/rest/active_share" in entry for entry in logged)
+
+
 class Shown(gp.masks.MaskSource):
     """Writes down the gradients that it is shown."""
 
