@@ -24,8 +24,20 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def ended(*words: str) -> int | str | None:
+    try:
+        return main(list(words))
+    except SystemExit as end:
+        return end.code
+
+
 def run(*words: str) -> None:
     assert main(["delta", *words]) == 0
+
+
+def test_an_action_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended("delta") == 2
+    assert "required: ACTION" in capsys.readouterr().err
 
 
 def test_save_apply_revert_merge_and_info(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -193,6 +193,12 @@ def test_torch_forward_that_writes_to_its_argument():
     assert mean.equal(torch.ones(2))
 
 
+def test_numpy_forward_gets_the_values_of_a_view_that_is_negated_when_it_is_read():
+    negated = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
+    assert negated.is_neg()
+    assert gp.apply("identity", lambda x: 2 * x, negated, numpy=True).tolist() == [-4.0, 8.0]
+
+
 def test_arrays_of_bfloat16_are_float32():
     def forward(x):
         assert x.dtype == np.float32
