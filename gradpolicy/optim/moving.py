@@ -417,5 +417,7 @@ def _move(
         if index is not None and (old is parameter or not is_stored):
             old.index_copy_(0, index.long(), value)
         else:
-            # The result for frozen entries, whose gradients are arbitrary, is discarded.
-            old.copy_(value if moves is None else torch.where(moves, value, old))
+            # The result for frozen entries, whose gradients are arbitrary, is discarded. Inductor is slow
+            # to choose between bytes.
+            kept = old if old.is_floating_point() else old.to(dtype)
+            old.copy_(value if moves is None else torch.where(moves, value.to(kept.dtype), kept))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import gradpolicy as gp
-from benchmarks.measure import HERE, Row, Step, device_seconds, paired_ratio
+from benchmarks.measure import HERE, Row, Step, device_seconds, one_thread, paired_ratio
 from gradpolicy import MaskedOptimizer
 from gradpolicy.freezing import Freezer
 from gradpolicy.tensors.seeded import bernoulli, derive
@@ -142,6 +142,22 @@ def entry_masks() -> Iterator[Row]:
     for correction in ("tensor", "entry"):
         step = masked(changes=MANY_CHANGES, dtype=torch.bfloat16, bias_correction=correction).step
         yield ratio(f"AdamW in bfloat16, entries, {correction}, {MANY_CHANGES} changes", step, baseline)
+
+
+def master_weights() -> list[Row]:
+    """A step of bfloat16 weights that are updated as float32, on one thread."""
+    rows = []
+    with one_thread():
+        baselines = {dtype: unmasked(dtype=dtype) for dtype in (torch.bfloat16, torch.float32)}
+        for what, options in (
+            ("all entries", {"density": 1.0}),
+            ("half of the entries, tensor", {"bias_correction": "tensor"}),
+            ("half of the entries, entry", {"bias_correction": "entry"}),
+        ):
+            step = masked(dtype=torch.bfloat16, master_weights=True, **options).step
+            for dtype, baseline in baselines.items():
+                rows.append(ratio(f"AdamW, {what}, against fused AdamW in {dtype}", step, baseline))
+    return rows
 
 
 def row_masks() -> Iterator[Row]:
@@ -284,4 +300,7 @@ def optimizers() -> list[Row]:
     return [row for part in PARTS for row in part()]
 
 
-BENCHMARKS: dict[str, Callable[[], list[Row]]] = {"optimizers": optimizers}
+BENCHMARKS: dict[str, Callable[[], list[Row]]] = {
+    "optimizers": optimizers,
+    "master_weights": master_weights,
+}
