@@ -19,6 +19,7 @@ from gradpolicy.optim.masked_optimizer import deepspeed_refused, wrapper_of
 from gradpolicy.optim.optimizers import innermost, is_prepared, put_inside
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.tensors.sharding import is_sharded
+from gradpolicy.train.optimizer_steps import parameters_of
 from gradpolicy.train.step_in_backward import refused
 from gradpolicy.train.training_run import Run
 from gradpolicy.where import ModelHook, named_parameters
@@ -156,7 +157,7 @@ def training(
         frozen = set(run.freezer.parameters.values()) if run.freezer is not None else set()
         for each in run.steps.masked:
             each.sees_loss_scale = False
-            each.set_masks({p: None for group in each.param_groups for p in group["params"] if p in frozen})
+            each.set_masks({p: None for p in parameters_of(each) if p in frozen})
 
 
 def _check_times(policies: Mapping[str, Policy], steps_per_epoch: int | None) -> None:
@@ -201,7 +202,7 @@ def _install(run: Run, model: nn.Module, given: Sequence[Any], *, toggle_require
         )
     # Everything that trains must require a gradient before DistributedDataParallel is created.
     alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
-    trained = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+    trained = [p for each in optimizers for p in parameters_of(each)]
     engine = getattr(optimizers[0], "allows_unused_parameters", False)
     follows = alone or ddp is not None or all(map(is_sharded, trained)) or engine
     inner: Any = plain.module if wraps else model
@@ -225,8 +226,7 @@ def _check_parameters(run: Run, model: nn.Module) -> None:
     Raises:
         PolicyError: If they were sharded within the block.
     """
-    groups = [group for each in run.steps.masked for group in each.param_groups]
-    trained = {id(parameter) for group in groups for parameter in group["params"]}
+    trained = {id(parameter) for each in run.steps.masked for parameter in parameters_of(each)}
     now = named_parameters(model)
     for name, known in run.freezer.parameters.items() if run.freezer is not None else ():
         if id(known) not in trained or (is_sharded(now.get(name, known)) and not is_sharded(known)):
@@ -245,7 +245,7 @@ def _begin_before_forward(run: Run, model: nn.Module, scaler: Any) -> Callable[[
         step without the hooks of torch's.
     """
     stepped: set[Any] = set()
-    parameters = [p for each in run.steps.masked for group in each.param_groups for p in group["params"]]
+    parameters = [p for each in run.steps.masked for p in parameters_of(each)]
     trained = [p for p in parameters if p.requires_grad]
     # Every optimizer moves small ones too, such as biases.
     followed = [p for p in trained if p.numel() <= MOST_FOLLOWED] or trained[:1]

@@ -111,7 +111,7 @@ class Steps:
         for name, parameter in freezer.parameters.items():
             if parameter not in self._hooked and parameter.requires_grad:
                 self._hooked.add(parameter)
-                owner = next(each for each in self.masked if _optimizes(each, parameter))
+                owner = next(each for each in self.masked if parameter in set(parameters_of(each)))
                 note = torch.compiler.disable(partial(self._take_gradient, name))
                 mask = torch.compiler.disable(partial(self._mask_gradient, freezer, owner))
                 self.hooks.append(parameter.register_hook(note))
@@ -203,8 +203,8 @@ class Steps:
         """
         if optimizer in self._taken or any(each.steps_inner for each in self.masked):
             return
-        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if names := [name for name, parameter in self._guarded.items() if id(parameter) in stepped]:
+        stepped = set(parameters_of(optimizer))
+        if names := [name for name, parameter in self._guarded.items() if parameter in stepped]:
             raise PolicyError(
                 f"{type(optimizer).__name__}.step would update {shortened(names)} past the policies: call "
                 "step() of the optimizer that was wrapped for them (gradpolicy.training returns it), and do "
@@ -252,5 +252,6 @@ _SAVING: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 """The hook by which each optimizer saves the state of its latest run."""
 
 
-def _optimizes(optimizer: Any, parameter: Tensor) -> bool:
-    return any(each is parameter for group in optimizer.param_groups for each in group["params"])
+def parameters_of(optimizer: Any) -> list[Tensor]:
+    """Return the parameters of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

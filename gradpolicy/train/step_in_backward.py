@@ -15,6 +15,7 @@ from gradpolicy.optim.put_back import is_torchs_own
 from gradpolicy.optim.update_rules import rule_for
 from gradpolicy.policies import Freeze, Policy
 from gradpolicy.tensors.sharding import is_sharded
+from gradpolicy.train.optimizer_steps import parameters_of
 
 OPTION = "step_in_backward"
 
@@ -62,7 +63,7 @@ class StepInBackward:
 
     def _hook(self, optimizer: MaskedOptimizer) -> None:
         """Register hooks on parameters, including ones that were added later and frozen ones."""
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        for parameter in parameters_of(optimizer):
             if parameter not in self._hooked:
                 self._hooked.add(parameter)
                 update = torch.compiler.disable(partial(self._update, optimizer))
@@ -94,7 +95,7 @@ class StepInBackward:
 
     @torch.compiler.disable
     def _after_step(self, optimizer: MaskedOptimizer, *_: Any) -> None:
-        self._updated.difference_update(p for group in optimizer.param_groups for p in group["params"])
+        self._updated.difference_update(parameters_of(optimizer))
         self._hook(optimizer)
 
 
@@ -107,8 +108,7 @@ def refused(found: str, expected: str) -> PolicyError:
 
 def _check_processes(optimizers: Iterable[MaskedOptimizer]) -> None:
     """Check that gradients are averaged over the ranks before they are complete, as under FSDP2."""
-    groups = [group for each in optimizers for group in each.param_groups]
-    sharded = all(is_sharded(parameter) for group in groups for parameter in group["params"])
+    sharded = all(is_sharded(parameter) for each in optimizers for parameter in parameters_of(each))
     several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
     if several and not sharded:
         raise PolicyError(

@@ -20,7 +20,7 @@ from gradpolicy.rates import Rates
 from gradpolicy.tensors.mask import pack_masks, unpack_masks
 from gradpolicy.train.measurements import Measured, Measurements, summary
 from gradpolicy.train.notices import Notices
-from gradpolicy.train.optimizer_steps import STATE, Steps
+from gradpolicy.train.optimizer_steps import STATE, Steps, parameters_of
 from gradpolicy.train.ranks import Ranks
 from gradpolicy.train.step_in_backward import StepInBackward
 from gradpolicy.where import ModelHook, named_parameters, once_each, pick_each
@@ -137,7 +137,9 @@ class Run:
         guarded = _matched(model, self.policies)
         wanted = set(guarded.values())
         wrapping = [
-            _masked(each, again=masks_all) if masks_all or not wanted.isdisjoint(_parameters(each)) else each
+            _masked(each, again=masks_all)
+            if masks_all or not wanted.isdisjoint(parameters_of(each))
+            else each
             for each in optimizers
         ]
         self.steps = Steps(self, wrapping, driven=driven)
@@ -158,7 +160,7 @@ class Run:
                 idle=self.idle,
             )
         if masks_all:
-            own = {parameter for each in masked for parameter in _parameters(each)}
+            own = {parameter for each in masked for parameter in parameters_of(each)}
             guarded |= {name: p for name, p in named_parameters(model).items() if p in own}
         self.steps.hook(guarded, self.freezer)
         self.notices.attach(self.freezer, wrapping, partitioned=not self.has_gradients)
@@ -253,7 +255,7 @@ class Run:
 
     def gradients(self, optimizer: Any) -> None:
         """Show the unscaled gradients of an optimizer to sources, before clipping if the driver can."""
-        self.notices.missing.update(_parameters(optimizer))
+        self.notices.missing.update(parameters_of(optimizer))
         if self.freezer is None or optimizer not in self.steps.masked:
             return
         if self.reads_gradients:
@@ -462,19 +464,15 @@ def _masked(optimizer: Any, *, again: bool) -> MaskedOptimizer:
     """Return an optimizer with masks; ``again``: as an earlier run has left it, without its masks."""
     former = wrapper_of(optimizer)
     if former is not None and not again:
-        former.set_masks(dict.fromkeys(_parameters(former)))
+        former.set_masks(dict.fromkeys(parameters_of(former)))
         former.effective_steps = 0
     return former or as_masked(optimizer)
-
-
-def _parameters(optimizer: Any) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _unscale(optimizer: Any) -> None:
     """Divide gradients by the loss scale, if a loss scaler has left that to a fused optimizer."""
     if getattr(optimizer, "grad_scale", None) is not None:
-        for parameter in _parameters(optimizer):
+        for parameter in parameters_of(optimizer):
             if parameter.grad is not None:
                 parameter.grad.div_(optimizer.grad_scale)
         optimizer.grad_scale = None
