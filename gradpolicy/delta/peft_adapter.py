@@ -237,11 +237,11 @@ def _read_config(path: Path) -> dict[str, Any]:
     check_kind(path, "delta.from_peft")
     try:
         config = json.loads(path.read_bytes())
-        kind = config.get("peft_type")
     # json raises RecursionError for deeply nested text.
-    except (OSError, ValueError, RecursionError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else brief(repr(error))
         raise PolicyError(f"delta.from_peft: {path} cannot be read: {why}") from error
+    kind = config.get("peft_type") if isinstance(config, dict) else None
     check_choice(f"delta.from_peft: peft_type in {path}", kind, (_TOKENS, _SHIRA))
     return config
 

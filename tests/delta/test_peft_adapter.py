@@ -313,3 +313,7 @@ def test_other_bases_and_damaged_configs_are_refused(adapter: Path, tmp_path: Pa
         (adapter / "adapter_config.json").write_text(text)
         with pytest.raises(PolicyError, match=rf"adapter_config\.json cannot be read: {why}"):
             gp.delta.from_peft(adapter, tmp_path / "b")
+    for text in ("null", "[1]"):
+        (adapter / "adapter_config.json").write_text(text)
+        with pytest.raises(PolicyError, match=r"peft_type in .*adapter_config\.json: unknown value 'None'"):
+            gp.delta.from_peft(adapter, tmp_path / "b")
