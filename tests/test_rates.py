@@ -227,6 +227,7 @@ def test_the_plan_says_which_rates_there_are(stack, tokens) -> None:
         ({"*": {"betas": [0.9]}}, r"'embed\.weight': betas: expected 2 values such as \(0\.9, 0\.999\), got"),
         ({"*": {"maximize": "yes"}}, r"maximize: expected True or False, got 'yes'"),
         ({"*": {"foreach": "yes"}}, r"foreach: expected True or False, got 'yes'"),
+        ({"*": {"decoupled_weight_decay": 3}}, r"decoupled_weight_decay: expected True or False, got 3"),
         ({"*": {"lr": None}}, r"lr: expected a number"),
         ({"*": lambda: 1.0}, r"lr: must take the count alone"),
     ],
