@@ -1,6 +1,7 @@
 """``apply``: any function with a rule as its backward."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping
 from numbers import Number
 from typing import Any
@@ -64,7 +65,7 @@ def apply(
         (tensor([0., 1.]), tensor([1., 1.]))
     """
     found = replacing_rule("apply", rule, forward)
-    state = RuleState(forward_name(forward), found, has_own_gradient=False)
+    state = RuleState(forward_name(forward), found)
     bound_rule = BoundRule(state, f"forward {state.name!r}")
     if not is_compiling():
         ReportRow.uses += 1
@@ -107,7 +108,8 @@ def replacing_rule(caller: str, rule: str | Rule | RuleFunction, forward: object
             f"{caller}: rule {found.name!r} changes an operation's own gradients (own=True), and a forward "
             "has none; give a rule (grad, inputs, output) that makes the gradient"
         )
-    return found
+    # A forward has no gradient that a filter could change: the rule's function makes it.
+    return dataclasses.replace(found, gradient_filter=None)
 
 
 def run_forward(forward: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], numpy: bool) -> Any:

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,33 +28,19 @@ class RuleState:
         rule: The rule. Callables among its parameters are schedules.
         policy: The policy. If None, the rule is always active.
         row: The row of the report in which the rule's use is counted; by default a new one.
-        has_own_gradient: True if the operation has a gradient of its own, which the rule's filter can change.
-            Otherwise the rule's function returns the gradient.
     """
 
     def __init__(
-        self,
-        name: str,
-        rule: Rule,
-        policy: RulePlacement | None = None,
-        *,
-        row: ReportRow | None = None,
-        has_own_gradient: bool = True,
+        self, name: str, rule: Rule, policy: RulePlacement | None = None, row: ReportRow | None = None
     ) -> None:
         self.name = name
         # The beginning of messages; empty for an operation of a block.
         self.prefix = "" if policy is None else f"policy {name!r}: "
         self.policy = policy = RulePlacement() if policy is None else policy
-        self.detaches = policy.detaches
-        # The indices of the calls to which the rule applies; empty means all calls.
-        self.calls = policy.calls
-        # The arguments of an operation to which the rule applies; empty means all arguments.
-        self.argument = policy.argument if policy.ops else ()
         # True if the rule filters the incoming gradient and keeps the operation's own backward.
-        self.filters = has_own_gradient and policy.at != "through" and rule.gradient_filter is not None
+        self.filters = policy.at != "through" and rule.gradient_filter is not None
         if self.filters:
-            filtered = partial(_filtered, cast(GradientFilter, rule.gradient_filter))
-            rule = replace(rule, function=filtered, reads=(), own=False)
+            rule = replace(rule, function=partial(_filtered, rule.gradient_filter), reads=(), own=False)
         self.active = True
         self.schedules = {key: value for key, value in rule.parameters.items() if callable(value)}
         # Scheduled parameters are tensors, so that compiled code reads their current values.
@@ -88,7 +74,7 @@ class RuleState:
         if number is None:
             return False
         self.call_counts[operation] = number + 1
-        return number in self.calls
+        return number in self.policy.calls
 
     def acts_at(self, location: str) -> bool:
         """Return True if the rule acts at a location in this call; otherwise record the reason."""
@@ -127,6 +113,7 @@ class RuleState:
                 self.rule.parameters["loss_scale"] = self.loss_scale  # type: ignore[index]
 
 
+@dataclass(eq=False)
 class BoundRule:
     """A rule at one location. Its results are checked.
 
@@ -134,22 +121,23 @@ class BoundRule:
         state: The rule.
         location: The location, for messages: ``"operation 'relu'"``.
         sums_broadcast: True if gradients in the output's shape are summed to the shape of broadcast inputs.
-        parameters: The rule's parameters; by default those of the state.
+        current: Values of the rule's parameters that replace those of the state.
     """
 
-    def __init__(
-        self,
-        state: RuleState,
-        location: str,
-        *,
-        sums_broadcast: bool = False,
-        parameters: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.state, self.rule, self.location = state, state.rule, location
-        self.sums_broadcast = sums_broadcast
-        self.parameters = self.rule.parameters if parameters is None else parameters
-        if self.rule.takes_call and "call" not in self.parameters:
-            self.parameters = {**self.parameters, "call": Call(location)}
+    state: RuleState
+    location: str
+    sums_broadcast: bool = False
+    current: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rule = self.state.rule
+        if self.rule.takes_call:
+            self.current = {"call": Call(self.location), **self.current}
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The values of the rule's parameters."""
+        return {**self.rule.parameters, **self.current}
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -160,22 +148,19 @@ class BoundRule:
         """Return the rule with the current values of scheduled and learned parameters."""
         if not self.state.changing:
             return self
-        return self._with({key: self.parameters[key].clone() for key in self.state.changing})
+        numbers = {key: self.parameters[key].clone() for key in self.state.changing}
+        return replace(self, current={**self.current, **numbers})
 
     def for_call(self, call: Call) -> "BoundRule":
         """Return the rule with a call as its keyword argument ``call``, if it has one."""
-        return self._with({"call": call}) if self.rule.takes_call else self
+        return replace(self, current={**self.current, "call": call}) if self.rule.takes_call else self
 
     def in_module(self, module: str | None) -> "BoundRule":
         """Return the rule with a location that includes the name of the module in whose forward it acts."""
         if module is None:
             return self
-        return self._with({}, f"{self.location} in {f'module {module!r}' if module else 'the model'}")
-
-    def _with(self, parameters: dict[str, Any], location: str = "") -> "BoundRule":
-        merged = {**self.parameters, **parameters} if parameters else self.parameters
-        location = location or self.location
-        return BoundRule(self.state, location, sums_broadcast=self.sums_broadcast, parameters=merged)
+        where = f"module {module!r}" if module else "the model"
+        return replace(self, location=f"{self.location} in {where}")
 
     def gradients(
         self, grad: Any, inputs: tuple[Tensor, ...], output: Any, wanted: Sequence[bool]

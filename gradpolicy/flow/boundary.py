@@ -80,7 +80,7 @@ class Boundary:
                 passed.add(state.name)
                 # The compiler cannot trace in-place changes of an alias. A copy is free in compiled code.
                 value = result.clone() if torch.compiler.is_compiling() else result
-                result = value.detach() if state.detaches else insert_rule(bound_rule, value)
+                result = value.detach() if state.policy.detaches else insert_rule(bound_rule, value)
             crossed.append((tensor, result))
             return result
 
@@ -125,7 +125,7 @@ class ThroughRule:
 
     def __init__(self, state: RuleState, module: str, slots: Slots, signature: Signature) -> None:
         self.state, self.module, self.signature = state, module, signature
-        self.output = state.policy.output
+        self.output, self.detaches = state.policy.output, state.policy.detaches
         self.keeps_own = state.policy.inside == "own"
         self.slots = slots
         self.location = location_at("through", module)
@@ -167,7 +167,7 @@ class ThroughRule:
 
     def _note(self, inputs: Iterable[Tensor]) -> None:
         """Record the call. If no input requires a gradient, the rule is not called, but the path is cut."""
-        if self.state.detaches or any(may_have_gradient(tensor) for tensor in inputs):
+        if self.detaches or any(may_have_gradient(tensor) for tensor in inputs):
             self.state.note(self.location, Outcome.ACTED)
             return
         self.state.note(self.location, Outcome.WITHOUT_GRADIENT)
@@ -194,9 +194,9 @@ class ThroughRule:
         return result
 
     def _replaced(self, tensor: Tensor, inputs: list[Tensor], bound_rule: BoundRule) -> Tensor:
-        if self.state.detaches and self.keeps_own:
+        if self.detaches and self.keeps_own:
             return tensor
-        if self.state.detaches:
+        if self.detaches:
             return tensor.detach()
         # Such a rule passes the gradient of the output, changed or not, to a single input.
         if self.state.rule.each:

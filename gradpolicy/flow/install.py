@@ -131,10 +131,7 @@ class Installed(Displayed):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        warns = kind is None and self._session.is_installed
-        self.remove(quiet=True)
-        if warns:
-            self._report_unmet()
+        self.remove(quiet=kind is not None)
         if isinstance(error, RuntimeError) and is_cut(error):
             acted = [state.name for state in self._states.values() if state.row.matched]
             check_cuts({name: self.policies[name] for name in acted})
@@ -229,14 +226,13 @@ class Installed(Displayed):
         return self._states[name]
 
     def _row(self, name: str) -> ReportRow:
-        """Return a policy's row, with what the tables and the session have noted since."""
+        """Return a policy's row, with what the tables have noted since."""
         state = self._states[name]
         row = state.row
         row.active = state.active
         for names, table in self._tables.items():
             if name in names:
                 row.note_all(Outcome.PLAIN, table.names_seen)
-        row.note_all(Outcome.TAKEN, self._session.taken)
         return row
 
     def _report_unmet(self) -> None:

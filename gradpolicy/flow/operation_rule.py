@@ -9,7 +9,7 @@ gradient.
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -65,7 +65,7 @@ class OperationRule:
         self.bound_rule = BoundRule(state, f"operation {operation.name!r}", sums_broadcast=True)
         # True if the operation itself saves the same tensors with the rule as without it.
         keeps_backward = state.filters or (state.rule.own and not state.rule.reads)
-        self.keeps_nothing = keeps_backward and not state.detaches
+        self.keeps_nothing = keeps_backward and not state.policy.detaches
 
     def __reduce__(self) -> tuple:
         # The other attributes are computed from these two.
@@ -76,7 +76,7 @@ class OperationRule:
         state = self.state
         if not state.active or (self.decides is not None and not self.decides(function, args, kwargs)):
             return False
-        return not state.calls or state.count_call(self.name)
+        return not state.policy.calls or state.count_call(self.name)
 
     def allows_plain_recomputation(self) -> bool:
         """Return True if a checkpoint may recompute the operation without the rule."""
@@ -87,7 +87,7 @@ class OperationRule:
         spelling = self.operation.spellings[native.function]
         native.kwargs = in_order_of_parameters(native.function, self.name, native.args, native.kwargs)
         native.inputs = spelling.inputs(native.args, native.kwargs)
-        if self.state.argument:
+        if self.state.policy.argument:
             native.inputs = self._named_inputs(native)
         if not _need_gradient(native.inputs):
             self.state.note(self.name, Outcome.WITHOUT_GRADIENT)
@@ -157,14 +157,14 @@ class OperationRule:
         names = list(named)
         key = f"policy {self.state.name!r}: operation {self.name!r}"
         chosen: list[Tensor] = []
-        for wanted in self.state.argument:
+        for wanted in self.state.policy.argument:
             argument = names[wanted] if isinstance(wanted, int) and wanted < len(names) else wanted
             if argument not in named:
                 raise unknown("argument", str(wanted), names, key=key)
             chosen += tensors_in(named[argument])
         found = [tensor for tensor in native.inputs if any(tensor is one for one in chosen)]
         if len(found) > len(chosen):
-            listed = " or ".join(map(repr, self.state.argument))
+            listed = " or ".join(map(repr, self.state.policy.argument))
             raise PolicyError(f"{key}: argument {listed} and another one are given the same tensor")
         return found
 
@@ -172,7 +172,7 @@ class OperationRule:
         """Make the native call, with its own gradients modified by the rule."""
         outputs: list = []
         bound_rule = self._bound_to(native)
-        if self.state.detaches:
+        if self.state.policy.detaches:
             changed = [tensor.detach() for tensor in native.inputs]
         else:
             changed = tap(bound_rule, native.inputs, outputs)
@@ -189,11 +189,11 @@ class OperationRule:
         result = native.mapped(replacement).run()
         if result is None:
             raise PolicyError(f"operation {self.name!r} gives no result, and a rule cannot be put on it")
-        if not (self.state.detaches or _has_gradient(result)):
+        if not (self.state.policy.detaches or _has_gradient(result)):
             self.state.note(self.name, Outcome.WITHOUT_GRADIENT)
             return result
         self.state.note(self.name, Outcome.ACTED)
-        if "output" in bound_rule.reads and not self.state.detaches:
+        if "output" in bound_rule.reads and not self.state.policy.detaches:
             outputs += [map_tensors(Tensor.detach, result), result._version]
         return result
 
@@ -351,16 +351,6 @@ def _opaque_name(function: Function) -> str:
     return function.__name__.removesuffix("_impl") if function in OPAQUE_CALLS else ""
 
 
-class Owner(Protocol):
-    """A block or installation.
-
-    Attributes:
-        taken: The names of operations on which an inner block or policy acted instead.
-    """
-
-    taken: set[str]
-
-
 class DispatchTable:
     """A table of rules by torch function.
 
@@ -411,7 +401,7 @@ class DispatchMode(TorchFunctionMode):
 
     Args:
         table: The table. In an installation it depends on the running module.
-        owner: The block or installation.
+        owner: The block or session of an installation, with the ``states`` of all its rules.
         checkpoints: Returns how many checkpointed functions were entered since the policy of a rule; None if
             no backward pass will follow.
     """
@@ -419,7 +409,7 @@ class DispatchMode(TorchFunctionMode):
     def __init__(
         self,
         table: DispatchTable,
-        owner: "Owner",
+        owner: Any,
         checkpoints: Callable[[OperationRule], int] | None = None,
     ) -> None:
         super().__init__()
@@ -485,6 +475,7 @@ skip_alone(DispatchMode.__torch_function__)
 
 
 def note_taken(operations: Iterable[str]) -> None:
-    """Record in the active modes the operations on which an inner mode acted."""
-    for mode in active_modes():
-        mode.owner.taken.update(operations)
+    """Record for the rules of the active modes the operations on which an inner mode acted instead."""
+    names = set(operations)
+    for state in [state for mode in active_modes() for state in mode.owner.states]:
+        state.row.note_all(Outcome.TAKEN, names)

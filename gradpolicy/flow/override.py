@@ -88,12 +88,10 @@ class Block:
 
     def __init__(self, rules: Iterable[OperationRule], *, strict: bool = False) -> None:
         self.table = DispatchTable(list(rules))
-        self.states = {rule.state.name: rule.state for rule in self.table.rules}
-        # The names of operations on which an inner override or policy acted instead.
-        self.taken: set[str] = set()
+        self.states = tuple(rule.state for rule in self.table.rules)
         # One row for all operations.
         self.row = ReportRow(self.subject)
-        for state in self.states.values():
+        for state in self.states:
             state.row = self.row
         self.strict = strict
         self._has_warned = False
@@ -118,13 +116,12 @@ class Block:
         Raises:
             PolicyError: If the block is strict.
         """
-        row = self.row
-        if self._has_warned or not (self.states.keys() - row.matched.keys() or row.opaque_calls or row.lost):
+        row, names = self.row, {state.name for state in self.states}
+        if self._has_warned or not (names - row.matched.keys() or row.opaque_calls or row.lost):
             return
         row.note_all(Outcome.PLAIN, self.table.names_seen)
-        row.note_all(Outcome.TAKEN, self.taken)
-        names = tuple(name for name, state in self.states.items() if not state.acted_in_compiled_code)
-        row = replace(row, name=self.subject, operations=names)
+        left = tuple(state.name for state in self.states if not state.acted_in_compiled_code)
+        row = replace(row, name=self.subject, operations=left)
         self._has_warned = bool(row.unmet()) and not self.strict
         report_unmet(self.subject, row, strict=self.strict)
 

@@ -54,8 +54,6 @@ class InstallSession:
         self.has_run = False
         # True if modules of the current forward pass will be recomputed in the backward pass.
         self._runs_again = False
-        # The names of operations on which an inner override or policy acted instead.
-        self.taken: set[str] = set()
 
     def start_forward(self) -> None:
         """Start the forward pass of the outermost module, with gradients.
@@ -144,11 +142,11 @@ class CallScope:
             result = forward(args, kwargs)
             for state, operation in self.counted:
                 count = state.call_counts[operation] or 0
-                if state.active and count <= max(state.calls):
+                if state.active and count <= max(state.policy.calls):
                     times = "once" if count == 1 else f"{count} times"
                     raise PolicyError(
                         f"policy {state.name!r}: operation {operation!r} ran {times} in {self.where}, so "
-                        f"there is no call {max(state.calls)} (calls= counts from 0)"
+                        f"there is no call {max(state.policy.calls)} (calls= counts from 0)"
                     )
             return result
         finally:
@@ -274,7 +272,7 @@ class WrappedForward:
             with DispatchMode(table, session, _checkpoints_within if has_graph() else None) as mode:
                 result = self._run_in_mode(mode, args, kwargs)
             if not in_transform():
-                note_taken({name for state in session.states for name in state.row.matched})
+                note_taken([name for state in session.states for name in state.row.matched])
             return result
         outer_table, mode.table = mode.table, table
         try:
@@ -305,4 +303,4 @@ class WrappedForward:
 
 def _checkpoints_within(rule: OperationRule) -> int:
     """Return the number of checkpointed functions in the running forward, or in that which counts calls."""
-    return checkpoints_above(CallScope.run if rule.state.calls else WrappedForward._forward)
+    return checkpoints_above(CallScope.run if rule.state.policy.calls else WrappedForward._forward)
