@@ -33,7 +33,7 @@ from gradpolicy.flow.policy_report import (
     report_unmet,
     warn_or_raise,
 )
-from gradpolicy.flow.wrapped_forward import CallScope, InstallSession, WrappedForward
+from gradpolicy.flow.wrapped_forward import InstallSession, WrappedForward
 from gradpolicy.what_trains import what_trains
 from gradpolicy.where import STEP_OPERATIONS, named_parameters, plain_name
 
@@ -218,42 +218,35 @@ class Installed(Displayed):
     def report(self) -> Report:
         """Return a table of the matches of each policy and the use of its rule."""
         self._was_reported = True
-        return Report(tuple(self._row(name) for name in self.policies))
+        for name, state in self._states.items():
+            state.row.active = state.active
+            for names, table in self._tables.items():
+                if name in names:
+                    state.row.note_all(Outcome.PLAIN, table.names_seen)
+        return Report(tuple(state.row for state in self._states.values()))
 
     def _state(self, name: str) -> RuleState:
         if name not in self._states:
             raise unknown("policy", name, self._states)
         return self._states[name]
 
-    def _row(self, name: str) -> ReportRow:
-        """Return a policy's row, with what the tables have noted since."""
-        state = self._states[name]
-        row = state.row
-        row.active = state.active
-        for names, table in self._tables.items():
-            if name in names:
-                row.note_all(Outcome.PLAIN, table.names_seen)
-        return row
-
     def _report_unmet(self) -> None:
-        strict, session = self.strict, self._session
-        rows = [state.row for state in self._states.values()]
-        has_run = session.has_run or any(row.ran_on or row.ran_off or row.matched for row in rows)
-        if not has_run and (strict or not self._was_reported):
-            names = [repr(state.name) for state in self._states.values() if state.active]
+        strict, was_reported, rows = self.strict, self._was_reported, self.report().rows
+        has_run = self._session.has_run or any(row.ran_on or row.ran_off or row.matched for row in rows)
+        if not has_run and (strict or not was_reported):
+            names = [repr(row.name) for row in rows if row.active]
             message = (
                 "the model never ran while the policies were on it, so that they changed nothing; they act "
                 "on what its forward and those of its modules do within the block"
             )
             warn_or_raise(f"policy {', '.join(names)}", message if names else "", strict=strict)
-        for state in self._states.values():
-            row = self._row(state.name)
+        for row in rows:
             ran = row.ran_on or (strict and not row.ran_off)
             if has_run and (ran or row.locations_with(Outcome.WITHOUT_GRADIENT)):
                 # In another phase, such as for attributions in testing, gradients may be recorded.
-                may_come = len(state.policy.when.phases) > 1
+                may_come = len(self.policies[row.name].when.phases) > 1
                 ignored = (Outcome.WITHOUT_GRADIENT,) if may_come else ()
-                report_unmet(f"policy {state.name!r}", row, strict=strict, ignored=ignored)
+                report_unmet(f"policy {row.name!r}", row, strict=strict, ignored=ignored)
 
     def _put_on(self, entry_points: EntryPoints) -> None:
         # The rules on each parameter, with its name, in the order in which the backward pass applies them.
@@ -261,17 +254,19 @@ class Installed(Displayed):
         for policy, locations in self._locations.items():
             for name, parameter in locations.parameters.items():
                 on_parameters.setdefault(id(parameter), []).append((name, self._states[policy]))
-        done: set[int] = set()
+        # A compiled module only calls the original module, which is wrapped.
+        named = [item for item in self.model.named_modules() if "_orig_mod" not in item[1]._modules]
+        on_modules = [_rules_on_parameters(module, on_parameters) for _, module in named]
+        self._parameter_rules = [rules for on_module in on_modules for rules in on_module]
+        self._session.acts_on_parameters = bool(self._parameter_rules)
+        for each in self._parameter_rules:
+            each.put_on()
         scripted: list[str] = []
-        for raw_name, module in self.model.named_modules(remove_duplicate=False):
-            # A compiled module only calls the original module, which is wrapped.
-            if id(module) in done or "_orig_mod" in module._modules:
-                continue
-            done.add(id(module))
+        for (raw_name, module), on_module in zip(named, on_modules, strict=True):
             name = plain_name(raw_name)
-            rules = _rules_on_parameters(module, on_parameters)
-            self._parameter_rules += rules
             if not isinstance(module, torch.jit.ScriptModule):
+                # The root module runs every parameter rule: weights may be shared across modules.
+                rules = self._parameter_rules if module is self.model else on_module
                 self._put_on_module(name, module, rules, entry_points.get(name, ("forward",)))
                 continue
             if not is_below(name, scripted):
@@ -280,14 +275,6 @@ class Installed(Displayed):
                 if id(module) in locations.inside or id(module) in locations.boundaries:
                     reason = "what is in it runs outside Python"
                     self._states[policy].row.note_opaque(f"ScriptModule {scripted[-1]!r}", reason)
-        self._session.acts_on_parameters = bool(self._parameter_rules)
-        for each in self._parameter_rules:
-            each.put_on()
-        # The root module runs every parameter rule: weights may be shared across modules.
-        for wrap in self._wraps:
-            if wrap.module is self.model:
-                wrap.parameter_rules = tuple(self._parameter_rules)
-                wrap.adds_nothing &= not self._parameter_rules
 
     def _put_on_module(
         self, name: str, module: nn.Module, rules: list[ParameterRules], methods: Sequence[str]
@@ -297,15 +284,12 @@ class Installed(Displayed):
         # The model itself is always wrapped, to track its forward passes.
         if name and table is None and not at_module and not rules:
             return
-        for policy, locations in at_module.items():
-            is_named = any(
-                each is module and key in self.policies[policy].modules
-                for key, each in locations.modules.items()
-            )
+        states = [self._states[policy] for policy in at_module]
+        for state, locations in zip(states, at_module.values(), strict=True):
+            is_named = any(locations.modules.get(pattern) is module for pattern in state.policy.modules)
             has_forward = getattr(type(module), "forward", None) is not nn.Module.forward
             expected = Expected(name, is_named, has_forward)
-            self._states[policy].row.expected[location_at(self.policies[policy].at, name)] = expected
-        states = [self._states[policy] for policy in at_module]
+            state.row.expected[location_at(state.policy.at, name)] = expected
         for method in methods:
             signature = Signature.of(getattr(module, method))
             wrap = WrappedForward(
@@ -315,22 +299,20 @@ class Installed(Displayed):
                 name=name,
                 table=table,
                 at_module=ModuleRules(name, signature, states) if states else None,
-                scope=self._scope(name, module),
-                parameter_rules=rules,
+                counted=self._counted(module),
+                parameter_rules=tuple(rules),
             )
             module.__dict__[method] = wrap
             self._wraps.append(wrap)
 
-    def _scope(self, name: str, module: nn.Module) -> CallScope | None:
-        """Return the scope in which calls are counted, if a policy with ``calls=`` matches the module."""
-        counted = [
+    def _counted(self, module: nn.Module) -> list[tuple[RuleState, str]]:
+        """Return the policies with ``calls=`` that match a module, each with its operations."""
+        return [
             (self._states[policy], operation.name)
             for policy, locations in self._locations.items()
             if self.policies[policy].calls and any(module is one for one in locations.modules.values())
             for operation in locations.operations
         ]
-        where = f"the forward of module {name!r}" if name else "the forward of the model"
-        return CallScope(where, counted) if counted else None
 
     def _table(self, module: nn.Module) -> DispatchTable | None:
         """Return the table of rules on operations inside a module; None without policies on operations."""

@@ -188,21 +188,14 @@ class ReportRow:
         return [] if self.any_of and len(missing) < len(self.operations) else missing
 
     @property
-    def bare(self) -> list[str]:
-        """The outermost modules that should run one of the operations, as others do, and ran none."""
+    def missed(self) -> list[str]:
+        """A clause for the modules that should run one of the operations, as others do, and ran none."""
         met = {name for name in self.each if any(is_below(ran, [name]) for ran in self.ran_in)}
         kinds = {self.each[name] for name in met} | {None}
-        if self.compiled or self.ran_off or not met:
-            return []
         found = [name for name, kind in self.each.items() if name not in met and kind in kinds]
-        return [name for name in found if not is_below(name.rpartition(".")[0], found)]
-
-    @property
-    def missed(self) -> list[str]:
-        """A clause for the modules that should run one of the operations and ran none."""
-        if not self.bare:
+        if self.compiled or self.ran_off or not met or not found:
             return []
-        modules = _listed(map(repr, self.bare))
+        modules = _listed(repr(name) for name in found if not is_below(name.rpartition(".")[0], found))
         return [f"none of the operations ran in module {modules}: name one that does, or exclude it (!…)"]
 
     def message(self, *ignored: Outcome) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, warn_user
 from gradpolicy.flow.bound_rule import RuleState
-from gradpolicy.flow.boundary import Forward, ModuleRules
+from gradpolicy.flow.boundary import ModuleRules
 from gradpolicy.flow.containers import tensors_in
 from gradpolicy.flow.operation_rule import DispatchMode, DispatchTable, OperationRule, note_taken
 from gradpolicy.flow.parameters import ParameterRules, run_with_rules
@@ -115,45 +115,6 @@ def _changed(how: str, why: str = "") -> PolicyError:
     )
 
 
-class CallScope:
-    """A forward within which calls are counted, for policies with ``calls=``.
-
-    If such forwards are nested, a call counts for the innermost one.
-
-    Args:
-        where: The forward, for messages.
-        counted: The rules, each with the name of the operation whose calls are counted.
-    """
-
-    def __init__(self, where: str, counted: Iterable[tuple[RuleState, str]]) -> None:
-        self.where = where
-        self.counted = tuple(counted)
-
-    def run(self, forward: Forward, args: tuple, kwargs: dict) -> Any:
-        """Run the forward, counting from 0.
-
-        Raises:
-            PolicyError: If an operation ran less often than ``calls=`` requires.
-        """
-        outer = [state.call_counts.get(operation) for state, operation in self.counted]
-        for state, operation in self.counted:
-            state.call_counts[operation] = 0
-        try:
-            result = forward(args, kwargs)
-            for state, operation in self.counted:
-                count = state.call_counts[operation] or 0
-                if state.active and count <= max(state.policy.calls):
-                    times = "once" if count == 1 else f"{count} times"
-                    raise PolicyError(
-                        f"policy {state.name!r}: operation {operation!r} ran {times} in {self.where}, so "
-                        f"there is no call {max(state.policy.calls)} (calls= counts from 0)"
-                    )
-            return result
-        finally:
-            for (state, operation), before in zip(self.counted, outer, strict=True):
-                state.call_counts[operation] = before
-
-
 @dataclass(eq=False, repr=False)
 class WrappedForward:
     """Runs a module's forward with the rules on its operations, boundary and parameters.
@@ -168,7 +129,7 @@ class WrappedForward:
         name: The module's name.
         table: The rules on operations inside the module.
         at_module: The rules at the module's input and output, and across it.
-        scope: The counts of calls of operations inside the module, for policies with ``calls=``.
+        counted: The rules with ``calls=``, each with the name of an operation whose calls are counted.
         parameter_rules: The rules on the module's parameters; for the root module, on all parameters.
     """
 
@@ -178,7 +139,7 @@ class WrappedForward:
     name: str
     table: DispatchTable | None
     at_module: ModuleRules | None
-    scope: CallScope | None
+    counted: Sequence[tuple[RuleState, str]]
     parameter_rules: Sequence[ParameterRules]
 
     def __post_init__(self) -> None:
@@ -186,7 +147,7 @@ class WrappedForward:
         self.inner: Callable | None = self.module.__dict__.get(self.method)
         self.is_on = True
         self.adds_nothing = self.table is not None and not (
-            self.parameter_rules or self.at_module or self.scope
+            self.parameter_rules or self.at_module or self.counted
         )
 
     @property
@@ -282,18 +243,39 @@ class WrappedForward:
 
     def _run_in_mode(self, mode: DispatchMode, args: tuple, kwargs: dict) -> Any:
         # Compiled code must not depend on the name, so that all modules of a class share it.
+        run = self._run_counted if self.counted else self._forward
         if is_traced():
-            return self._run_in_scope(args, kwargs)
+            return run(args, kwargs)
         outer_module, mode.module = mode.module, self.name
         try:
-            return self._run_in_scope(args, kwargs)
+            return run(args, kwargs)
         finally:
             mode.module = outer_module
 
-    def _run_in_scope(self, args: tuple, kwargs: dict) -> Any:
-        if self.scope is None:
-            return self._forward(args, kwargs)
-        return self.scope.run(self._forward, args, kwargs)
+    def _run_counted(self, args: tuple, kwargs: dict) -> Any:
+        """Run the forward, counting calls from 0; if such forwards are nested, for the innermost one.
+
+        Raises:
+            PolicyError: If an operation ran less often than ``calls=`` requires.
+        """
+        outer = [state.call_counts.get(operation) for state, operation in self.counted]
+        for state, operation in self.counted:
+            state.call_counts[operation] = 0
+        try:
+            result = self._forward(args, kwargs)
+            for state, operation in self.counted:
+                count, last = state.call_counts[operation] or 0, max(state.policy.calls)
+                if state.active and count <= last:
+                    times = "once" if count == 1 else f"{count} times"
+                    where = f"module {self.name!r}" if self.name else "the model"
+                    raise PolicyError(
+                        f"policy {state.name!r}: operation {operation!r} ran {times} in the forward of "
+                        f"{where}, so there is no call {last} (calls= counts from 0)"
+                    )
+            return result
+        finally:
+            for (state, operation), before in zip(self.counted, outer, strict=True):
+                state.call_counts[operation] = before
 
     def _forward(self, args: tuple, kwargs: dict) -> Any:
         if self.inner is not None:
@@ -303,4 +285,5 @@ class WrappedForward:
 
 def _checkpoints_within(rule: OperationRule) -> int:
     """Return the number of checkpointed functions in the running forward, or in that which counts calls."""
-    return checkpoints_above(CallScope.run if rule.state.policy.calls else WrappedForward._forward)
+    counts = rule.state.policy.calls
+    return checkpoints_above(WrappedForward._run_counted if counts else WrappedForward._forward)
