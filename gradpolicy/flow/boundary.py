@@ -124,12 +124,9 @@ class ThroughRule:
     """
 
     def __init__(self, state: RuleState, module: str, slots: Slots, signature: Signature) -> None:
-        self.state, self.module, self.signature = state, module, signature
-        self.output, self.detaches = state.policy.output, state.policy.detaches
-        self.keeps_own = state.policy.inside == "own"
-        self.slots = slots
-        self.location = location_at("through", module)
-        self.bound_rule = BoundRule(state, self.location)
+        self.state, self.module, self.signature, self.slots = state, module, signature, slots
+        self.detaches, self.keeps_own = state.policy.detaches, state.policy.inside == "own"
+        self.bound_rule = BoundRule(state, location_at("through", module))
 
     def put_on(
         self, result: Any, args: tuple, kwargs: dict, arguments: Arguments = None
@@ -145,10 +142,8 @@ class ThroughRule:
         Returns:
             The result with its chosen outputs replaced, and the replacements.
         """
-        if len(kwargs) > 1:
-            # Rules get the inputs in the order of the forward's parameters, not of the call.
-            kwargs = self.signature.in_order(kwargs)
-        given = {**dict(enumerate(args)), **kwargs}
+        # Rules get the inputs in the order of the forward's parameters, not of the call.
+        given = {**dict(enumerate(args)), **self.signature.in_order(kwargs)}
         inputs = tensors_in([given[slot] for slot in given if not self.slots or slot in self.slots])
         self._note(inputs)
         bound_rule = self.bound_rule
@@ -167,12 +162,11 @@ class ThroughRule:
 
     def _note(self, inputs: Iterable[Tensor]) -> None:
         """Record the call. If no input requires a gradient, the rule is not called, but the path is cut."""
-        if self.detaches or any(may_have_gradient(tensor) for tensor in inputs):
-            self.state.note(self.location, Outcome.ACTED)
-            return
-        self.state.note(self.location, Outcome.WITHOUT_GRADIENT)
-        if not self.keeps_own:
-            self.state.note(f"{self.location}, cut off", Outcome.ACTED)
+        location = self.bound_rule.location
+        acts = self.detaches or any(may_have_gradient(tensor) for tensor in inputs)
+        self.state.note(location, Outcome.ACTED if acts else Outcome.WITHOUT_GRADIENT)
+        if not acts and not self.keeps_own:
+            self.state.note(f"{location}, cut off", Outcome.ACTED)
 
     def _map_outputs(self, result: Any, change: Callable[[Tensor], Tensor]) -> Any:
         """Return a result with the tensors in the policy's outputs replaced.
@@ -181,9 +175,9 @@ class ThroughRule:
             PolicyError: If the result has no such output.
         """
         mapped = functools.partial(map_tensors, change, where=is_differentiable)
-        if not self.output:
+        if not self.state.policy.output:
             return mapped(result)
-        for key in self.output:
+        for key in self.state.policy.output:
             try:
                 result = replace_at(result, key, mapped)
             except LookupError as error:
@@ -194,17 +188,13 @@ class ThroughRule:
         return result
 
     def _replaced(self, tensor: Tensor, inputs: list[Tensor], bound_rule: BoundRule) -> Tensor:
-        if self.detaches and self.keeps_own:
-            return tensor
         if self.detaches:
-            return tensor.detach()
+            return tensor if self.keeps_own else tensor.detach()
         # Such a rule passes the gradient of the output, changed or not, to a single input.
         if self.state.rule.each:
             self._check_input(tensor, inputs)
         ruled = replace(bound_rule, tensor.detach(), inputs)
-        if self.keeps_own and tensor.requires_grad:
-            return join(tensor, ruled)
-        return ruled
+        return join(tensor, ruled) if self.keeps_own and tensor.requires_grad else ruled
 
     def _check_input(self, tensor: Tensor, inputs: list[Tensor]) -> None:
         """Check that one input requires a gradient, and that it has the output's shape."""
@@ -269,7 +259,7 @@ class ModuleRules:
 
     def _run_through(self, forward: Forward, args: tuple, kwargs: dict, arguments: Arguments) -> Any:
         """Run the forward, with gradients by rules from its outputs to its input."""
-        active = [rule for rule in self.through if rule.state.acts_at(rule.location)]
+        active = [rule for rule in self.through if rule.state.acts_at(rule.bound_rule.location)]
         if not active:
             return forward(args, kwargs)
         cuts = any(rule.keeps_own for rule in active)

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradpolicy.flow.bound_rule import BoundRule, RuleState
-from gradpolicy.flow.containers import tensors_in
+from gradpolicy.flow.containers import tensors_in, tensors_of_call
 from gradpolicy.flow.edges import join, replace
-from gradpolicy.flow.operations import name_of, resolve_operation, spelling_of
+from gradpolicy.flow.operations import name_of, resolve_operation, writes
 from gradpolicy.flow.policy_report import Outcome
 from gradpolicy.flow.tracing import Function, is_traced, without_modes
 from gradpolicy.rules.routing import is_differentiable
@@ -179,15 +179,10 @@ SELECTIONS = (
 WITHOUT_VALUES = ("detach", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
 
 
-def paths_in(args: Sequence, kwargs: Mapping[str, Any]) -> list[GradientPath]:
+def paths_in(args: tuple, kwargs: Mapping[str, Any]) -> list[GradientPath]:
     """Return the gradient paths of a call's arguments, and of the tensors in its lists."""
-    found = []
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        for tensor in value if isinstance(value, list | tuple) else (value,):
-            path = path_of(tensor)
-            if path is not None:
-                found.append(path)
-    return found
+    found = [path_of(tensor) for tensor in tensors_of_call(args, kwargs)]
+    return [path for path in found if path is not None]
 
 
 def carry(
@@ -246,7 +241,7 @@ def _follow(result: Any, tensor: Any, paths: Iterable[GradientPath]) -> Any:
 def _move(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     moved, *others = args or (None,)
     path = path_of(moved)
-    if path is None or paths_in(others, kwargs):
+    if path is None or paths_in(tuple(others), kwargs):
         return NotImplemented
     with without_modes():
         result = function(*args, **kwargs)
@@ -297,16 +292,16 @@ def _shift(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any
 def _multiply(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     """Propagate paths through a product: the operands of floating-point products get the gradients."""
     paths = [path_of(operand) for operand in args]
-    writes = function in _WRITES
+    is_in_place = function in _WRITES
     if (
         len(args) != 2
         or kwargs
         or any(path is not None and path.is_index for path in paths)
-        or (writes and is_discrete(args[0]))
+        or (is_in_place and is_discrete(args[0]))
     ):
         return NotImplemented
     with without_modes():
-        dtype = args[0].dtype if writes else _dtype_of(function, *args)
+        dtype = args[0].dtype if is_in_place else _dtype_of(function, *args)
         if dtype.is_complex:
             return NotImplemented
         if not dtype.is_floating_point:
@@ -425,4 +420,4 @@ _CARRIERS: dict[Function, Carrier] = {
     **dict.fromkeys(_functions(["scatter"]), _scatter),
     F.one_hot: _one_hot,
 }
-_WRITES = frozenset(function for function in _CARRIERS if spelling_of(function).writes)
+_WRITES = frozenset(filter(writes, _CARRIERS))

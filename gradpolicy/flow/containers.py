@@ -36,6 +36,13 @@ def tensors_in(values: Any) -> list[Tensor]:
     return [tensor for child in _items(values).values() for tensor in tensors_in(child)]
 
 
+def tensors_of_call(args: tuple, kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments of a torch function, and in its lists, in order."""
+    values = (*args, *kwargs.values()) if kwargs else args
+    lists = [value if isinstance(value, list | tuple) else (value,) for value in values]
+    return [item for items in lists for item in items if isinstance(item, Tensor)]
+
+
 def classes_that_hide_tensors(values: Any) -> set[str]:
     """Return the classes of objects in nested containers whose tensors :func:`tensors_in` does not find.
 

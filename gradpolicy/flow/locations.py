@@ -118,21 +118,15 @@ def describe_location(policy: RulePlacement) -> str:
         return f"params {written(policy.params)}"
     modules = f"modules {written(policy.modules)}" if policy.modules else "the model"
     calls = f" (calls {written(policy.calls)})" if policy.calls else ""
+    argument = f"argument{'s' * (len(policy.argument) > 1)} {', '.join(map(repr, policy.argument))}"
+    argument = argument if policy.argument else "input"
     if policy.ops:
-        argument = f", {_arguments_of(policy)}," if policy.argument else ""
-        return f"ops {written(policy.ops)}{calls}{argument} in {modules}"
+        of_argument = f", {argument}," if policy.argument else ""
+        return f"ops {written(policy.ops)}{calls}{of_argument} in {modules}"
+    output = f"output {written(policy.output)}" if policy.output else "output"
     if policy.at == "through":
-        output = f"output {written(policy.output)}" if policy.output else "output"
-        return f"{modules}, from {output} to {_input_of(policy)}"
-    return f"{_input_of(policy) if policy.at == 'input' else 'output'} of {modules}"
-
-
-def _input_of(policy: RulePlacement) -> str:
-    return _arguments_of(policy) if policy.argument else "input"
-
-
-def _arguments_of(policy: RulePlacement) -> str:
-    return f"argument{'s' * (len(policy.argument) > 1)} {', '.join(map(repr, policy.argument))}"
+        return f"{modules}, from {output} to {argument}"
+    return f"{argument if policy.at == 'input' else output} of {modules}"
 
 
 def _inside(model: nn.Module, matched: set[str], excluded: set[str]) -> dict[int, str]:
@@ -258,9 +252,7 @@ def _name_other_arguments(one: RulePlacement, other: RulePlacement) -> bool:
 
 def _are_ever_active_together(one: When, other: When) -> bool:
     shared = set(one.phases) & set(other.phases)
-    if not shared:
-        return False
-    return shared != {"fit"} or one.overlaps(other)
+    return bool(shared) and (shared != {"fit"} or one.overlaps(other))
 
 
 def _overlap(one: Collection, other: Collection) -> bool:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import unserializable_hook
 
 from gradpolicy.errors import PolicyError, unknown
+from gradpolicy.flow import tracing
 from gradpolicy.flow.arguments import arguments_of, in_order_of_parameters
 from gradpolicy.flow.bound_rule import BoundRule, RuleState
 from gradpolicy.flow.carrying import (
@@ -33,20 +34,7 @@ from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
 from gradpolicy.flow.edges import insert_rule, replace, tap
 from gradpolicy.flow.operations import SHARED, Operation, derivative_of, name_of, name_of_call
 from gradpolicy.flow.policy_report import ACROSS, Outcome
-from gradpolicy.flow.tracing import (
-    Function,
-    active_modes,
-    as_in_tables,
-    custom_forward_above,
-    eager_if_unknown,
-    in_transform,
-    is_traced,
-    may_be_recomputed,
-    runs_while_tracing,
-    show_to_compiler,
-    skip_alone,
-    without_modes,
-)
+from gradpolicy.flow.tracing import Function, in_transform, is_traced, without_modes
 from gradpolicy.rules.registry import Call
 
 
@@ -84,9 +72,8 @@ class OperationRule:
 
     def call(self, native: "NativeCall") -> Any:
         """Make a call, with the gradient of the rule."""
-        spelling = self.operation.spellings[native.function]
         native.kwargs = in_order_of_parameters(native.function, self.name, native.args, native.kwargs)
-        native.inputs = spelling.inputs(native.args, native.kwargs)
+        native.inputs = self.operation.inputs(native.function, native.args, native.kwargs)
         if self.state.policy.argument:
             native.inputs = self._named_inputs(native)
         if not _need_gradient(native.inputs):
@@ -94,7 +81,9 @@ class OperationRule:
             return native.run()
         # An outer override of the same operation must not act on this call too.
         with without_modes():
-            return self._in_place(native) if spelling.is_in_place(native.kwargs) else self._result(native)
+            if self.operation.is_in_place(native.function, native.kwargs):
+                return self._in_place(native)
+            return self._result(native)
 
     def _in_place(self, native: "NativeCall") -> Any:
         """Make a call that modifies its first argument in place.
@@ -274,9 +263,8 @@ class NativeCall:
 def _need_gradient(inputs: Sequence[Tensor]) -> bool:
     if not torch.is_grad_enabled():
         return False
-    for tensor in inputs:
-        if tensor.requires_grad:
-            return True
+    if any(tensor.requires_grad for tensor in inputs):
+        return True
     return in_transform() and any(tensor.is_floating_point() for tensor in inputs)
 
 
@@ -315,13 +303,7 @@ _SCORES: dict[str, Callable[..., Tensor]] = {
 _ATTENTION = frozenset({"softmax", "dropout", "matmul", "bmm", "scaled_dot_product_attention"})
 # Control flow, whose branches and bodies torch traces without modes.
 _CONTROL_FLOW = (
-    "associative_scan",
-    "cond",
-    "flex_attention",
-    "foreach_map",
-    "map_impl",
-    "scan",
-    "while_loop",
+    *("associative_scan", "cond", "flex_attention", "foreach_map", "map_impl", "scan", "while_loop"),
 )
 _TRACED = [getattr(torch.ops.higher_order, name, None) for name in _CONTROL_FLOW]
 
@@ -345,7 +327,7 @@ OPAQUE_CALLS: dict[Function, frozenset[str] | None] = {
 }
 
 
-@runs_while_tracing
+@tracing.runs_while_tracing
 def _opaque_name(function: Function) -> str:
     """Return the name of a function in ``OPAQUE_CALLS``; empty for other functions."""
     return function.__name__.removesuffix("_impl") if function in OPAQUE_CALLS else ""
@@ -382,7 +364,7 @@ class DispatchTable:
         hiding = [
             each for each, within in OPAQUE_CALLS.items() if within and _opaque_name(each) in self.opaque
         ]
-        show_to_compiler([*self.by_function, *hiding])
+        tracing.show_to_compiler([*self.by_function, *hiding])
         # The functions or operations that were called without a rule, for reports.
         self.seen: set[Function | str] = set()
 
@@ -417,14 +399,14 @@ class DispatchMode(TorchFunctionMode):
         # The name of the running module, for messages.
         self.module: str | None = None
 
-    @eager_if_unknown
+    @tracing.eager_if_unknown
     def __torch_function__(
         self, func: Function, types: Iterable[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         """Call a function, by a rule if one covers the call, and propagate gradient paths."""
         kwargs = kwargs or {}
         if is_traced():
-            func = as_in_tables(func)
+            func = tracing.as_in_tables(func)
         # In compiled code the search is free.
         if (is_traced() or GradientPath.exists) and (paths := paths_in(args, kwargs)):
             return carry(self._call, func, args, kwargs, paths)
@@ -442,7 +424,7 @@ class DispatchMode(TorchFunctionMode):
         covering = [rule for rule in rules if rule.covers(func, args, kwargs)] if rules else ()
         if covering:
             for rule in covering:
-                if not rule.allows_plain_recomputation() and may_be_recomputed():
+                if not rule.allows_plain_recomputation() and tracing.may_be_recomputed():
                     self._check_callers(rule)
                 if not is_traced() and self.module is not None:
                     rule.state.row.ran_in.add(self.module)
@@ -466,16 +448,16 @@ class DispatchMode(TorchFunctionMode):
                 "Checkpoint a module that the policy matches (its forward enters the policy again), or enter "
                 "gradient_override within the function"
             )
-        if not torch.is_grad_enabled() and (forward := custom_forward_above()):
+        if not torch.is_grad_enabled() and (forward := tracing.custom_forward_above()):
             reason = f"it runs {rule.name}, and makes the gradient in its own backward; {ACROSS}"
             rule.state.row.note_opaque(f"the autograd.Function of {forward}", reason)
 
 
-skip_alone(DispatchMode.__torch_function__)
+tracing.skip_alone(DispatchMode.__torch_function__)
 
 
 def note_taken(operations: Iterable[str]) -> None:
     """Record for the rules of the active modes the operations on which an inner mode acted instead."""
     names = set(operations)
-    for state in [state for mode in active_modes() for state in mode.owner.states]:
+    for state in [state for mode in tracing.active_modes() for state in mode.owner.states]:
         state.row.note_all(Outcome.TAKEN, names)

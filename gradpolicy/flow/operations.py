@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError, nearest, shown
 from gradpolicy.flow.arguments import returns_tensors, signatures_of
+from gradpolicy.flow.containers import tensors_of_call
 from gradpolicy.flow.tracing import Function
 from gradpolicy.imports import import_by_name
 from gradpolicy.rules.derivative import Derivative
@@ -98,68 +99,48 @@ Decision = Callable[[Function, tuple, Mapping[str, Any]], bool]
 
 
 @dataclass(frozen=True)
-class Spelling:
-    """The calling convention of a torch function.
-
-    Args:
-        writes: True if the function modifies its first argument in place.
-        second_first: True if it is a method of the operation's second input (``a.where(condition, b)``).
-        draws_bits: True if it is ``bernoulli``, for which the first argument is no input if a probability is
-            passed.
-    """
-
-    writes: bool
-    second_first: bool
-    draws_bits: bool
-
-    def is_in_place(self, kwargs: Mapping[str, Any]) -> bool:
-        """Return True if a call modifies its first argument in place."""
-        return self.writes or bool(kwargs.get("inplace"))
-
-    def inputs(self, args: tuple, kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """Return the tensors of a call, including tensors in lists, in the order of the operation's inputs.
-
-        Args:
-            args: The positional arguments.
-            kwargs: The keyword arguments, in the order of the function's parameters.
-        """
-        if self.draws_bits and (len(args) > 1 or "p" in kwargs or self.writes):
-            args, kwargs = args[1:2], {key: kwargs[key] for key in kwargs if key == "p"}
-        if self.second_first:
-            condition = args[1:2] or (kwargs["condition"],)
-            args = (*condition, args[0], *args[2:])
-            kwargs = {key: kwargs[key] for key in kwargs if key != "condition"}
-        found: list[Tensor] = []
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor):
-                found.append(value)
-            elif isinstance(value, list | tuple):
-                found.extend(item for item in value if isinstance(item, Tensor))
-        return found
-
-
-@dataclass(frozen=True)
 class Operation:
     """A torch operation with all of its spellings.
 
     Args:
         name: The name in reports and errors.
         functional: The out-of-place function.
-        spellings: The functions that a ``TorchFunctionMode`` gets for calls of the operation.
+        functions: The functions that a ``TorchFunctionMode`` gets for calls of the operation.
     """
 
     name: str
     functional: Function
-    spellings: Mapping[Function, Spelling] = field(compare=False, repr=False)
+    functions: tuple[Function, ...] = field(compare=False, repr=False)
+    # Those that write. Compiled code cannot read the names of functions.
+    writing: frozenset[Function] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "writing", frozenset(filter(writes, self.functions)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the out-of-place function."""
         return self.functional(*args, **kwargs)
 
-    @property
-    def functions(self) -> tuple[Function, ...]:
-        """The functions that a ``TorchFunctionMode`` gets for calls of the operation."""
-        return tuple(self.spellings)
+    def is_in_place(self, function: Function, kwargs: Mapping[str, Any]) -> bool:
+        """Return True if a call modifies its first argument in place."""
+        return function in self.writing or bool(kwargs.get("inplace"))
+
+    def inputs(self, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """Return the tensors of a call, including tensors in lists, in the order of the operation's inputs.
+
+        Args:
+            function: One of the functions.
+            args: The positional arguments.
+            kwargs: The keyword arguments, in the order of the function's parameters.
+        """
+        if self.name == "bernoulli" and (len(args) > 1 or "p" in kwargs or function in self.writing):
+            # The first argument is no input if a probability is passed.
+            args, kwargs = args[1:2], {key: kwargs[key] for key in kwargs if key == "p"}
+        if function is Tensor.where:
+            condition = args[1:2] or (kwargs["condition"],)
+            args = (*condition, args[0], *args[2:])
+            kwargs = {key: kwargs[key] for key in kwargs if key != "condition"}
+        return tensors_of_call(args, kwargs)
 
     @property
     def decides(self) -> Decision | None:
@@ -225,8 +206,7 @@ def resolve_operation(specification: str | Function) -> Operation:
             f"arrives where rules are put; {nearest(written, _names())}"
         )
     packet: Any = getattr(specification, "overloadpacket", specification)
-    spellings = {function: spelling_of(function) for function in _with_overloads(packet)}
-    return Operation(packet.__name__, specification, spellings)
+    return Operation(packet.__name__, specification, tuple(_with_overloads(packet)))
 
 
 def name_of(function: Function) -> str:
@@ -292,15 +272,13 @@ def derivative_of(operation: Operation) -> Rule:
     return Rule(f"derivative of {operation.name}", function, reads=("inputs",))
 
 
-def spelling_of(function: Function) -> Spelling:
-    """Return the calling convention of a function."""
+def writes(function: Function) -> bool:
+    """Return True if a function modifies its first argument in place, whatever its keyword arguments."""
     name = getattr(function, "__name__", "").partition(".")[0]
     if name.startswith("__"):
         # Of the operators that begin with i, __iadd__ has an __add__, and __invert__ has no __nvert__.
-        writes = name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}")
-    else:
-        writes = name.endswith("_")
-    return Spelling(writes, function is Tensor.where, name.strip("_") == "bernoulli")
+        return name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}")
+    return name.endswith("_")
 
 
 def _canonical(name: str) -> str:
@@ -317,8 +295,7 @@ def _operation_named(name: str, written: str) -> Operation:
         raise PolicyError(f"unknown operation {shown(written)}; {nearest(name, _names())}")
     stem = SYNONYMS.get(name, (name,))[0]
     functional = next((f for namespace in (*NAMESPACES, Tensor) if (f := _function(namespace, stem))), None)
-    spellings = {function: spelling_of(function) for function in functions}
-    return Operation(name, functional or next(iter(functions)), spellings)
+    return Operation(name, functional or next(iter(functions)), tuple(functions))
 
 
 @cache
@@ -389,14 +366,14 @@ def _is(value: Any, number: Any) -> bool:
     return value is number or (isinstance(value, int | float) and value == number)
 
 
-def _with_numbers(*cases: tuple[frozenset[Function], tuple[str, str], tuple]) -> Decision:
-    """Return a decision: False for a function of a case whose two arguments are not these numbers."""
+def _with(*cases: tuple[frozenset[Function], tuple[str, ...], tuple]) -> Decision:
+    """Return a decision: False for a function of a case whose arguments after the first are not these."""
 
     def decide(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-        for functions, (first, second), (one, other) in cases:
+        for functions, names, wanted in cases:
             if function in functions:
-                found = args[1] if len(args) > 1 else kwargs.get(first)
-                return _is(found, one) and _is(args[2] if len(args) > 2 else kwargs.get(second), other)
+                by_name = [kwargs.get(name) for name in names[max(0, len(args) - 1) :]]
+                return all(_is(*pair) for pair in zip((*args[1:], *by_name), wanted, strict=False))
         return True
 
     return decide
@@ -410,16 +387,6 @@ def _of_two(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
 def _draws_independently(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
     given = {**dict(zip(("input", "num_samples", "replacement"), args, strict=False)), **kwargs}
     return bool(given.get("replacement")) or given.get("num_samples") == 1
-
-
-def _is_power(exponent: float) -> Decision:
-    """Return a decision: False for a power with another exponent."""
-
-    def decide(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-        given = args[1] if len(args) > 1 else kwargs.get("exponent")
-        return function not in _POWERS or (function is not Tensor.__rpow__ and _is(given, exponent))
-
-    return decide
 
 
 def _unless(decide: Decision) -> Decision:
@@ -446,13 +413,14 @@ _TO_NUMBERS = frozenset(
     for function in _spellings(name)
     if getattr(function, "__name__", "").startswith("__")
 )
-_ROUND_DOWN_ALWAYS = _spellings("floor_divide") - _spellings("div")
 _OF_TWO = (_spellings("maximum") | _spellings("minimum")) - _spellings("max") - _spellings("min")
-_POWERS = _spellings("pow")
+_ROUND_DOWN_ALWAYS = _spellings("floor_divide") - _spellings("div")
 _ENDS = (_spellings("clamp"), ("min", "max"))
-_is_relu = _with_numbers((*_ENDS, (0, None)), (_spellings("threshold"), ("threshold", "value"), (0, 0)))
+_is_relu = _with((*_ENDS, (0, None)), (_spellings("threshold"), ("threshold", "value"), (0, 0)))
 # torch.nn.ReLU6 calls hardtanh(x, 0, 6).
-_is_relu6 = _with_numbers((*_ENDS, (0, 6)), (_spellings("hardtanh"), ("min_val", "max_val"), (0, 6)))
+_is_relu6 = _with((*_ENDS, (0, 6)), (_spellings("hardtanh"), ("min_val", "max_val"), (0, 6)))
+# x.__rpow__(2) is 2 ** x.
+_NO_POWER = (frozenset({Tensor.__rpow__}), ("base",), (None,))
 _DECIDED_BY_ARGUMENTS: dict[str, Decision] = {
     "categorical": _draws_independently,
     "div": lambda function, args, kwargs: kwargs.get("rounding_mode") is None,
@@ -464,8 +432,8 @@ _DECIDED_BY_ARGUMENTS: dict[str, Decision] = {
     **dict.fromkeys(("maximum", "minimum"), _of_two),
     "relu": _is_relu,
     "relu6": _is_relu6,
-    "rsqrt": _is_power(-0.5),
-    "sqrt": _is_power(0.5),
+    "rsqrt": _with(_NO_POWER, (_spellings("pow"), ("exponent",), (-0.5,))),
+    "sqrt": _with(_NO_POWER, (_spellings("pow"), ("exponent",), (0.5,))),
     **{name: _casts_to(dtype) for name, dtype in CASTS.items()},
 }
 # Functions that are named after another operation, each with the operations that its arguments may make it.

@@ -34,17 +34,18 @@ class ParameterRules:
         self.attribute = attribute
         self.policy = states[0].name
         self.bound_rules = tuple(BoundRule(state, f"parameter {name!r}") for state in states)
-        # The tensor on which the rules act, and the hooks, each with its tensor and attribute of the tensor.
+        # The tensor on which the rules act, and the hooks, each with its tensor.
         self._current: Tensor | None = None
-        self._handles: list[tuple[Tensor, str, Any]] = []
+        self._handles: list[tuple[Tensor, Any]] = []
         self._has_run = False
 
     def take_off(self) -> None:
         """Remove the hooks, and dicts of hooks that are then empty."""
-        for tensor, table, handle in reversed(self._handles):
+        for tensor, handle in reversed(self._handles):
             handle.remove()
-            if not getattr(tensor, table):
-                setattr(tensor, table, None)
+            for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                if not getattr(tensor, table):
+                    setattr(tensor, table, None)
         self._handles.clear()
         self._current = None
 
@@ -68,11 +69,7 @@ class ParameterRules:
             )
         if not isinstance(current, nn.Parameter):
             return torch.is_grad_enabled() and (current.requires_grad or in_transform())
-        # A DTensor, recognised without importing torch.distributed.tensor.
-        if hasattr(current, "placements") and hasattr(current, "device_mesh"):
-            self._add_hook(current, "_post_accumulate_grad_hooks")
-        else:
-            self._add_hook(current, "_backward_hooks")
+        self._add_hook(current)
         return False
 
     def check_traced(self) -> None:
@@ -114,20 +111,21 @@ class ParameterRules:
         # The parameters of a ScriptModule have no method get.
         return parameters[self.attribute] if self.attribute in parameters else None  # noqa: SIM401
 
-    def _add_hook(self, parameter: nn.Parameter, table: str) -> None:
+    def _add_hook(self, parameter: nn.Parameter) -> None:
         self._current = parameter
         if any(tensor is parameter for tensor, *_ in self._handles):
             return
         trains = parameter.requires_grad
         # torch registers no hook on a frozen parameter, but a parameter keeps its hooks when it is frozen.
         parameter.requires_grad_(True)
-        if table == "_backward_hooks":
-            handle = parameter.register_hook(functools.partial(self._hook, parameter))
-        else:
+        # A DTensor, recognised without importing torch.distributed.tensor.
+        if hasattr(parameter, "placements") and hasattr(parameter, "device_mesh"):
             # Other hooks never run on a shard. This one checks that the hook on the unsharded parameter ran.
             handle = parameter.register_post_accumulate_grad_hook(self._check_shard)
+        else:
+            handle = parameter.register_hook(functools.partial(self._hook, parameter))
         parameter.requires_grad_(trains)
-        self._handles.append((parameter, table, handle))
+        self._handles.append((parameter, handle))
 
     def _hook(self, parameter: Tensor, grad: Tensor | None) -> Tensor | None:
         self._has_run = True
@@ -135,10 +133,9 @@ class ParameterRules:
             # A function that uses the parameter has returned no gradient for it.
             return None
         for bound_rule in self.bound_rules:
-            if not bound_rule.state.active:
-                bound_rule.state.note(bound_rule.location, Outcome.OFF)
-            else:
-                bound_rule.state.note(bound_rule.location, Outcome.ACTED)
+            active = bound_rule.state.active
+            bound_rule.state.note(bound_rule.location, Outcome.ACTED if active else Outcome.OFF)
+            if active:
                 found = bound_rule.gradients(grad, (parameter,), parameter, (True,))[0]
                 grad = torch.zeros_like(grad) if found is None else found
         return grad

@@ -82,7 +82,7 @@ class ReportRow:
         any_of: True if one of the operations is enough, as for the default of ``StraightThrough``.
         expected: The locations where the rule should act.
         counts: For each location, how often each outcome occurred.
-        lost: Pairs of an operation with a discrete result and the function that lost its gradient.
+        lost: Messages on discrete results of operations whose gradient a function lost.
         opaque_calls: Calls in which the rule cannot act, each with the reason.
         ran_on: True if a forward pass ran with the rule active.
         ran_off: True if one ran with the rule inactive.
@@ -102,7 +102,7 @@ class ReportRow:
     any_of: bool = False
     expected: dict[str, Expected] = field(default_factory=dict)
     counts: defaultdict[str, Counter[Outcome]] = field(default_factory=lambda: defaultdict(Counter))
-    lost: set[tuple[str, str]] = field(default_factory=set)
+    lost: set[str] = field(default_factory=set)
     opaque_calls: dict[str, str] = field(default_factory=dict)
     ran_on: bool = False
     ran_off: bool = False
@@ -135,9 +135,10 @@ class ReportRow:
     @runs_while_tracing
     def note_lost(self, prefix: str, operation: str, function: str, is_index: bool) -> None:
         """Record, and warn once, that a function lost the gradient of an operation's discrete result."""
-        if (operation, function) not in self.lost:
-            self.lost.add((operation, function))
-            warn_user(prefix + _lost_message(operation, function, is_index))
+        message = _lost_message(operation, function, is_index)
+        if message not in self.lost:
+            self.lost.add(message)
+            warn_user(prefix + message)
 
     @runs_while_tracing
     def note_opaque(self, call: str, reason: str) -> None:
@@ -299,12 +300,7 @@ def report_unmet(subject: str, row: ReportRow, *, strict: bool, ignored: Iterabl
     """
     parts = [row.message(Outcome.TAKEN, *ignored)]
     if strict:
-        parts += [*row.unseen, *row.missed]
-        parts += [
-            f"the result of operation {operation!r} went through {function}, which lost its gradient: "
-            "write .detach() if none is meant"
-            for operation, function in row.lost
-        ]
+        parts += [*row.unseen, *row.missed, *sorted(row.lost)]
     warn_or_raise(subject, "; ".join(filter(None, parts)), strict=strict)
 
 
@@ -357,9 +353,9 @@ def _lost_message(operation: str, function: str, is_index: bool) -> str:
             "'argmax', or detach the index (.detach()) if no gradient is meant"
         )
     return (
-        f"the result of operation {operation!r} went through {function}, which cannot carry the rule's "
-        "gradient; cast it to floating point before (.float()), put the rule on all of it "
-        "(gradpolicy.apply), or detach it if no gradient is meant"
+        f"the result of operation {operation!r} went through {function}, which lost its gradient: cast it "
+        "to floating point before (.float()), put the rule on all of it (gradpolicy.apply), or detach it "
+        "(.detach()) if no gradient is meant"
     )
 
 

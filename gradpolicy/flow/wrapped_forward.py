@@ -10,25 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, warn_user
+from gradpolicy.flow import tracing
 from gradpolicy.flow.bound_rule import RuleState
 from gradpolicy.flow.boundary import ModuleRules
 from gradpolicy.flow.containers import tensors_in
 from gradpolicy.flow.operation_rule import DispatchMode, DispatchTable, OperationRule, note_taken
 from gradpolicy.flow.parameters import ParameterRules, run_with_rules
-from gradpolicy.flow.tracing import (
-    active_modes,
-    checkpoints_above,
-    eager_if_unknown,
-    graph_task,
-    has_graph,
-    in_transform,
-    is_compiling,
-    is_exporting,
-    is_traced,
-    may_be_recomputed,
-    mode_at,
-    mode_count,
-)
+from gradpolicy.flow.tracing import in_transform, is_compiling, is_traced, mode_at, mode_count
 
 # For each rule, whether it is active and the versions of its changing parameters.
 Snapshot = tuple[tuple[bool, tuple[int, ...]], ...]
@@ -61,7 +49,7 @@ class InstallSession:
         Raises:
             PolicyError: If it is a recomputation, and the policies were installed after the forward pass.
         """
-        if not self.has_run and graph_task() != -1:
+        if not self.has_run and tracing.graph_task() != -1:
             raise _changed("put on")
         self.has_run = self.in_forward = True
         for state in self.states:
@@ -80,7 +68,7 @@ class InstallSession:
             self.has_run = True
         elif not self._runs_again:
             reads = any(state.rule.reads for state in self.states)
-            self._runs_again = (reads or not has_gradients) and checkpoints_above() > 0
+            self._runs_again = (reads or not has_gradients) and tracing.checkpoints_above() > 0
 
     def end_forward(self, result: Any) -> None:
         """End the forward pass of the outermost module, and check the rules in the backward pass."""
@@ -165,11 +153,15 @@ class WrappedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward."""
         mode = mode_at(mode_count() - 1) if self.is_on and self.adds_nothing and mode_count() else None
-        if mode is not None and getattr(mode, "table", None) is self.table and not may_be_recomputed():
+        if (
+            mode is not None
+            and getattr(mode, "table", None) is self.table
+            and not tracing.may_be_recomputed()
+        ):
             # The rules are already active, in the module around this one.
             if not is_traced():
                 return self._run_in_mode(mode, args, kwargs)
-        elif self.is_on and not is_exporting():
+        elif self.is_on and not tracing.is_exporting():
             if self.parameter_rules:
                 return run_with_rules(self.parameter_rules, self._run_in_session, args, kwargs)
             return self._run_in_session(args, kwargs)
@@ -207,7 +199,7 @@ class WrappedForward:
         is_outermost = torch.is_grad_enabled() and not session.in_forward
         if is_outermost:
             session.start_forward()
-        elif may_be_recomputed():
+        elif tracing.may_be_recomputed():
             session.note_checkpoint()
         result = None
         try:
@@ -222,15 +214,15 @@ class WrappedForward:
             return self._run_under_table(args, kwargs)
         return self.at_module.run(self._run_under_table, args, kwargs)
 
-    @eager_if_unknown
+    @tracing.eager_if_unknown
     def _run_under_table(self, args: tuple, kwargs: dict) -> Any:
         table, session = self.table, self.session
         if table is None:
             return self._forward(args, kwargs)
         # The mode of this installation on this thread.
-        mode = next((mode for mode in active_modes() if mode.owner is session), None)
+        mode = next((mode for mode in tracing.active_modes() if mode.owner is session), None)
         if mode is None:
-            with DispatchMode(table, session, _checkpoints_within if has_graph() else None) as mode:
+            with DispatchMode(table, session, _checkpoints_within if tracing.has_graph() else None) as mode:
                 result = self._run_in_mode(mode, args, kwargs)
             if not in_transform():
                 note_taken([name for state in session.states for name in state.row.matched])
@@ -286,4 +278,4 @@ class WrappedForward:
 def _checkpoints_within(rule: OperationRule) -> int:
     """Return the number of checkpointed functions in the running forward, or in that which counts calls."""
     counts = rule.state.policy.calls
-    return checkpoints_above(WrappedForward._run_counted if counts else WrappedForward._forward)
+    return tracing.checkpoints_above(WrappedForward._run_counted if counts else WrappedForward._forward)
