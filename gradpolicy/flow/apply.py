@@ -19,7 +19,7 @@ from gradpolicy.flow.edges import replace
 from gradpolicy.flow.operations import as_rule, is_operation, name_of
 from gradpolicy.flow.policy_report import ReportRow
 from gradpolicy.flow.tracing import in_transform, is_compiling, runs_while_tracing
-from gradpolicy.rules.registry import Call, Rule, RuleFunction
+from gradpolicy.rules.registry import Rule, RuleFunction
 
 
 def apply(
@@ -89,7 +89,9 @@ def apply(
     if is_discrete(values):
         values = values.to(floating_dtype(inputs))
     if state.rule.takes_call:
-        bound_rule = bound_rule.for_call(call_of(forward, *map_tensors(Tensor.detach, (args, kwargs))))
+        name = call_name(forward)
+        arguments = arguments_of(forward, name, *map_tensors(Tensor.detach, (args, kwargs)))
+        bound_rule = bound_rule.for_call(name, arguments)
     return replace(bound_rule, values, inputs, with_discrete=True)
 
 
@@ -138,12 +140,6 @@ def run_forward(forward: Callable[..., Any], args: tuple, kwargs: Mapping[str, A
             error.add_note(f"gradpolicy: the forward {shown(name)} got tensors; NumPy code needs numpy=True")
         raise
     return _as_tensors(values, name, device)
-
-
-def call_of(forward: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Call:
-    """Return the :class:`Call` of a forward, for rules with a keyword ``call``."""
-    name = call_name(forward)
-    return Call(name, arguments_of(forward, name, args, kwargs))
 
 
 @runs_while_tracing

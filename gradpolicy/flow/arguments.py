@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
@@ -179,11 +178,13 @@ _SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 Slots = frozenset[int | str]
 
 
-@dataclass(frozen=True)
 class Signature:
     """The parameters of a forward, as plain values that the compiler can trace.
 
     Args:
+        forward: The bound forward.
+
+    Attributes:
         names: The names of the parameters, without ``*args`` and ``**kwargs``.
         positional: The number of parameters that may be passed by position.
         several: The name of ``*args``; None if there is none.
@@ -191,24 +192,14 @@ class Signature:
         defaults: The defaults by name.
     """
 
-    names: tuple[str, ...]
-    positional: int
-    several: str | None
-    others: str | None
-    defaults: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, forward: Callable[..., Any]) -> "Signature":
-        """Return the signature of a bound forward."""
+    def __init__(self, forward: Callable[..., Any]) -> None:
         parameters = inspect.signature(forward).parameters.values()
-        by_kind = {parameter.kind: parameter.name for parameter in parameters}
-        return cls(
-            tuple(p.name for p in parameters if p.kind not in _SEVERAL),
-            sum(p.kind in _POSITIONAL for p in parameters),
-            by_kind.get(inspect.Parameter.VAR_POSITIONAL),
-            by_kind.get(inspect.Parameter.VAR_KEYWORD),
-            {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty},
-        )
+        by_kind = {each.kind: each.name for each in parameters}
+        self.names = tuple(each.name for each in parameters if each.kind not in _SEVERAL)
+        self.positional = sum(each.kind in _POSITIONAL for each in parameters)
+        self.several = by_kind.get(inspect.Parameter.VAR_POSITIONAL)
+        self.others = by_kind.get(inspect.Parameter.VAR_KEYWORD)
+        self.defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
 
     def in_order(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return keyword arguments in the order of the parameters."""

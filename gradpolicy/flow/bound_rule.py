@@ -15,7 +15,7 @@ from gradpolicy.flow.containers import map_tensors
 from gradpolicy.flow.locations import RulePlacement
 from gradpolicy.flow.policy_report import Outcome, ReportRow
 from gradpolicy.flow.tracing import is_compiling, is_traced, without_modes
-from gradpolicy.rules.registry import Call, GradientFilter, Rule, keyword_names
+from gradpolicy.rules.registry import Call, GradientFilter, Rule, RuleFunction, keyword_names
 from gradpolicy.rules.routing import broadcasts, first_index, is_differentiable
 from gradpolicy.schedules import value_at
 
@@ -38,9 +38,10 @@ class RuleState:
         self.prefix = "" if policy is None else f"policy {name!r}: "
         self.policy = policy = RulePlacement() if policy is None else policy
         # True if the rule filters the incoming gradient and keeps the operation's own backward.
-        self.filters = policy.at != "through" and rule.gradient_filter is not None
-        if self.filters:
-            rule = replace(rule, function=partial(_filtered, rule.gradient_filter), reads=(), own=False)
+        gradient_filter = None if policy.at == "through" else rule.gradient_filter
+        self.filters = gradient_filter is not None
+        if gradient_filter is not None:
+            rule = replace(rule, function=partial(_filtered, gradient_filter), reads=(), own=False)
         self.active = True
         self.schedules = {key: value for key, value in rule.parameters.items() if callable(value)}
         # Scheduled parameters are tensors, so that compiled code reads their current values.
@@ -151,9 +152,13 @@ class BoundRule:
         numbers = {key: self.parameters[key].clone() for key in self.state.changing}
         return replace(self, current={**self.current, **numbers})
 
-    def for_call(self, call: Call) -> "BoundRule":
+    def for_call(
+        self, operation: str, arguments: Mapping[str, Any], derivative: RuleFunction | None = None
+    ) -> "BoundRule":
         """Return the rule with a call as its keyword argument ``call``, if it has one."""
-        return replace(self, current={**self.current, "call": call}) if self.rule.takes_call else self
+        if not self.rule.takes_call:
+            return self
+        return replace(self, current={**self.current, "call": Call(operation, arguments, derivative)})
 
     def in_module(self, module: str | None) -> "BoundRule":
         """Return the rule with a location that includes the name of the module in whose forward it acts."""

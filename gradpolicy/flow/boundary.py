@@ -16,14 +16,15 @@ from gradpolicy.flow.edges import AdoptHistory, alias_of, insert_rule, join, may
 from gradpolicy.flow.locations import location_at
 from gradpolicy.flow.policy_report import Outcome
 from gradpolicy.flow.tracing import in_transform
-from gradpolicy.rules.registry import Call
 from gradpolicy.rules.routing import is_differentiable
 from gradpolicy.where import LOCATIONS
 
-# The arguments of a module's forward by parameter name; None if no rule has a keyword `call`.
-Arguments = Mapping[str, Any] | None
+# The arguments of a module's forward by parameter name; empty if no rule has a keyword `call`.
+Arguments = Mapping[str, Any]
 # A module's forward, of its arguments and keyword arguments.
 Forward = Callable[[tuple, dict], Any]
+# A rule, and the arguments of the forward on which it acts.
+RuleAt = tuple[BoundRule, Slots]
 # Pairs of each tensor and its replacement.
 Crossed = list[tuple[Tensor, Tensor]]
 
@@ -32,20 +33,16 @@ class Boundary:
     """The rules on the input or output of a module.
 
     Args:
-        side: ``"input"`` or ``"output"``.
-        module: The module's name.
-        rules: The rules in the order in which the backward pass applies them, each with the arguments of the
-            forward on which it acts.
+        rules: The rules in the order in which the backward pass applies them.
     """
 
-    def __init__(self, side: str, module: str, rules: Sequence[tuple[RuleState, Slots]]) -> None:
-        self.location = location = location_at(side, module)
+    def __init__(self, rules: Sequence[RuleAt]) -> None:
         # The rule inserted last is the first in the backward pass.
-        self.rules = tuple((BoundRule(state, location), slots) for state, slots in reversed(rules))
+        self.rules = rules[::-1]
         self._has_searched = False
 
     def cross(
-        self, values: dict[int | str, Any], crossed: Crossed, arguments: Arguments = None
+        self, values: dict[int | str, Any], crossed: Crossed, arguments: Arguments
     ) -> dict[int | str, Any]:
         """Return values with the rules between their tensors and the tensors' autograd nodes.
 
@@ -55,10 +52,11 @@ class Boundary:
             crossed: A list to which pairs of each tensor and its replacement are added.
             arguments: All arguments by parameter name, for rules with a keyword ``call``.
         """
-        due = [(rule, chosen) for rule, chosen in self.rules if rule.state.acts_at(self.location)]
-        if arguments is not None:
-            call = Call(self.location, arguments)
-            due = [(rule.for_call(call), chosen) for rule, chosen in due]
+        due = [
+            (rule.for_call(rule.location, arguments), chosen)
+            for rule, chosen in self.rules
+            if rule.state.acts_at(rule.location)
+        ]
         passed: set[str] = set()
         result = {}
         for slot, value in values.items():
@@ -66,7 +64,7 @@ class Boundary:
             result[slot] = self._cross(value, rules, crossed, passed) if rules else value
         for rule, _ in due:
             if rule.state.name not in passed:
-                rule.state.note(self.location, Outcome.WITHOUT_GRADIENT)
+                rule.state.note(rule.location, Outcome.WITHOUT_GRADIENT)
         return result
 
     def _cross(self, values: Any, rules: Sequence[BoundRule], crossed: Crossed, passed: set[str]) -> Any:
@@ -76,7 +74,7 @@ class Boundary:
             result = tensor
             for bound_rule in rules:
                 state = bound_rule.state
-                state.note(self.location, Outcome.ACTED)
+                state.note(bound_rule.location, Outcome.ACTED)
                 passed.add(state.name)
                 # The compiler cannot trace in-place changes of an alias. A copy is free in compiled code.
                 value = result.clone() if torch.compiler.is_compiling() else result
@@ -90,7 +88,7 @@ class Boundary:
             reason = "it is no tuple, list, dict or dataclass; tensors in it pass with the plain gradient"
             for name in sorted(classes_that_hide_tensors(values)):
                 for bound_rule in rules:
-                    bound_rule.state.row.note_opaque(f"{name} at {self.location}", reason)
+                    bound_rule.state.row.note_opaque(f"{name} at {bound_rule.location}", reason)
         return result
 
 
@@ -117,19 +115,19 @@ class ThroughRule:
     """The rule of a policy across a module.
 
     Args:
-        state: The rule.
-        module: The module's name.
+        bound_rule: The rule.
         slots: The arguments that get the gradient.
+        module: The module's name.
         signature: The signature of the module's forward.
     """
 
-    def __init__(self, state: RuleState, module: str, slots: Slots, signature: Signature) -> None:
-        self.state, self.module, self.signature, self.slots = state, module, signature, slots
-        self.detaches, self.keeps_own = state.policy.detaches, state.policy.inside == "own"
-        self.bound_rule = BoundRule(state, location_at("through", module))
+    def __init__(self, bound_rule: BoundRule, slots: Slots, module: str, signature: Signature) -> None:
+        self.bound_rule, self.slots, self.module, self.signature = bound_rule, slots, module, signature
+        self.state, policy = bound_rule.state, bound_rule.state.policy
+        self.detaches, self.keeps_own = policy.detaches, policy.inside == "own"
 
     def put_on(
-        self, result: Any, args: tuple, kwargs: dict, arguments: Arguments = None
+        self, result: Any, args: tuple, kwargs: dict, arguments: Arguments
     ) -> tuple[Any, list[Tensor]]:
         """Attach the rule's gradient, from the chosen outputs to the inputs.
 
@@ -143,12 +141,10 @@ class ThroughRule:
             The result with its chosen outputs replaced, and the replacements.
         """
         # Rules get the inputs in the order of the forward's parameters, not of the call.
-        given = {**dict(enumerate(args)), **self.signature.in_order(kwargs)}
+        given: dict[int | str, Any] = dict(enumerate(args)) | self.signature.in_order(kwargs)
         inputs = tensors_in([given[slot] for slot in given if not self.slots or slot in self.slots])
         self._note(inputs)
-        bound_rule = self.bound_rule
-        if arguments is not None:
-            bound_rule = bound_rule.for_call(Call(self.module, arguments))
+        bound_rule = self.bound_rule.for_call(self.module, arguments)
         replaced: list[Tensor] = []
 
         def put_on(tensor: Tensor) -> Tensor:
@@ -232,16 +228,17 @@ class ModuleRules:
     def __init__(self, module: str, signature: Signature, states: Sequence[RuleState]) -> None:
         self.signature = signature
         self.takes_call = any(state.rule.takes_call for state in states)
-        at: dict[str, list[tuple[RuleState, Slots]]] = {side: [] for side in LOCATIONS}
+        at: dict[str, list[RuleAt]] = {side: [] for side in LOCATIONS}
         for state in states:
+            bound_rule = BoundRule(state, location_at(state.policy.at, module))
             slots = signature.slots(state.policy.argument, f"policy {state.name!r} at module {module!r}")
-            at[state.policy.at].append((state, slots))
-        self.entering, self.leaving = (Boundary(side, module, at[side]) for side in ("input", "output"))
-        self.through = [ThroughRule(state, module, slots, signature) for state, slots in at["through"]]
+            at[state.policy.at].append((bound_rule, slots))
+        self.entering, self.leaving = Boundary(at["input"]), Boundary(at["output"])
+        self.through = [ThroughRule(*rule, module, signature) for rule in at["through"]]
 
     def run(self, forward: Forward, args: tuple, kwargs: dict) -> Any:
         """Run the module's forward with the rules."""
-        arguments = None
+        arguments: Arguments = {}
         if self.takes_call:
             arguments = self.signature.by_name(*map_tensors(Tensor.detach, (args, kwargs)))
         crossed: Crossed = []

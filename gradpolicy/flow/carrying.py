@@ -259,11 +259,11 @@ def _move(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]
 def _cast(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     path = path_of(args[0]) if args else None
     with without_modes():
+        given = args
         if path is not None and torch.compiler.is_compiling():
             # Detached, since a backend that runs the graph in eager mode would propagate the path again.
-            result = function(args[0].detach(), *args[1:], **kwargs)
-        else:
-            result = function(*args, **kwargs)
+            given = (args[0].detach(), *args[1:])
+        result = function(*given, **kwargs)
         if path is None or result is args[0] or not isinstance(result, Tensor):
             # The path was of an argument that only gives the dtype, or there was nothing to convert, or the
             # result is a Python number.
@@ -333,16 +333,12 @@ def _choose(call: Call, function: Function, args: tuple, kwargs: Mapping[str, An
     """Propagate the path through ``where``: ``y = condition · chosen + (1 − condition) · otherwise``."""
     if len(args) != 3 or kwargs:
         return NotImplemented
-    order = (1, 0, 2) if function is Tensor.where else (0, 1, 2)
-    condition, chosen, otherwise = (args[position] for position in order)
+    condition, chosen, otherwise = (args[1], args[0], args[2]) if function is Tensor.where else args
     path = path_of(condition)
     if path is None or paths_in((chosen, otherwise), {}):
         return NotImplemented
     # Detached, so that an outer block does not propagate the path again.
-    without_path = tuple(
-        value.detach() if position == order[0] else value for position, value in enumerate(args)
-    )
-    result = call(function, without_path, {})
+    result = call(function, tuple(each.detach() if each is condition else each for each in args), {})
     with without_modes():
         if result.is_complex():
             return NotImplemented

@@ -291,7 +291,7 @@ class Installed(Displayed):
             expected = Expected(name, is_named, has_forward)
             state.row.expected[location_at(state.policy.at, name)] = expected
         for method in methods:
-            signature = Signature.of(getattr(module, method))
+            signature = Signature(getattr(module, method))
             wrap = WrappedForward(
                 module,
                 method,

@@ -35,7 +35,6 @@ from gradpolicy.flow.edges import insert_rule, replace, tap
 from gradpolicy.flow.operations import SHARED, Operation, derivative_of, name_of, name_of_call
 from gradpolicy.flow.policy_report import ACROSS, Outcome
 from gradpolicy.flow.tracing import Function, in_transform, is_traced, without_modes
-from gradpolicy.rules.registry import Call
 
 
 class OperationRule:
@@ -206,7 +205,7 @@ class OperationRule:
         if not self.state.rule.takes_call:
             return bound_rule
         arguments = native.mapped(Tensor.detach).arguments(self.name)
-        return bound_rule.for_call(Call(self.name, arguments, self.derivative))
+        return bound_rule.for_call(self.name, arguments, self.derivative)
 
     def _index(self, native: "NativeCall") -> Tensor:
         """Return an index into categories. Its rule gets the one-hot code, and the scores as the input."""

@@ -23,14 +23,8 @@ from gradpolicy.rules.registry import Rule, RuleFunction, get_rule, rule_names, 
 NAMESPACES = (torch, F, torch.special, torch.linalg, torch.fft)
 
 # Casts without a gradient, which `to`, `type` and `type_as` do too.
-CASTS = {
-    "bool": torch.bool,
-    "byte": torch.uint8,
-    "char": torch.int8,
-    "int": torch.int32,
-    "long": torch.int64,
-    "short": torch.int16,
-}
+_CASTING = ("bool", "byte", "char", "int", "long", "short")
+CASTS = {name: getattr(torch.empty(0, device="cpu"), name)().dtype for name in _CASTING}
 
 # Operations with several names in torch. The keys are the names in reports.
 SYNONYMS: dict[str, tuple[str, ...]] = {
