@@ -15,8 +15,6 @@ from gradpolicy.flow.tracing import runs_while_tracing
 # A parameter, the position or keyword of its argument (None if not given), and its default.
 Source = tuple[str, int | str | None, Any]
 
-# Stands for a tensor, since the compiler can only pass constants to _sources.
-_TENSOR = "a tensor"
 # Names of parameters in torch's documentation, by their names in schemas or NumPy.
 _ALSO_CALLED = {"axis": "dim", "keepdims": "keepdim", "self": "input", "A": "input"}
 
@@ -54,32 +52,26 @@ def in_order_of_parameters(
 def _sources_in_call(
     function: Callable[..., Any], name: str, args: tuple, kwargs: Mapping
 ) -> tuple[Source, ...]:
-    return _sources(
-        function,
-        name,
-        tuple([_described(value) for value in args]),
-        tuple([(key, _described(value)) for key, value in kwargs.items()]),
-    )
+    """Return the source of each parameter's argument."""
+    named = tuple([(key, _type_of(value)) for key, value in kwargs.items()])
+    return _sources(function, name, tuple([_type_of(value) for value in args]), named)
 
 
-def _described(value: Any) -> Any:
+def _type_of(value: Any) -> Any:
+    """Return the type of an argument; of a list a tuple of types."""
     if isinstance(value, Tensor):
-        return _TENSOR
-    return tuple([_described(item) for item in value]) if isinstance(value, list | tuple) else value
+        return Tensor
+    return tuple([_type_of(item) for item in value]) if isinstance(value, list | tuple) else type(value)
 
 
 @runs_while_tracing
 def _sources(*call: Any) -> tuple[Source, ...]:
-    """Return the source of each parameter's argument, which is the same for all calls of one form."""
-    try:
-        return _sources_of_form(*call)
-    except TypeError:
-        # An argument is not hashable.
-        return _sources_of_form.__wrapped__(*call)
+    # The compiler does not run cached functions themselves.
+    return _sources_of_types(*call)
 
 
 @lru_cache(maxsize=1024)
-def _sources_of_form(
+def _sources_of_types(
     function: Callable[..., Any], name: str, args: tuple, kwargs: tuple[tuple[str, Any], ...]
 ) -> tuple[Source, ...]:
     keys = {_ALSO_CALLED.get(key, key): key for key, _ in kwargs}
@@ -145,7 +137,7 @@ def _fitting_schema(name: str, args: tuple, kwargs: dict) -> inspect.Signature |
         except TypeError:
             continue
         kinds = {key: signature.parameters[key].annotation for key in given}
-        if all(type_matches(kinds[key], _type_of(value)) for key, value in given.items()):
+        if all(type_matches(kinds[key], _as_annotation(value)) for key, value in given.items()):
             return signature
     return None
 
@@ -163,11 +155,9 @@ def _schemas(name: str) -> list[inspect.Signature]:
     ]
 
 
-def _type_of(value: Any) -> Any:
+def _as_annotation(kind: Any) -> Any:
     """Return the type of an argument as torch's schemas denote it."""
-    if isinstance(value, tuple):
-        return tuple[tuple(map(_type_of, value))]  # type: ignore[misc]
-    return Tensor if isinstance(value, str) and value == _TENSOR else type(value)
+    return tuple[tuple(map(_as_annotation, kind))] if isinstance(kind, tuple) else kind  # type: ignore[misc]
 
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -76,9 +76,7 @@ class Boundary:
                 state = bound_rule.state
                 state.note(bound_rule.location, Outcome.ACTED)
                 passed.add(state.name)
-                # The compiler cannot trace in-place changes of an alias. A copy is free in compiled code.
-                value = result.clone() if torch.compiler.is_compiling() else result
-                result = value.detach() if state.policy.detaches else insert_rule(bound_rule, value)
+                result = result.detach() if state.policy.detaches else insert_rule(bound_rule, result)
             crossed.append((tensor, result))
             return result
 

@@ -45,7 +45,7 @@ class Replaced(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(bound_rule: BoundRule, count: int, *tensors: Tensor) -> Any:
+    def forward(bound_rule: "EdgeRule", count: int, *tensors: Tensor) -> Any:
         """Return the values.
 
         Args:
@@ -60,32 +60,25 @@ class Replaced(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        """Save the tensors that the rule reads. The gradient stands in for inputs of its shape."""
-        bound_rule, count, *tensors = inputs
-        outputs = output if isinstance(output, tuple) else (output,)
-        given = tensors[count:]
-        reads_inputs = count > 1 or "inputs" in bound_rule.reads
-        reads_output = count > 1 or "output" in bound_rule.reads
-        kept = [
-            reads_inputs or tensor.shape != outputs[0].shape or not tensor.is_floating_point()
-            for tensor in given
-        ]
-        ctx.bound_rule, ctx.count = bound_rule, count
+        """Save the tensors that the rule reads; of other inputs the shapes."""
+        ctx.bound_rule, ctx.count, *tensors = inputs
+        given, outputs = tensors[ctx.count :], output if isinstance(output, tuple) else (output,)
+        ctx.reads_inputs, ctx.reads_output = (each in ctx.bound_rule.reads for each in ("inputs", "output"))
+        ctx.set_materialize_grads(not isinstance(ctx.bound_rule, Taps))
         ctx.floating = [is_differentiable(value) for value in outputs]
-        ctx.kept, ctx.reads_output = kept, reads_output
-        ctx.dtypes = [tensor.dtype for tensor in given]
-        saved = [tensor for tensor, keep in zip(given, kept, strict=True) if keep]
-        ctx.save_for_backward(*saved, *(outputs if reads_output else ()))
+        ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in given]
+        ctx.save_for_backward(*(given if ctx.reads_inputs else ()), *(outputs if ctx.reads_output else ()))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         """Call the rule."""
         saved = _saved(ctx)
         grads = tuple(grad for grad, is_floating in zip(grads, ctx.floating, strict=True) if is_floating)
-        inputs = []
-        for keep, dtype in zip(ctx.kept, ctx.dtypes, strict=True):
-            inputs.append(saved.pop(0) if keep else grads[0].to(dtype))
-        outputs = tuple(saved) if ctx.reads_output else grads
+        outputs = tuple(saved[-ctx.count :]) if ctx.reads_output else grads
+        if ctx.reads_inputs:
+            inputs = saved[: len(ctx.like)]
+        else:
+            inputs = [torch.zeros((), dtype=kind, device=at).expand(shape) for shape, kind, at in ctx.like]
         grad = grads[0] if len(grads) == 1 else grads
         output = outputs[0] if ctx.count == 1 else outputs
         wanted = ctx.needs_input_grad[2 + ctx.count :]
@@ -93,60 +86,38 @@ class Replaced(Function):
         return (None, None, *[None] * ctx.count, *gradients)
 
 
-class Tapped(Function):
-    """A node between an operation and its inputs that modifies the operation's own gradients.
+class Taps:
+    """Stands for a rule in :class:`Replaced` where the values are inputs of an operation.
 
-    There is one node for all inputs, so the rule gets all gradients at once.
+    There is one node for all inputs, so the rule gets all of the operation's own gradients at once.
+
+    Args:
+        bound_rule: The rule.
+        positions: The indices of the inputs that require a gradient.
+        outputs: A list to which the operation's output and its version are added later.
     """
 
-    generate_vmap_rule = True
+    def __init__(self, bound_rule: BoundRule, positions: Sequence[int], outputs: list) -> None:
+        self.bound_rule, self.positions, self.outputs = bound_rule, positions, outputs
+        self.reads = tuple([each for each in bound_rule.reads if each == "inputs"])
+        self.error = bound_rule.error
 
-    @staticmethod
-    def forward(bound_rule: BoundRule, outputs: list, positions: tuple, *tensors: Tensor) -> Any:
-        """Return the inputs that require a gradient: a tensor if there is one, otherwise a tuple.
-
-        Args:
-            bound_rule: The rule.
-            outputs: A list to which the operation's output and its version are added later.
-            positions: The indices of the inputs that require a gradient.
-            *tensors: The inputs.
-        """
-        changed = [tensors[position].detach() for position in positions]
-        return changed[0] if len(changed) == 1 else tuple(changed)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        """Save the inputs if the rule reads them, otherwise their shapes."""
-        ctx.bound_rule, ctx.outputs, ctx.positions, *tensors = inputs
-        ctx.reads_inputs = "inputs" in ctx.bound_rule.reads
-        ctx.set_materialize_grads(False)
-        ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
-        if ctx.reads_inputs:
-            ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
-        """Call the rule."""
-        own: list[Tensor | None] = [None] * len(ctx.like)
-        for position, grad in zip(ctx.positions, grads, strict=True):
-            own[position] = grad
-        inputs = _saved(ctx)
-        if not ctx.reads_inputs:
-            inputs = [
-                torch.zeros((), dtype=dtype, device=device).expand(shape) if grad is None else grad
-                for grad, (shape, dtype, device) in zip(own, ctx.like, strict=True)
-            ]
+    def gradients(
+        self, grad: Any, inputs: tuple[Tensor, ...], output: Any, wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Return the rule's gradient for each input."""
+        own: list[Tensor | None] = [None] * len(inputs)
+        for position, each in zip(self.positions, grad if isinstance(grad, tuple) else (grad,), strict=True):
+            own[position] = each
         output = None
-        if ctx.outputs:
-            output, version = ctx.outputs
+        if self.outputs:
+            output, version = self.outputs
             if output._version != version or torch.is_grad_enabled():
-                raise ctx.bound_rule.error(
+                raise self.error(
                     "reads the operation's output, which must not be changed in place and has no second "
                     "derivatives (create_graph=True); compute what it needs from the inputs"
                 )
-        wanted = [grad is not None for grad in own]
-        gradients = ctx.bound_rule.gradients(tuple(own), tuple(inputs), output, wanted)
-        return (None, None, None, *gradients)
+        return self.bound_rule.gradients(tuple(own), inputs, output, [each is not None for each in own])
 
 
 class Wire:
@@ -165,6 +136,7 @@ class Wire:
 
 
 _PASS, _CUT = Wire(True), Wire(False)
+EdgeRule = BoundRule | Taps | Wire
 
 
 class AdoptHistory(Function):
@@ -200,11 +172,8 @@ def run_function(function: type[Function], *args: Any) -> Any:
     ``Function.apply`` spends most of its time on the defaults in the signature of ``forward``.
     """
     if is_compiling():
-        # The compiler accepts each tensor only once. A copy is free in compiled code.
-        given: list[Any] = []
-        for arg in args:
-            given.append(arg.clone() if isinstance(arg, Tensor) and any(arg is one for one in given) else arg)
-        args = tuple(given)
+        # The compiler accepts each tensor only once, and gives views of inputs no gradient. A copy is free.
+        args = tuple([arg.clone() if isinstance(arg, Tensor) else arg for arg in args])
     if in_transform():
         return function.apply(*args)
     return super(Function, function).apply(*args)  # type: ignore[misc]
@@ -268,13 +237,8 @@ def tap(bound_rule: BoundRule, inputs: Sequence[Tensor], outputs: list) -> list[
     if not positions:
         return found
     _check_transforms(bound_rule)
-    bound_rule = bound_rule.with_current_numbers()
-    if is_compiling():
-        # For a view of an input the compiler would return a tensor without a gradient.
-        inputs = [
-            tensor.clone() if position in positions else tensor for position, tensor in enumerate(inputs)
-        ]
-    changed = run_function(Tapped, bound_rule, outputs, tuple(positions), *inputs)
+    rule = Taps(bound_rule.with_current_numbers(), positions, outputs)
+    changed = run_function(Replaced, rule, len(positions), *[inputs[each] for each in positions], *inputs)
     for position, tensor in zip(positions, changed if len(positions) > 1 else (changed,), strict=True):
         found[position] = tensor
     return found

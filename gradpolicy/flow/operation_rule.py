@@ -18,18 +18,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import unserializable_hook
 
 from gradpolicy.errors import PolicyError, unknown
-from gradpolicy.flow import tracing
+from gradpolicy.flow import carrying, tracing
 from gradpolicy.flow.arguments import arguments_of, in_order_of_parameters
 from gradpolicy.flow.bound_rule import BoundRule, RuleState
-from gradpolicy.flow.carrying import (
-    GradientPath,
-    Origin,
-    carry,
-    is_discrete,
-    paths_in,
-    set_path,
-    start_path,
-)
 from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
 from gradpolicy.flow.edges import insert_rule, replace, tap
 from gradpolicy.flow.operations import SHARED, Operation, derivative_of, name_of, name_of_call
@@ -114,7 +105,7 @@ class OperationRule:
         detached, target = native.mapped(Tensor.detach), native.target
         with torch.no_grad():
             values = detached.run()
-        if target is not None and is_discrete(target):
+        if target is not None and carrying.is_discrete(target):
             values = target.copy_(values)
         return self._replaced(values, native.inputs, self._bound_to(native))
 
@@ -187,15 +178,18 @@ class OperationRule:
 
     def _replaced(self, values: Any, inputs: Sequence[Tensor], bound_rule: BoundRule) -> Any:
         """Return values with the rule's gradient, or a discrete tensor with a gradient path."""
-        if is_discrete(values):
-            return start_path(bound_rule, self.name, values, inputs)
+        if carrying.is_discrete(values):
+            return carrying.start_path(bound_rule, self.name, values, inputs)
         self.state.note(self.name, Outcome.ACTED)
         result = replace(bound_rule, values, inputs)
         if isinstance(result, tuple):
             # The indices of topk and sort give a warning where they become floating-point.
-            lost = GradientPath(None, (Origin(self.state, self.name),), is_index=True)
+            lost = carrying.GradientPath(None, (carrying.Origin(self.state, self.name),), is_index=True)
             # The compiler keeps attributes of an alias, but not of an item of a call's result.
-            items = [set_path(item.detach(), lost) if is_discrete(item) else item for item in result]
+            items = [
+                carrying.set_path(item.detach(), lost) if carrying.is_discrete(item) else item
+                for item in result
+            ]
             return rebuilt_sequence(result, items)
         return result
 
@@ -216,7 +210,7 @@ class OperationRule:
         if self.name == "argmin_one_hot" and self.state.rule.name in OF_LOGITS:
             scores = -scores
         bound_rule = self._bound_to(native)
-        return start_path(bound_rule, self.name, index, [scores], classes=scores.shape[-1])
+        return carrying.start_path(bound_rule, self.name, index, [scores], classes=scores.shape[-1])
 
 
 @dataclass(eq=False)
@@ -407,8 +401,8 @@ class DispatchMode(TorchFunctionMode):
         if is_traced():
             func = tracing.as_in_tables(func)
         # In compiled code the search is free.
-        if (is_traced() or GradientPath.exists) and (paths := paths_in(args, kwargs)):
-            return carry(self._call, func, args, kwargs, paths)
+        if (is_traced() or carrying.GradientPath.exists) and (paths := carrying.paths_in(args, kwargs)):
+            return carrying.carry(self._call, func, args, kwargs, paths)
         return self._call(func, args, kwargs)
 
     def _call(self, func: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:

@@ -26,43 +26,45 @@ NAMESPACES = (torch, F, torch.special, torch.linalg, torch.fft)
 _CASTING = ("bool", "byte", "char", "int", "long", "short")
 CASTS = {name: getattr(torch.empty(0, device="cpu"), name)().dtype for name in _CASTING}
 
-# Operations with several names in torch. The keys are the names in reports.
+# Other names of operations in torch. The keys are the names in reports.
 SYNONYMS: dict[str, tuple[str, ...]] = {
-    "abs": ("abs", "absolute"),
-    "acos": ("acos", "arccos"),
+    "abs": ("absolute",),
+    "acos": ("arccos",),
     "argmax_one_hot": ("argmax",),
     "argmin_one_hot": ("argmin",),
-    "asin": ("asin", "arcsin"),
-    "atan": ("atan", "arctan"),
+    "asin": ("arcsin",),
+    "atan": ("arctan",),
     "categorical": ("multinomial",),
-    "clamp": ("clamp", "clip", "clamp_min", "clamp_max"),
-    "div": ("div", "divide", "true_divide", "truediv"),
-    "floor_divide": ("floor_divide", "floordiv", "div", "divide"),
-    "ge": ("ge", "greater_equal"),
-    "gt": ("gt", "greater"),
-    "le": ("le", "less_equal"),
-    "lt": ("lt", "less"),
-    "maximum": ("maximum", "max"),
-    "minimum": ("minimum", "min"),
+    "clamp": ("clip", "clamp_min", "clamp_max"),
+    "div": ("divide", "true_divide", "truediv"),
+    "floor_divide": ("floordiv",),
+    "ge": ("greater_equal",),
+    "gt": ("greater",),
+    "le": ("less_equal",),
+    "lt": ("less",),
     "max_pool": (
         *("max_pool1d", "max_pool2d", "max_pool3d"),
         *("max_pool1d_with_indices", "max_pool2d_with_indices", "max_pool3d_with_indices"),
     ),
-    "mul": ("mul", "multiply"),
-    "ne": ("ne", "not_equal"),
-    "neg": ("neg", "negative"),
-    "relu": ("relu", "clamp", "clip", "clamp_min", "threshold"),
-    "relu6": ("relu6", "hardtanh", "clamp", "clip"),
-    "rsqrt": ("rsqrt", "pow"),
-    "sigmoid": ("sigmoid", "expit"),
-    "sqrt": ("sqrt", "pow"),
-    "sub": ("sub", "subtract"),
-    "trunc": ("trunc", "fix"),
-    **{name: (name, "to", "type", "type_as") for name in CASTS},
+    "mul": ("multiply",),
+    "ne": ("not_equal",),
+    "neg": ("negative",),
+    "sigmoid": ("expit",),
+    "sub": ("subtract",),
+    "trunc": ("fix",),
 }
 
-# Operations that share a torch function with another operation, after which the function is named.
-SHARING = (*CASTS, "floor_divide", "maximum", "minimum", "relu", "relu6", "rsqrt", "sqrt")
+# Functions of other operations, after which they are named, that some arguments make this operation.
+SHARING: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(CASTS, ("to", "type", "type_as")),
+    "floor_divide": ("div", "divide"),
+    "maximum": ("max",),
+    "minimum": ("min",),
+    "relu": ("clamp", "clip", "clamp_min", "threshold"),
+    "relu6": ("hardtanh", "clamp", "clip"),
+    "rsqrt": ("pow",),
+    "sqrt": ("pow",),
+}
 
 # Other operations that the documentation lists. All other torch functions work too.
 LISTED = (
@@ -74,13 +76,7 @@ LISTED = (
 ALSO_CALLED = {
     "argmax_to_one_hot": "argmax_one_hot",
     "one_hot": "argmax_one_hot",
-    **{
-        synonym: name
-        for name, synonyms in SYNONYMS.items()
-        for synonym in synonyms
-        if synonym not in SYNONYMS and name not in SHARING
-    },
-    "floordiv": "floor_divide",
+    **{synonym: name for name, synonyms in SYNONYMS.items() for synonym in synonyms},
 }
 
 # The beginnings of dotted names of torch's operations.
@@ -151,7 +147,7 @@ class Operation:
 
 def operation_names() -> list[str]:
     """Return the names of operations that have synonyms or are listed in the documentation."""
-    return sorted({*SYNONYMS, *LISTED})
+    return sorted({*SYNONYMS, *SHARING, *LISTED})
 
 
 def is_operation(specification: object) -> bool:
@@ -245,16 +241,14 @@ def find_rule(specification: str | Rule | RuleFunction | Function) -> Rule:
     Raises:
         PolicyError: If there is no such rule.
     """
-    if isinstance(specification, str) and specification not in rule_names():
-        if specification.startswith("torch."):
-            return derivative_of(resolve_operation(specification))
-        if "." not in specification:
-            if not is_operation(specification):
-                raise unknown_rule(specification, operation_names())
-            return derivative_of(resolve_operation(specification))
-    elif callable(specification) and not isinstance(specification, Rule) and is_operation(specification):
-        return derivative_of(resolve_operation(specification))
-    return get_rule(specification)
+    if isinstance(specification, str):
+        is_of_torch = specification.startswith("torch.")
+        is_rule = specification in rule_names() or ("." in specification and not is_of_torch)
+        if not (is_rule or is_of_torch or is_operation(specification)):
+            raise unknown_rule(specification, operation_names())
+    else:
+        is_rule = isinstance(specification, Rule) or not is_operation(specification)
+    return get_rule(specification) if is_rule else derivative_of(resolve_operation(specification))
 
 
 @cache
@@ -287,15 +281,15 @@ def _operation_named(name: str, written: str) -> Operation:
     functions = _spellings(name)
     if not functions:
         raise PolicyError(f"unknown operation {shown(written)}; {nearest(name, _names())}")
-    stem = SYNONYMS.get(name, (name,))[0]
-    functional = next((f for namespace in (*NAMESPACES, Tensor) if (f := _function(namespace, stem))), None)
-    return Operation(name, functional or next(iter(functions)), tuple(functions))
+    stems, namespaces = (name, *SYNONYMS.get(name, ())[:1]), (*NAMESPACES, Tensor)
+    named = (f for stem in stems for namespace in namespaces if (f := _function(namespace, stem)))
+    return Operation(name, next(named, next(iter(functions))), tuple(functions))
 
 
 @cache
 def _spellings(name: str) -> frozenset[Function]:
     found: set[Function] = set()
-    for stem in SYNONYMS.get(name, (name,)):
+    for stem in (name, *SYNONYMS.get(name, ()), *SHARING.get(name, ())):
         for namespace in NAMESPACES:
             found.update(f for form in (stem, f"{stem}_") if (f := _function(namespace, form)))
         # Exported graphs call the overloads.
@@ -344,15 +338,10 @@ def _find_operation_name(function: Function) -> str | None:
 @cache
 def _names() -> frozenset[str]:
     """Return the names of all operations, for messages."""
-    return frozenset(operation_names()) | {
-        name
-        for namespace in (torch, F, Tensor)
-        for name in dir(namespace)
-        if name.islower()
-        and not name.startswith(("_", "has_torch", "handle_torch"))
-        and not name.endswith("_")
-        and _function(namespace, name)
-    }
+    found = {name for space in (torch, F, Tensor) for name in dir(space) if _function(space, name)}
+    private = ("_", "has_torch", "handle_torch")
+    named = [name for name in found if name.islower() and not name.startswith(private)]
+    return frozenset(operation_names()) | {name for name in named if not name.endswith("_")}
 
 
 def _is(value: Any, number: Any) -> bool:
@@ -401,12 +390,7 @@ def _casts_to(dtype: torch.dtype) -> Decision:
 
 _CONVERSIONS = frozenset().union(*(_spellings(name) for name in ("to", "type", "type_as")))
 # int(x) and bool(x) return Python numbers.
-_TO_NUMBERS = frozenset(
-    function
-    for name in ("bool", "int", "long")
-    for function in _spellings(name)
-    if getattr(function, "__name__", "").startswith("__")
-)
+_TO_NUMBERS = frozenset({Tensor.__bool__, Tensor.__int__, Tensor.__long__})
 _OF_TWO = (_spellings("maximum") | _spellings("minimum")) - _spellings("max") - _spellings("min")
 _ROUND_DOWN_ALWAYS = _spellings("floor_divide") - _spellings("div")
 _ENDS = (_spellings("clamp"), ("min", "max"))
@@ -433,5 +417,5 @@ _DECIDED_BY_ARGUMENTS: dict[str, Decision] = {
 # Functions that are named after another operation, each with the operations that its arguments may make it.
 SHARED: dict[Function, list[str]] = {}
 for _name in ("maximum", "minimum", "relu", "relu6", "rsqrt", "sqrt"):
-    for _spelling in _spellings(_name) & frozenset().union(*map(_spellings, SYNONYMS[_name][1:])):
+    for _spelling in _spellings(_name) & frozenset().union(*map(_spellings, SHARING[_name])):
         SHARED.setdefault(_spelling, []).append(_name)
