@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from gradpolicy.display import Displayed
 from gradpolicy.errors import PolicyError, shown, unknown
+from gradpolicy.flow import policy_report
 from gradpolicy.flow.arguments import Signature
 from gradpolicy.flow.bound_rule import RuleState
 from gradpolicy.flow.boundary import ModuleRules
@@ -24,15 +25,7 @@ from gradpolicy.flow.locations import (
 )
 from gradpolicy.flow.operation_rule import DispatchTable, OperationRule
 from gradpolicy.flow.parameters import ParameterRules
-from gradpolicy.flow.policy_report import (
-    Expected,
-    GradientNorms,
-    Outcome,
-    Report,
-    ReportRow,
-    report_unmet,
-    warn_or_raise,
-)
+from gradpolicy.flow.policy_report import Outcome, Report, ReportRow
 from gradpolicy.flow.wrapped_forward import InstallSession, WrappedForward
 from gradpolicy.what_trains import what_trains
 from gradpolicy.where import STEP_OPERATIONS, named_parameters, plain_name
@@ -94,7 +87,7 @@ def install(
         "gradpolicy.GradientPolicies"
     )
     named = checked_policies("install", policies, RulePlacement, "flow policy", hint)
-    return Installed(model, named, entry_points or {}, strict=strict)
+    return Installed(model, named, entry_points or {}, strict)
 
 
 class Installed(Displayed):
@@ -105,8 +98,7 @@ class Installed(Displayed):
         model: nn.Module,
         policies: Mapping[str, RulePlacement],
         entry_points: EntryPoints,
-        *,
-        strict: bool = False,
+        strict: bool,
     ) -> None:
         _refuse_replicas(model)
         self.model = model
@@ -194,10 +186,10 @@ class Installed(Displayed):
         Each call discards earlier measurements.
         """
         for state in self._states.values():
-            state.row.norms = GradientNorms() if on else None
+            state.row.norms = policy_report.GradientNorms() if on else None
 
     @property
-    def gradient_norms(self) -> dict[str, GradientNorms]:
+    def gradient_norms(self) -> dict[str, policy_report.GradientNorms]:
         """The gradients before and after each measured policy that passed some, over all locations."""
         measured = {state.name: state.row.norms for state in self._states.values()}
         return {name: norms for name, norms in measured.items() if norms is not None and norms.entries}
@@ -239,14 +231,14 @@ class Installed(Displayed):
                 "the model never ran while the policies were on it, so that they changed nothing; they act "
                 "on what its forward and those of its modules do within the block"
             )
-            warn_or_raise(f"policy {', '.join(names)}", message if names else "", strict=strict)
+            policy_report.warn_or_raise(f"policy {', '.join(names)}", message if names else "", strict=strict)
         for row in rows:
             ran = row.ran_on or (strict and not row.ran_off)
             if has_run and (ran or row.locations_with(Outcome.WITHOUT_GRADIENT)):
                 # In another phase, such as for attributions in testing, gradients may be recorded.
                 may_come = len(self.policies[row.name].when.phases) > 1
                 ignored = (Outcome.WITHOUT_GRADIENT,) if may_come else ()
-                report_unmet(f"policy {row.name!r}", row, strict=strict, ignored=ignored)
+                policy_report.report_unmet(f"policy {row.name!r}", row, strict=strict, ignored=ignored)
 
     def _put_on(self, entry_points: EntryPoints) -> None:
         # The rules on each parameter, with its name, in the order in which the backward pass applies them.
@@ -288,7 +280,7 @@ class Installed(Displayed):
         for state, locations in zip(states, at_module.values(), strict=True):
             is_named = any(locations.modules.get(pattern) is module for pattern in state.policy.modules)
             has_forward = getattr(type(module), "forward", None) is not nn.Module.forward
-            expected = Expected(name, is_named, has_forward)
+            expected = policy_report.Expected(name, is_named, has_forward)
             state.row.expected[location_at(state.policy.at, name)] = expected
         for method in methods:
             signature = Signature(getattr(module, method))
@@ -374,7 +366,10 @@ def _state(name: str, policy: RulePlacement, locations: Locations) -> RuleState:
         parameters=tuple(locations.parameters),
         each=locations.each,
         any_of=bool(policy.kin) or policy.ops == STEP_OPERATIONS,
-        expected={f"parameter {key!r}": Expected(None, key in policy.params) for key in locations.parameters},
+        expected={
+            f"parameter {key!r}": policy_report.Expected(None, key in policy.params)
+            for key in locations.parameters
+        },
     )
     return RuleState(name, policy.rule, policy, row=row)
 

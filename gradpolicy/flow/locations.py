@@ -239,9 +239,9 @@ def _conflict(
     shared = [] if apart else [f"the {one.at} of module {name!r}" for name in modules]
     shared += [f"parameter {name!r}" for name in here.parameters if name in there.parameters]
     stops = [name for name, policy in zip(names, (one, other), strict=True) if policy.rule.name == "stop"]
-    return (
-        f"contradict each other at {shared[0]}: {stops[0]!r} stops the gradient" if shared and stops else ""
-    )
+    if not (shared and stops):
+        return ""
+    return f"contradict each other at {shared[0]}: {stops[0]!r} stops the gradient"
 
 
 def _name_other_arguments(one: RulePlacement, other: RulePlacement) -> bool:

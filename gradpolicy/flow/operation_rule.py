@@ -41,7 +41,8 @@ class OperationRule:
         self.decides = operation.decides
         self.derivative = derivative_of(operation).function if state.rule.takes_call else None
         self.bound_rule = BoundRule(state, f"operation {operation.name!r}", sums_broadcast=True)
-        # True if the operation itself saves the same tensors with the rule as without it.
+        # True if the operation itself saves the same tensors with the rule as without it. A checkpoint that
+        # records gradients may then recompute it without the rule.
         keeps_backward = state.filters or (state.rule.own and not state.rule.reads)
         self.keeps_nothing = keeps_backward and not state.policy.detaches
 
@@ -55,10 +56,6 @@ class OperationRule:
         if not state.active or (self.decides is not None and not self.decides(function, args, kwargs)):
             return False
         return not state.policy.calls or state.count_call(self.name)
-
-    def allows_plain_recomputation(self) -> bool:
-        """Return True if a checkpoint may recompute the operation without the rule."""
-        return self.keeps_nothing and torch.is_grad_enabled()
 
     def call(self, native: "NativeCall") -> Any:
         """Make a call, with the gradient of the rule."""
@@ -256,9 +253,8 @@ class NativeCall:
 def _need_gradient(inputs: Sequence[Tensor]) -> bool:
     if not torch.is_grad_enabled():
         return False
-    if any(tensor.requires_grad for tensor in inputs):
-        return True
-    return in_transform() and any(tensor.is_floating_point() for tensor in inputs)
+    has_gradient = any(tensor.requires_grad for tensor in inputs)
+    return has_gradient or (in_transform() and any(tensor.is_floating_point() for tensor in inputs))
 
 
 def _has_gradient(result: Any) -> bool:
@@ -382,10 +378,7 @@ class DispatchMode(TorchFunctionMode):
     """
 
     def __init__(
-        self,
-        table: DispatchTable,
-        owner: Any,
-        checkpoints: Callable[[OperationRule], int] | None = None,
+        self, table: DispatchTable, owner: Any, checkpoints: Callable[[OperationRule], int] | None = None
     ) -> None:
         super().__init__()
         self.table, self.owner, self.checkpoints = table, owner, checkpoints
@@ -417,7 +410,8 @@ class DispatchMode(TorchFunctionMode):
         covering = [rule for rule in rules if rule.covers(func, args, kwargs)] if rules else ()
         if covering:
             for rule in covering:
-                if not rule.allows_plain_recomputation() and tracing.may_be_recomputed():
+                is_free = rule.keeps_nothing and torch.is_grad_enabled()
+                if not is_free and tracing.may_be_recomputed():
                     self._check_callers(rule)
                 if not is_traced() and self.module is not None:
                     rule.state.row.ran_in.add(self.module)

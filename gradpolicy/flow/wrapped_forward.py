@@ -16,7 +16,7 @@ from gradpolicy.flow.boundary import ModuleRules
 from gradpolicy.flow.containers import tensors_in
 from gradpolicy.flow.operation_rule import DispatchMode, DispatchTable, OperationRule, note_taken
 from gradpolicy.flow.parameters import ParameterRules, run_with_rules
-from gradpolicy.flow.tracing import in_transform, is_compiling, is_traced, mode_at, mode_count
+from gradpolicy.flow.tracing import in_transform, is_traced, may_be_recomputed, mode_at, mode_count
 
 # For each rule, whether it is active and the versions of its changing parameters.
 Snapshot = tuple[tuple[bool, tuple[int, ...]], ...]
@@ -53,7 +53,7 @@ class InstallSession:
             raise _changed("put on")
         self.has_run = self.in_forward = True
         for state in self.states:
-            state.row.note_forward(state.active, is_compiling())
+            state.row.note_forward(state.active, tracing.is_compiling())
 
     def note_checkpoint(self) -> None:
         """Record if a checkpoint will recompute the running module in the backward pass.
@@ -153,11 +153,7 @@ class WrappedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward."""
         mode = mode_at(mode_count() - 1) if self.is_on and self.adds_nothing and mode_count() else None
-        if (
-            mode is not None
-            and getattr(mode, "table", None) is self.table
-            and not tracing.may_be_recomputed()
-        ):
+        if mode is not None and getattr(mode, "table", None) is self.table and not may_be_recomputed():
             # The rules are already active, in the module around this one.
             if not is_traced():
                 return self._run_in_mode(mode, args, kwargs)
@@ -194,12 +190,12 @@ class WrappedForward:
         session = self.session
         if in_transform():
             for state in session.states:
-                state.row.note_forward(state.active, is_compiling())
+                state.row.note_forward(state.active, tracing.is_compiling())
             return self._run_at_module(args, kwargs)
         is_outermost = torch.is_grad_enabled() and not session.in_forward
         if is_outermost:
             session.start_forward()
-        elif tracing.may_be_recomputed():
+        elif may_be_recomputed():
             session.note_checkpoint()
         result = None
         try:
@@ -234,8 +230,8 @@ class WrappedForward:
             mode.table = outer_table
 
     def _run_in_mode(self, mode: DispatchMode, args: tuple, kwargs: dict) -> Any:
-        # Compiled code must not depend on the name, so that all modules of a class share it.
         run = self._run_counted if self.counted else self._forward
+        # Compiled code must not depend on the name, so that all modules of a class share it.
         if is_traced():
             return run(args, kwargs)
         outer_module, mode.module = mode.module, self.name
