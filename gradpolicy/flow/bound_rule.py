@@ -132,6 +132,8 @@ class BoundRule:
 
     def __post_init__(self) -> None:
         self.rule = self.state.rule
+        # The arguments whose values the rule reads: "inputs", "output", both or neither.
+        self.reads = self.rule.reads or ()
         if self.rule.takes_call:
             self.current = {"call": Call(self.location), **self.current}
 
@@ -139,11 +141,6 @@ class BoundRule:
     def parameters(self) -> dict[str, Any]:
         """The values of the rule's parameters."""
         return {**self.rule.parameters, **self.current}
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """The arguments whose values the rule reads: ``"inputs"``, ``"output"``, both or neither."""
-        return self.rule.reads or ()
 
     def with_current_numbers(self) -> "BoundRule":
         """Return the rule with the current values of scheduled and learned parameters."""
@@ -262,10 +259,9 @@ class BoundRule:
     def _checked(self, number: int, gradient: Any, tensor: Tensor, output: Any) -> Tensor | None:
         if gradient is None:
             return None
-        if not isinstance(gradient, Tensor):
-            raise self.error(f"returned {_kind(gradient)} as gradient {number}; it must be a tensor")
         if not is_differentiable(gradient):
-            raise self.error(f"returned gradient {number} in {gradient.dtype}; it must be floating-point")
+            found = f"a tensor in {gradient.dtype}" if isinstance(gradient, Tensor) else _kind(gradient)
+            raise self.error(f"returned {found} as gradient {number}; expected a floating-point tensor")
         if gradient.is_complex() and not tensor.is_complex():
             raise self.error(f"returned a complex gradient {number} for an input in {tensor.dtype}")
         if gradient.shape != tensor.shape:

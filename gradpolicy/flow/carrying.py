@@ -104,7 +104,6 @@ def start_path(
     operation: str,
     result: Tensor,
     inputs: Sequence[Tensor],
-    *,
     classes: int | None = None,
 ) -> Tensor:
     """Attach a path with the gradient of a rule to the discrete result of an operation.

@@ -207,11 +207,7 @@ def replace(
         return values
     taken = torch.is_tensor if with_discrete else is_differentiable
     indices = [index for index, value in enumerate(values) if taken(value)]
-    found = run_function(Replaced, bound_rule, len(indices), *[values[index] for index in indices], *inputs)
-    results = list(values)
-    for index, result in zip(indices, found if len(indices) > 1 else (found,), strict=True):
-        results[index] = result
-    return rebuilt_sequence(values, results)
+    return rebuilt_sequence(values, _replaced_at(indices, bound_rule, values, inputs))
 
 
 def tap(bound_rule: BoundRule, inputs: Sequence[Tensor], outputs: list) -> list[Tensor]:
@@ -232,16 +228,24 @@ def tap(bound_rule: BoundRule, inputs: Sequence[Tensor], outputs: list) -> list[
             "compiled or transformed by torch.func: compute what it needs from the inputs, leave this part "
             "to eager mode (torch.compiler.disable), or compile without fullgraph"
         )
-    found = list(inputs)
     positions = [position for position, tensor in enumerate(inputs) if may_have_gradient(tensor)]
     if not positions:
-        return found
+        return list(inputs)
     _check_transforms(bound_rule)
-    rule = Taps(bound_rule.with_current_numbers(), positions, outputs)
-    changed = run_function(Replaced, rule, len(positions), *[inputs[each] for each in positions], *inputs)
-    for position, tensor in zip(positions, changed if len(positions) > 1 else (changed,), strict=True):
-        found[position] = tensor
-    return found
+    return _replaced_at(
+        positions, Taps(bound_rule.with_current_numbers(), positions, outputs), inputs, inputs
+    )
+
+
+def _replaced_at(
+    indices: Sequence[int], rule: EdgeRule, values: Sequence[Any], inputs: Sequence[Tensor]
+) -> list:
+    """Return values, with the gradient of a rule on those at some indices."""
+    found = run_function(Replaced, rule, len(indices), *[values[index] for index in indices], *inputs)
+    results = list(values)
+    for index, result in zip(indices, found if len(indices) > 1 else (found,), strict=True):
+        results[index] = result
+    return results
 
 
 def insert_rule(bound_rule: BoundRule, values: Any) -> Any:

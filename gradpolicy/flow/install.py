@@ -1,5 +1,6 @@
 """``install``: flow policies on a model."""
 
+import contextlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -94,11 +95,7 @@ class Installed(Displayed):
     """Policies that :func:`install` installed on a model. Displayed as their report."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        policies: Mapping[str, RulePlacement],
-        entry_points: EntryPoints,
-        strict: bool,
+        self, model: nn.Module, policies: Mapping[str, RulePlacement], entry_points: EntryPoints, strict: bool
     ) -> None:
         _refuse_replicas(model)
         self.model = model
@@ -110,9 +107,9 @@ class Installed(Displayed):
         self._session = InstallSession(self._states.values())
         # Modules with the same policies inside share a table; by the names of the policies.
         self._tables: dict[tuple[str, ...], DispatchTable] = {}
-        self._wraps: list[WrappedForward] = []
         self._was_reported = False
-        self._parameter_rules: list[ParameterRules] = []
+        # Takes off what is put on.
+        self._removal = contextlib.ExitStack()
         try:
             self._put_on(entry_points)
         except BaseException:
@@ -138,10 +135,7 @@ class Installed(Displayed):
             PolicyError: If the installation is strict and a policy did not act as specified.
         """
         was_installed, self._session.is_installed = self._session.is_installed, False
-        while self._parameter_rules:
-            self._parameter_rules.pop().take_off()
-        while self._wraps:
-            self._wraps.pop().take_off()
+        self._removal.close()
         if was_installed and not quiet:
             self._report_unmet()
 
@@ -249,16 +243,17 @@ class Installed(Displayed):
         # A compiled module only calls the original module, which is wrapped.
         named = [item for item in self.model.named_modules() if "_orig_mod" not in item[1]._modules]
         on_modules = [_rules_on_parameters(module, on_parameters) for _, module in named]
-        self._parameter_rules = [rules for on_module in on_modules for rules in on_module]
-        self._session.acts_on_parameters = bool(self._parameter_rules)
-        for each in self._parameter_rules:
+        all_rules = [rules for on_module in on_modules for rules in on_module]
+        self._session.acts_on_parameters = bool(all_rules)
+        for each in all_rules:
+            self._removal.callback(each.take_off)
             each.put_on()
         scripted: list[str] = []
         for (raw_name, module), on_module in zip(named, on_modules, strict=True):
             name = plain_name(raw_name)
             if not isinstance(module, torch.jit.ScriptModule):
                 # The root module runs every parameter rule: weights may be shared across modules.
-                rules = self._parameter_rules if module is self.model else on_module
+                rules = all_rules if module is self.model else on_module
                 self._put_on_module(name, module, rules, entry_points.get(name, ("forward",)))
                 continue
             if not is_below(name, scripted):
@@ -295,7 +290,7 @@ class Installed(Displayed):
                 parameter_rules=tuple(rules),
             )
             module.__dict__[method] = wrap
-            self._wraps.append(wrap)
+            self._removal.callback(wrap.take_off)
 
     def _counted(self, module: nn.Module) -> list[tuple[RuleState, str]]:
         """Return the policies with ``calls=`` that match a module, each with its operations."""

@@ -18,12 +18,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import unserializable_hook
 
 from gradpolicy.errors import PolicyError, unknown
-from gradpolicy.flow import carrying, tracing
+from gradpolicy.flow import carrying, operations, tracing
 from gradpolicy.flow.arguments import arguments_of, in_order_of_parameters
 from gradpolicy.flow.bound_rule import BoundRule, RuleState
 from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
 from gradpolicy.flow.edges import insert_rule, replace, tap
-from gradpolicy.flow.operations import SHARED, Operation, derivative_of, name_of, name_of_call
+from gradpolicy.flow.operations import SHARED, Operation, name_of, name_of_call
 from gradpolicy.flow.policy_report import ACROSS, Outcome
 from gradpolicy.flow.tracing import Function, in_transform, is_traced, without_modes
 
@@ -38,8 +38,8 @@ class OperationRule:
 
     def __init__(self, operation: Operation, state: RuleState) -> None:
         self.operation, self.state, self.name = operation, state, operation.name
-        self.decides = operation.decides
-        self.derivative = derivative_of(operation).function if state.rule.takes_call else None
+        self.decides = operations.DECIDED_BY_ARGUMENTS.get(operation.name)
+        self.derivative = operations.derivative_of(operation).function if state.rule.takes_call else None
         self.bound_rule = BoundRule(state, f"operation {operation.name!r}", sums_broadcast=True)
         # True if the operation itself saves the same tensors with the rule as without it. A checkpoint that
         # records gradients may then recompute it without the rule.
@@ -373,15 +373,16 @@ class DispatchMode(TorchFunctionMode):
     Args:
         table: The table. In an installation it depends on the running module.
         owner: The block or session of an installation, with the ``states`` of all its rules.
-        checkpoints: Returns how many checkpointed functions were entered since the policy of a rule; None if
-            no backward pass will follow.
+        checkpoints: Returns how many checkpointed functions were entered since the policy of a rule; None in
+            compiled code. The attribute is None, too, if no backward pass will follow.
     """
 
     def __init__(
         self, table: DispatchTable, owner: Any, checkpoints: Callable[[OperationRule], int] | None = None
     ) -> None:
         super().__init__()
-        self.table, self.owner, self.checkpoints = table, owner, checkpoints
+        self.table, self.owner = table, owner
+        self.checkpoints = checkpoints if tracing.has_graph() else None
         # The name of the running module, for messages.
         self.module: str | None = None
 

@@ -1,7 +1,7 @@
 """Torch operations, each with all functions and names that call it."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from operator import attrgetter
@@ -132,11 +132,6 @@ class Operation:
             kwargs = {key: kwargs[key] for key in kwargs if key != "condition"}
         return tensors_of_call(args, kwargs)
 
-    @property
-    def decides(self) -> Decision | None:
-        """Returns True if a call of one of the functions is this operation; None if all calls are."""
-        return _DECIDED_BY_ARGUMENTS.get(self.name)
-
     def __reduce__(self) -> tuple:
         # Some torch functions cannot be pickled, but names can.
         return (
@@ -173,7 +168,6 @@ def resolve_operation(specification: str | Function) -> Operation:
         True
     """
     if isinstance(specification, str):
-        canonical = _canonical(specification)
         if "::" in specification or specification.startswith("torch.ops."):
             path = specification.removeprefix("torch.ops.").replace("::", ".")
             try:
@@ -183,7 +177,7 @@ def resolve_operation(specification: str | Function) -> Operation:
                 raise PolicyError(f"unknown operation {shown(specification)}; {hint}") from error
         if "." in specification and not specification.startswith(_OF_TORCH):
             return resolve_operation(import_by_name(specification))
-        return _operation_named(canonical, specification)
+        return _operation_named(_canonical(specification), specification)
     # Modes get the overload of a function of torch.library.
     specification = getattr(specification, "_opoverload", specification)
     name = _operation_name(specification) if callable(specification) else None
@@ -206,10 +200,8 @@ def name_of(function: Function) -> str:
 
 def name_of_call(function: Function, args: tuple, kwargs: Mapping[str, Any]) -> str:
     """Return the name of the operation that a call of a function in ``SHARED`` is, for messages."""
-    for name in SHARED[function]:
-        if _DECIDED_BY_ARGUMENTS[name](function, args, kwargs):
-            return name
-    return name_of(function)
+    found = (name for name in SHARED[function] if DECIDED_BY_ARGUMENTS[name](function, args, kwargs))
+    return next(found, name_of(function))
 
 
 def takes_rule(name: str) -> bool:
@@ -318,11 +310,7 @@ _OBJECT_METHODS = frozenset(dir(object)) - {"__eq__", "__ne__", "__lt__", "__le_
 
 def _operation_name(function: Function) -> str | None:
     """Return the name of a function's operation; None for a function outside of torch."""
-    try:
-        return _find_operation_name(function)
-    except TypeError:
-        # The function is not hashable.
-        return None
+    return _find_operation_name(function) if isinstance(function, Hashable) else None
 
 
 @cache
@@ -399,7 +387,8 @@ _is_relu = _with((*_ENDS, (0, None)), (_spellings("threshold"), ("threshold", "v
 _is_relu6 = _with((*_ENDS, (0, 6)), (_spellings("hardtanh"), ("min_val", "max_val"), (0, 6)))
 # x.__rpow__(2) is 2 ** x.
 _NO_POWER = (frozenset({Tensor.__rpow__}), ("base",), (None,))
-_DECIDED_BY_ARGUMENTS: dict[str, Decision] = {
+# Returns True if a call of one of the operation's functions is the operation; without a row all calls are.
+DECIDED_BY_ARGUMENTS: dict[str, Decision] = {
     "categorical": _draws_independently,
     "div": lambda function, args, kwargs: kwargs.get("rounding_mode") is None,
     "floor_divide": lambda function, args, kwargs: (

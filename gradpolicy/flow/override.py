@@ -14,7 +14,7 @@ from gradpolicy.flow.bound_rule import RuleState
 from gradpolicy.flow.operation_rule import DispatchMode, DispatchTable, OperationRule, note_taken
 from gradpolicy.flow.operations import as_rule, resolve_operation
 from gradpolicy.flow.policy_report import Outcome, ReportRow, report_unmet
-from gradpolicy.flow.tracing import Function, checkpoints_above, has_graph, mode_at, mode_count
+from gradpolicy.flow.tracing import Function, checkpoints_above, mode_at, mode_count
 from gradpolicy.rules.registry import Rule, RuleFunction
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
@@ -98,8 +98,7 @@ class Block:
 
     def __enter__(self) -> "Block":
         entered = checkpoints_above()
-        within = (lambda rule: checkpoints_above() - entered) if has_graph() else None
-        DispatchMode(self.table, self, within).__enter__()
+        DispatchMode(self.table, self, lambda rule: checkpoints_above() - entered).__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:

@@ -43,10 +43,11 @@ class Outcome(enum.Enum):
 
 
 # Why the rule was not applied to operations, the first reason that holds, and the words for it.
-REASONS = {
+REASONS: dict[Outcome | None, str] = {
     Outcome.TAKEN: "{operations} {were} taken by another override or policy inside",
     Outcome.DISCRETE: f"the result of {{names}} {NEVER_FLOATING}",
     Outcome.WITHOUT_GRADIENT: f"{{operations}} {NO_GRADIENT}",
+    None: "{operations} {were} never met; {instead}",
 }
 
 
@@ -239,16 +240,22 @@ class ReportRow:
             yield f"no gradient came to {_listed(parameters)}: {why}"
 
     def _about_operations(self, unmet: list[str]) -> Iterator[str]:
+        """Yield a clause for each reason why the rule was not applied to some operations."""
         by_reason: dict[Outcome | None, list[str]] = {}
         for name in unmet:
-            reason = next((each for each in REASONS if self.counts[name][each]), None)
+            reason = next((each for each in REASONS if each and self.counts[name][each]), None)
             by_reason.setdefault(reason, []).append(name)
-        never = by_reason.pop(None, [])
-        for reason, text in REASONS.items():
-            if reason in by_reason:
-                yield text.format(**_words(by_reason[reason]))
-        if never and not (self.any_of and by_reason):
-            yield "{operations} {were} never met; ".format(**_words(never)) + self._instead(never)
+        if self.any_of and len(by_reason) > 1:
+            by_reason.pop(None, None)
+        for reason in [each for each in REASONS if each in by_reason]:
+            operations = by_reason[reason]
+            names, several = _listed(map(repr, operations)), len(operations) > 1
+            yield REASONS[reason].format(
+                names=names,
+                operations=f"operation{'s' * several} {names}",
+                were="were" if several else "was",
+                instead="" if reason else self._instead(operations),
+            )
 
     def _instead(self, never: list[str]) -> str:
         """Return a hint for operations that never ran."""
@@ -359,16 +366,6 @@ def _lost_message(operation: str, function: str, is_index: bool) -> str:
     )
 
 
-def _words(operations: list[str]) -> dict[str, str]:
-    """Return the words for some operations in a sentence."""
-    names, several = _listed(map(repr, operations)), len(operations) > 1
-    return {
-        "names": names,
-        "operations": f"operation{'s' * several} {names}",
-        "were": "were" if several else "was",
-    }
-
-
 def _listed(names: Iterable[str]) -> str:
     return shortened(list(names), most=8)
 
@@ -390,11 +387,10 @@ class GradientNorms:
     def measure(self, before: Any, after: Iterable[Tensor | None]) -> None:
         """Add a gradient, or a tuple of gradients, before and after the rule."""
         with torch.no_grad():
-            passed = [tensor for tensor in after if tensor is not None]
             for tensor in before if isinstance(before, tuple) else (before,):
                 if tensor is not None:
                     self.before = _square(tensor) + self.before
-            for tensor in passed:
+            for tensor in filter(torch.is_tensor, after):
                 self.after = _square(tensor) + self.after
                 self.zeros = tensor.numel() - tensor.count_nonzero() + self.zeros
                 self.entries += tensor.numel()

@@ -50,7 +50,7 @@ class InstallSession:
             PolicyError: If it is a recomputation, and the policies were installed after the forward pass.
         """
         if not self.has_run and tracing.graph_task() != -1:
-            raise _changed("put on")
+            raise _changed("put on", _RUNS_AGAIN)
         self.has_run = self.in_forward = True
         for state in self.states:
             state.row.note_forward(state.active, tracing.is_compiling())
@@ -87,20 +87,19 @@ class InstallSession:
         )
 
     def _check(self, snapshot: Snapshot | None, grads: tuple[Tensor, ...]) -> None:
-        if snapshot is None and not self.is_installed:
-            raise _changed("removed", "rules on parameters (params=) act when the gradients arrive")
         if not self.is_installed:
-            raise _changed("removed")
+            raise _changed("removed", _RUNS_AGAIN if snapshot is not None else _ACTS_ON_ARRIVAL)
         if snapshot is not None and snapshot != self._snapshot():
-            raise _changed("switched, or their schedules went on,")
+            raise _changed("switched, or their schedules went on,", _RUNS_AGAIN)
 
 
-def _changed(how: str, why: str = "") -> PolicyError:
-    return PolicyError(
-        f"the policies were {how} between forward and backward, and "
-        + (why or "modules under activation checkpointing run again there, then with other rules than before")
-        + "; change policies between steps"
-    )
+_RUNS_AGAIN = "modules under activation checkpointing run again there, then with other rules than before"
+_ACTS_ON_ARRIVAL = "rules on parameters (params=) act when the gradients arrive"
+
+
+def _changed(how: str, why: str) -> PolicyError:
+    text = f"the policies were {how} between forward and backward, and {why}; change policies between steps"
+    return PolicyError(text)
 
 
 @dataclass(eq=False, repr=False)
@@ -168,23 +167,19 @@ class WrappedForward:
         return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
 
     def take_off(self) -> None:
-        """Restore the forward, also below the wrappers of later installations."""
+        """Restore the forward, once the wrappers of later installations are off too."""
         self.is_on = False
-        outer = methods = self.module.__dict__
-        key, inside = self.method, self.module.__dict__.get(self.method)
-        while isinstance(inside, WrappedForward):
-            if inside is self:
-                if self.inner is None and outer is methods:
-                    del methods[key]
-                else:
-                    outer[key] = self.inner
-                return
-            outer, key, inside = inside.__dict__, "inner", inside.inner
-        # Another library has a reference to this wrapper, which can only be off.
-        warn_user(
-            f"{type(self.module).__name__}.{self.method} was replaced while policies were installed; "
-            "they are off, but what replaced it still runs through them"
-        )
+        methods, key = self.module.__dict__, self.method
+        if not isinstance(methods.get(key), WrappedForward):
+            # Another library has a reference to this wrapper, which can only be off.
+            warn_user(
+                f"{type(self.module).__name__}.{key} was replaced while policies were installed; "
+                "they are off, but what replaced it still runs through them"
+            )
+        while isinstance(outer := methods.get(key), WrappedForward) and not outer.is_on:
+            methods[key] = outer.inner
+            if outer.inner is None:
+                del methods[key]
 
     def _run_in_session(self, args: tuple, kwargs: dict) -> Any:
         session = self.session
@@ -218,7 +213,7 @@ class WrappedForward:
         # The mode of this installation on this thread.
         mode = next((mode for mode in tracing.active_modes() if mode.owner is session), None)
         if mode is None:
-            with DispatchMode(table, session, _checkpoints_within if tracing.has_graph() else None) as mode:
+            with DispatchMode(table, session, _checkpoints_within) as mode:
                 result = self._run_in_mode(mode, args, kwargs)
             if not in_transform():
                 note_taken([name for state in session.states for name in state.row.matched])
