@@ -138,16 +138,16 @@ class BoundRule:
             self.current = {"call": Call(self.location), **self.current}
 
     @property
-    def parameters(self) -> dict[str, Any]:
+    def parameters(self) -> Mapping[str, Any]:
         """The values of the rule's parameters."""
-        return {**self.rule.parameters, **self.current}
+        return {**self.rule.parameters, **self.current} if self.current else self.rule.parameters
 
     def with_current_numbers(self) -> "BoundRule":
         """Return the rule with the current values of scheduled and learned parameters."""
         if not self.state.changing:
             return self
         numbers = {key: self.parameters[key].clone() for key in self.state.changing}
-        return replace(self, current={**self.current, **numbers})
+        return BoundRule(self.state, self.location, self.sums_broadcast, {**self.current, **numbers})
 
     def for_call(
         self, operation: str, arguments: Mapping[str, Any], derivative: RuleFunction | None = None
@@ -155,14 +155,15 @@ class BoundRule:
         """Return the rule with a call as its keyword argument ``call``, if it has one."""
         if not self.rule.takes_call:
             return self
-        return replace(self, current={**self.current, "call": Call(operation, arguments, derivative)})
+        current = {**self.current, "call": Call(operation, arguments, derivative)}
+        return BoundRule(self.state, self.location, self.sums_broadcast, current)
 
     def in_module(self, module: str | None) -> "BoundRule":
         """Return the rule with a location that includes the name of the module in whose forward it acts."""
         if module is None:
             return self
         where = f"module {module!r}" if module else "the model"
-        return replace(self, location=f"{self.location} in {where}")
+        return BoundRule(self.state, f"{self.location} in {where}", self.sums_broadcast, self.current)
 
     def gradients(
         self, grad: Any, inputs: tuple[Tensor, ...], output: Any, wanted: Sequence[bool]

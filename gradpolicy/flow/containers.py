@@ -38,9 +38,13 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 def tensors_of_call(args: tuple, kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors among the arguments of a torch function, and in its lists, in order."""
-    values = (*args, *kwargs.values()) if kwargs else args
-    lists = [value if isinstance(value, list | tuple) else (value,) for value in values]
-    return [item for items in lists for item in items if isinstance(item, Tensor)]
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found.extend(item for item in value if isinstance(item, Tensor))
+    return found
 
 
 def classes_that_hide_tensors(values: Any) -> set[str]:

@@ -45,24 +45,25 @@ class Replaced(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(bound_rule: "EdgeRule", count: int, *tensors: Tensor) -> Any:
+    def forward(bound_rule: "EdgeRule", indices: Sequence[int], start: int, *tensors: Tensor) -> Any:
         """Return the values.
 
         Args:
             bound_rule: The rule.
-            count: The number of values.
-            *tensors: The values, then the inputs from which they were computed.
+            indices: The indices of the values among the tensors.
+            start: The index of the first input. All tensors from it on are inputs; they may be values, too.
+            *tensors: The values, and the inputs from which they were computed.
         """
         # If an input were returned, autograd would make it a view, which forbids in-place operations.
-        if count == 1:
-            return tensors[0].detach()
-        return tuple(tensor.detach() for tensor in tensors[:count])
+        if len(indices) == 1:
+            return tensors[indices[0]].detach()
+        return tuple([tensors[index].detach() for index in indices])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         """Save the tensors that the rule reads; of other inputs the shapes."""
-        ctx.bound_rule, ctx.count, *tensors = inputs
-        given, outputs = tensors[ctx.count :], output if isinstance(output, tuple) else (output,)
+        ctx.bound_rule, _, ctx.start, *tensors = inputs
+        given, outputs = tensors[ctx.start :], output if isinstance(output, tuple) else (output,)
         ctx.reads_inputs, ctx.reads_output = (each in ctx.bound_rule.reads for each in ("inputs", "output"))
         ctx.set_materialize_grads(not isinstance(ctx.bound_rule, Taps))
         ctx.floating = [is_differentiable(value) for value in outputs]
@@ -74,16 +75,20 @@ class Replaced(Function):
         """Call the rule."""
         saved = _saved(ctx)
         grads = tuple(grad for grad, is_floating in zip(grads, ctx.floating, strict=True) if is_floating)
-        outputs = tuple(saved[-ctx.count :]) if ctx.reads_output else grads
-        if ctx.reads_inputs:
-            inputs = saved[: len(ctx.like)]
-        else:
-            inputs = [torch.zeros((), dtype=kind, device=at).expand(shape) for shape, kind, at in ctx.like]
+        inputs = [saved.pop(0) if ctx.reads_inputs else _stand_in(grads[0], *each) for each in ctx.like]
+        outputs = tuple(saved) if ctx.reads_output else grads
         grad = grads[0] if len(grads) == 1 else grads
-        output = outputs[0] if ctx.count == 1 else outputs
-        wanted = ctx.needs_input_grad[2 + ctx.count :]
+        output = outputs[0] if len(ctx.floating) == 1 else outputs
+        wanted = ctx.needs_input_grad[3 + ctx.start :]
         gradients = ctx.bound_rule.gradients(grad, tuple(inputs), output, wanted)
-        return (None, None, *[None] * ctx.count, *gradients)
+        return (None, None, None, *[None] * ctx.start, *gradients)
+
+
+def _stand_in(grad: Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor in place of an input that the rule does not read."""
+    if grad is not None and grad.shape == shape:
+        return grad.to(dtype)
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
 class Taps:
@@ -200,14 +205,16 @@ def replace(
         # Without gradients there is nothing to do, and the compiler mishandles Functions of several tensors.
         return values
     if isinstance(values, Tensor):
-        return run_function(Replaced, bound_rule, 1, values, *inputs)
+        return run_function(Replaced, bound_rule, (0,), 1, values, *inputs)
     if not isinstance(values, tuple | list):
         raise PolicyError(f"cannot put a rule on a result of type {type(values).__name__}")
     if not any(is_differentiable(value) for value in values):
         return values
     taken = torch.is_tensor if with_discrete else is_differentiable
     indices = [index for index, value in enumerate(values) if taken(value)]
-    return rebuilt_sequence(values, _replaced_at(indices, bound_rule, values, inputs))
+    chosen, start = [values[index] for index in indices], len(indices)
+    found = run_function(Replaced, bound_rule, tuple(range(start)), start, *chosen, *inputs)
+    return rebuilt_sequence(values, _with_items(values, indices, found))
 
 
 def tap(bound_rule: BoundRule, inputs: Sequence[Tensor], outputs: list) -> list[Tensor]:
@@ -232,16 +239,12 @@ def tap(bound_rule: BoundRule, inputs: Sequence[Tensor], outputs: list) -> list[
     if not positions:
         return list(inputs)
     _check_transforms(bound_rule)
-    return _replaced_at(
-        positions, Taps(bound_rule.with_current_numbers(), positions, outputs), inputs, inputs
-    )
+    rule = Taps(bound_rule.with_current_numbers(), positions, outputs)
+    return _with_items(inputs, positions, run_function(Replaced, rule, tuple(positions), 0, *inputs))
 
 
-def _replaced_at(
-    indices: Sequence[int], rule: EdgeRule, values: Sequence[Any], inputs: Sequence[Tensor]
-) -> list:
-    """Return values, with the gradient of a rule on those at some indices."""
-    found = run_function(Replaced, rule, len(indices), *[values[index] for index in indices], *inputs)
+def _with_items(values: Sequence[Any], indices: Sequence[int], found: Any) -> list:
+    """Return values with those at some indices replaced, at one by a tensor, at several by a tuple."""
     results = list(values)
     for index, result in zip(indices, found if len(indices) > 1 else (found,), strict=True):
         results[index] = result
@@ -259,12 +262,12 @@ def insert_rule(bound_rule: BoundRule, values: Any) -> Any:
 
 def alias_of(tensor: Tensor, *, cut: bool = False) -> Tensor:
     """Return an alias of a tensor that needs a gradient; its gradient passes to the tensor unless ``cut``."""
-    return run_function(Replaced, _CUT if cut else _PASS, 1, tensor.detach(), tensor)
+    return run_function(Replaced, _CUT if cut else _PASS, (0,), 0, tensor)
 
 
 def join(values: Tensor, path: Tensor) -> Tensor:
     """Return values whose gradient goes to them and to a path of their shape."""
-    return run_function(Replaced, _PASS, 1, values.detach(), values, path)
+    return run_function(Replaced, _PASS, (0,), 0, values, path)
 
 
 @skip_alone

@@ -253,8 +253,10 @@ class NativeCall:
 def _need_gradient(inputs: Sequence[Tensor]) -> bool:
     if not torch.is_grad_enabled():
         return False
-    has_gradient = any(tensor.requires_grad for tensor in inputs)
-    return has_gradient or (in_transform() and any(tensor.is_floating_point() for tensor in inputs))
+    for tensor in inputs:
+        if tensor.requires_grad:
+            return True
+    return in_transform() and any(tensor.is_floating_point() for tensor in inputs)
 
 
 def _has_gradient(result: Any) -> bool:

@@ -18,6 +18,9 @@ from gradpolicy.flow.operation_rule import DispatchMode, DispatchTable, Operatio
 from gradpolicy.flow.parameters import ParameterRules, run_with_rules
 from gradpolicy.flow.tracing import in_transform, is_traced, may_be_recomputed, mode_at, mode_count
 
+# Why policies must not change between forward and backward.
+_RUNS_AGAIN = "modules under activation checkpointing run again there, then with other rules than before"
+_ACTS_ON_ARRIVAL = "rules on parameters (params=) act when the gradients arrive"
 # For each rule, whether it is active and the versions of its changing parameters.
 Snapshot = tuple[tuple[bool, tuple[int, ...]], ...]
 
@@ -93,10 +96,6 @@ class InstallSession:
             raise _changed("switched, or their schedules went on,", _RUNS_AGAIN)
 
 
-_RUNS_AGAIN = "modules under activation checkpointing run again there, then with other rules than before"
-_ACTS_ON_ARRIVAL = "rules on parameters (params=) act when the gradients arrive"
-
-
 def _changed(how: str, why: str) -> PolicyError:
     text = f"the policies were {how} between forward and backward, and {why}; change policies between steps"
     return PolicyError(text)
@@ -167,19 +166,23 @@ class WrappedForward:
         return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
 
     def take_off(self) -> None:
-        """Restore the forward, once the wrappers of later installations are off too."""
+        """Restore the forward, also below the wrappers of later installations."""
         self.is_on = False
-        methods, key = self.module.__dict__, self.method
-        if not isinstance(methods.get(key), WrappedForward):
-            # Another library has a reference to this wrapper, which can only be off.
-            warn_user(
-                f"{type(self.module).__name__}.{key} was replaced while policies were installed; "
-                "they are off, but what replaced it still runs through them"
-            )
-        while isinstance(outer := methods.get(key), WrappedForward) and not outer.is_on:
-            methods[key] = outer.inner
-            if outer.inner is None:
-                del methods[key]
+        outer = methods = self.module.__dict__
+        key, inside = self.method, self.module.__dict__.get(self.method)
+        while isinstance(inside, WrappedForward):
+            if inside is self:
+                if self.inner is None and outer is methods:
+                    del methods[key]
+                else:
+                    outer[key] = self.inner
+                return
+            outer, key, inside = inside.__dict__, "inner", inside.inner
+        # Another library has a reference to this wrapper, which can only be off.
+        warn_user(
+            f"{type(self.module).__name__}.{self.method} was replaced while policies were installed; "
+            "they are off, but what replaced it still runs through them"
+        )
 
     def _run_in_session(self, args: tuple, kwargs: dict) -> Any:
         session = self.session
