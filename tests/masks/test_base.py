@@ -20,6 +20,7 @@ def test_masks_may_change_at_the_counts_of_the_timetable(timetable: dict, expect
     source = MaskSource(**timetable)
     periods = [-1, *(source.period(step, 0) for step in range(8))]
     assert [step for step in range(8) if periods[step + 1] > periods[step]] == expected
+    assert not any(source.overdue(step, 0) for step in range(8))
 
 
 def test_the_first_masks_hold_before_start_and_the_last_after_stop() -> None:
