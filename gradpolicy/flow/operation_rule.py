@@ -302,7 +302,6 @@ _TRACED = [getattr(torch.ops.higher_order, name, None) for name in _CONTROL_FLOW
 OPAQUE_CALLS: dict[Function, frozenset[str] | None] = {
     F.gaussian_nll_loss: frozenset({"log"}),
     F.gumbel_softmax: frozenset({"log", "softmax", "argmax_one_hot"}),
-    F.linear_cross_entropy: frozenset({"linear"}),
     F.multi_head_attention_forward: _ATTENTION | {"linear", "baddbmm"},
     F.scaled_dot_product_attention: _ATTENTION,
     **dict.fromkeys((F.batch_norm, F.group_norm, F.instance_norm), frozenset({"rsqrt"})),
@@ -314,6 +313,8 @@ OPAQUE_CALLS: dict[Function, frozenset[str] | None] = {
     **dict.fromkeys((torch.gru, torch.gru_cell, torch.lstm, torch.lstm_cell), frozenset({"sigmoid", "tanh"})),
     **dict.fromkeys((torch.rnn_relu, torch.rnn_relu_cell), frozenset({"relu"})),
     **dict.fromkeys((torch.rnn_tanh, torch.rnn_tanh_cell), frozenset({"tanh"})),
+    # Torch 2.11 does not have it.
+    **({F.linear_cross_entropy: frozenset({"linear"})} if hasattr(F, "linear_cross_entropy") else {}),
     **{function: None for function in _TRACED if function is not None},
 }
 
