@@ -17,7 +17,7 @@ METHODS = {
     "full": (-12, -4),
     "LoRA, r=8": (10, -4),
     "last four layers": (10, -4),
-    "random entries, 1 %": (10, 4),
+    "random entries, 1 %": (10, -10),
     "random rows, 1 %": (10, 4),
     "layers in turn": (10, -4),
 }
