@@ -16,9 +16,9 @@ FOLDER = ROOT / "docs" / "pictures"
 METHODS = {
     "full": (-12, -4),
     "LoRA, r=8": (10, -4),
-    "last four layers": (10, -4),
-    "random entries, 1 %": (10, -10),
-    "random rows, 1 %": (10, 4),
+    "last four layers": (-10, -4),
+    "random entries, 1 %": (-10, -4),
+    "random rows, 1 %": (-10, -4),
     "layers in turn": (10, -4),
 }
 
@@ -58,6 +58,7 @@ def loss_against_memory() -> Figure:
     axes.annotate(
         "not trained", (1500, rows[0]["untrained"]), (0, -14), textcoords="offset points", color="0.4"
     )
+    axes.set_xlim(0, None)
     axes.tick_params(labelsize=9)
     return figure
 
