@@ -93,7 +93,8 @@ def replace_at(values: Any, key: int | str, function: Callable[[Any], Any]) -> A
 
 def rebuilt_sequence(like: Any, items: list) -> Any:
     """Return a tuple or list of the class of another one, which may be a named tuple or one of torch's."""
-    return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
+    is_named = hasattr(like, "_fields") and type(like).__module__ != "torch.return_types"
+    return type(like)(*items) if is_named else type(like)(items)
 
 
 def _items(values: Any) -> dict[Any, Any]:

@@ -2,7 +2,6 @@
 
 import enum
 import sys
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -102,7 +101,7 @@ class ReportRow:
     ran_in: set[str] = field(default_factory=set)
     any_of: bool = False
     expected: dict[str, Expected] = field(default_factory=dict)
-    counts: defaultdict[str, Counter[Outcome]] = field(default_factory=lambda: defaultdict(Counter))
+    counts: dict[str, dict[Outcome, int]] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
     opaque_calls: dict[str, str] = field(default_factory=dict)
     ran_on: bool = False
@@ -117,14 +116,15 @@ class ReportRow:
     @runs_while_tracing
     def note(self, location: str, outcome: Outcome, is_traced: bool = False) -> None:
         """Count an outcome at a location. In compiled code this runs once, while the code is traced."""
-        self.counts[location][outcome] += 1
+        counts = self.counts.setdefault(location, {})
+        counts[outcome] = counts.get(outcome, 0) + 1
         ReportRow.uses += outcome is Outcome.ACTED and not is_traced
         self.compiled |= is_traced
 
     def note_all(self, outcome: Outcome, locations: Iterable[str]) -> None:
         """Count an outcome at several locations."""
         for location in locations:
-            self.counts[location][outcome] += 1
+            self.note(location, outcome)
 
     @runs_while_tracing
     def note_forward(self, is_on: bool, is_traced: bool) -> None:
@@ -156,14 +156,14 @@ class ReportRow:
     def locations_with(self, *outcomes: Outcome) -> set[str]:
         """Return the locations at which one of these outcomes occurred."""
         return {
-            location for location, counts in self.counts.items() if any(counts[each] for each in outcomes)
+            location for location, counts in self.counts.items() if not counts.keys().isdisjoint(outcomes)
         }
 
     @property
     def matched(self) -> dict[str, int]:
         """The number of times that the rule was applied to each operation and location."""
-        acted = {location: counts[Outcome.ACTED] for location, counts in self.counts.items()}
-        return {location: count for location, count in acted.items() if count}
+        counts, acted = self.counts.items(), Outcome.ACTED
+        return {location: outcomes[acted] for location, outcomes in counts if acted in outcomes}
 
     @property
     def operations_met(self) -> frozenset[str]:
@@ -243,7 +243,7 @@ class ReportRow:
         """Yield a clause for each reason why the rule was not applied to some operations."""
         by_reason: dict[Outcome | None, list[str]] = {}
         for name in unmet:
-            reason = next((each for each in REASONS if each and self.counts[name][each]), None)
+            reason = next((each for each in REASONS if each and self.counts.get(name, {}).get(each)), None)
             by_reason.setdefault(reason, []).append(name)
         if self.any_of and len(by_reason) > 1:
             by_reason.pop(None, None)

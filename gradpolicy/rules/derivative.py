@@ -4,7 +4,6 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -81,7 +80,8 @@ class Derivative:
         """Return how many of the available tensors f takes beside these keyword arguments."""
         counts = [0 if self.tensor_names else available]
         for names in self.tensor_names:
-            free = list(takewhile(lambda name: name not in parameters, names))
+            given = [place for place, name in enumerate(names) if name in parameters]
+            free = names[: given[0]] if given else names
             counts.append(available if "*" in free else len(free))
         return min(available, max(counts))
 
