@@ -136,11 +136,9 @@ class BoundRule:
         self.reads = self.rule.reads or ()
         if self.rule.takes_call:
             self.current = {"call": Call(self.location), **self.current}
-
-    @property
-    def parameters(self) -> Mapping[str, Any]:
-        """The values of the rule's parameters."""
-        return {**self.rule.parameters, **self.current} if self.current else self.rule.parameters
+        # The values of the rule's parameters; where none is replaced, those of the state as they change.
+        own = self.rule.parameters
+        self.parameters: Mapping[str, Any] = {**own, **self.current} if self.current else own
 
     def with_current_numbers(self) -> "BoundRule":
         """Return the rule with the current values of scheduled and learned parameters."""
