@@ -127,8 +127,8 @@ def _is_dual(tensor: Tensor) -> bool:
 
 def _is_cast(input: Tensor) -> bool:
     """Return True if autocast casts the input of a product; then only the cast one is saved."""
-    kind = input.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    # Devices without values have no autocast, for which torch raises an error.
+    if input.is_meta or not torch.is_autocast_enabled(input.device.type):
         return False
     return input.is_floating_point() and input.dtype != torch.float64
 
