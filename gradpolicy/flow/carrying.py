@@ -390,11 +390,10 @@ def _scatter(call: Call, function: Function, args: tuple, kwargs: Mapping[str, A
         if code.shape != result.shape or result.is_complex():
             _lose([path], function, result)
             return result
-        slope = _detached(value, code) - _detached(before, code)
+        unchanged = _detached(before, code)
+        passed = unchanged + code * (_detached(value, code) - unchanged)
         changes = function in _WRITES and not is_discrete(result)
-        found = _follow(
-            result.clone() if changes else result, code * slope, [GradientPath(None, path.origins)]
-        )
+        found = _follow(result.clone() if changes else result, passed, [GradientPath(None, path.origins)])
         return result.copy_(found) if changes else found
 
 

@@ -230,6 +230,18 @@ def test_an_argmax_that_becomes_a_one_hot_code(name, one_hot, gradient):
     torch.testing.assert_close(found, gp.get_rule(name)(weights, (scores,), value))
 
 
+def test_a_scattered_code_has_its_values_in_later_products(gradient):
+    def squared(x):
+        code = 1 - torch.ones(2, 4, dtype=torch.int).scatter(-1, x.argmax(-1, keepdim=True), 0)
+        return (code * code).float()
+
+    scores, weights = torch.tensor([[0.0, 1.0, 3.0, 2.0], [0.0, 1.0, 2.0, 3.0]]), torch.randn(2, 4)
+    with gp.gradient_override({"argmax": "identity"}):
+        found, value = gradient(squared, scores, weights)
+    assert torch.equal(value, F.one_hot(scores.argmax(-1), 4).float())
+    torch.testing.assert_close(found, 2 * value * weights)
+
+
 COMPILED = ("indexed", "times floats", "where, tensors", "not", "one minus", "signs", "permuted")
 
 
