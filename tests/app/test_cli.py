@@ -29,6 +29,16 @@ def project(written: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(written, tmp_path / "spirals_demo"))
 
 
+def test_a_closed_pipe_ends_it_without_a_traceback() -> None:
+    command = [sys.executable, "-m", "gradpolicy", "--version"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        assert run.stdout is not None
+        assert run.stderr is not None
+        run.stdout.close()
+        assert run.stderr.read() == b""
+    assert run.returncode == 1
+
+
 def test_without_a_subcommand_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Mock(return_value=0)
     monkeypatch.setattr(launch, "main", run)
