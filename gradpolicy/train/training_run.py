@@ -255,7 +255,10 @@ class Run:
 
     def gradients(self, optimizer: Any) -> None:
         """Show the unscaled gradients of an optimizer to sources, before clipping if the driver can."""
-        self.notices.missing.update(parameters_of(optimizer))
+        # A mask of rows may leave none of a small tensor active.
+        masked, own = getattr(optimizer, "masked", {}), parameters_of(optimizer)
+        trained = (each for each in own if each not in masked or not masked[each].frozen_everywhere)
+        self.notices.missing.update(trained)
         if self.freezer is None or optimizer not in self.steps.masked:
             return
         if self.reads_gradients:

@@ -49,6 +49,11 @@ def in_turn(every):
     return gp.Freeze(gp.masks.BlockCyclic(groups=["b.*", "c.*"], every=every), params=["b.*", "c.*"])
 
 
+def test_a_tensor_whose_mask_leaves_no_row_is_not_named():
+    no_rows = gp.Freeze(lambda name, parameter, step: torch.zeros(2, 1, dtype=torch.bool), params="b.weight")
+    assert told(Branches(used=("a", "b", "c")), {"rows": no_rows}, 30) == []
+
+
 @pytest.mark.parametrize(("steps", "ends"), [(4, False), (4, True), (30, True)])
 def test_a_thawed_layer_without_a_gradient_is_named_once_when_it_freezes_again(steps, ends):
     assert told(Branches(), {"turns": in_turn(3)}, 3, ends=False) == []
