@@ -30,6 +30,7 @@ model:
 """
 MODELS = {
     "coded": "  _target_: tests.docs.models.Coded\n",
+    "masked": "  _target_: tests.docs.models.Masked\n",
     "experts": "  _target_: tests.docs.models.Experts\n"
     "  router: {_target_: tests.docs.models.Noisy, in_features: 64, out_features: 4}\n",
 }
@@ -45,6 +46,7 @@ COMMANDS = {
     "bits": "model=visual_attention model.model.size=8 policy={}",
     "choices": "model=experts policy={}",
     "rotated_codes": "model=coded policy={}",
+    "nan_safe": "model=masked policy={}",
 }
 
 
