@@ -102,6 +102,18 @@ def _exit(number: int, frame: FrameType | None) -> None:
     raise SystemExit(TERMINATED)
 
 
+def exit_with_ranks(launcher: Any) -> None:
+    """Exit with code 143 on SIGTERM from now on, and pass it to the ranks that a launcher has started."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if launcher is not None:
+            launcher.kill(number)
+        _exit(number, frame)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, end)
+
+
 # ---- the other processes that Lightning starts
 
 

@@ -13,6 +13,7 @@ from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from gradpolicy.app.config import Settings
+from gradpolicy.app.processes import exit_with_ranks
 from gradpolicy.app.resume import Resumed, append_to_stored_runs, name_stored_runs, stored_runs
 from gradpolicy.app.run_directory import RunDirectory
 from gradpolicy.app.targets import build, build_all
@@ -43,6 +44,10 @@ class RunBegins(Callback):
             replace(self.record, loggers=stored_runs(self.loggers)).save()
         # The checkpoints are added to the file.
         self.record = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Replace Lightning's handler of SIGTERM, in which a rank waits for ranks that wait for it."""
+        exit_with_ranks(trainer.strategy.launcher)
 
     def on_train_batch_end(self, *arguments: Any) -> None:
         """Keep the directory after the first step."""

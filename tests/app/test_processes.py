@@ -8,11 +8,12 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from gradpolicy.app.processes import termination_exits
+from gradpolicy.app.processes import exit_with_ranks, termination_exits
 from gradpolicy.app.trainer import RunBegins
 from tests.app.own_callbacks import chosen
 
@@ -101,6 +102,17 @@ def test_a_run_that_is_stopped_says_so_in_one_line_and_in_its_report(
     assert ended.err == f"{said}; ckpt_path=last goes on from the last checkpoint\n"
     assert (ended.result.status, ended.result.error) == ("stopped", "stopped before its end")
     assert '<span class="chip bad">stopped</span>' in (ended.run / "report.html").read_text()
+
+
+def test_sigterm_reaches_the_other_ranks_before_the_run_ends() -> None:
+    launcher, handler = Mock(), signal.getsignal(signal.SIGTERM)
+    try:
+        exit_with_ranks(launcher)
+        with pytest.raises(SystemExit, match="143"):
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    launcher.kill.assert_called_once_with(signal.SIGTERM)
 
 
 @pytest.mark.slow
