@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gradpolicy.masks import SOURCES
-from gradpolicy.optim.update_rules import RULES, SUBMATRIX_RULES
+from gradpolicy.optim.update_rules import RULES
 
 ROOT = Path(__file__).parents[1]
 
@@ -15,11 +15,6 @@ ROOT = Path(__file__).parents[1]
 def update_rules() -> str:
     """Return the optimizers with an update rule."""
     return ", ".join(f"`{name}`" for name in RULES)
-
-
-def submatrix_rules() -> str:
-    """Return the optimizers that are exact for rows."""
-    return ", ".join(f"`{name}`" for name in SUBMATRIX_RULES)
 
 
 def mask_sources() -> str:
@@ -30,7 +25,6 @@ def mask_sources() -> str:
 
 LISTS: dict[str, tuple[str, Callable[[], str]]] = {
     "update rules": ("docs/python.md", update_rules),
-    "submatrix rules": ("docs/python.md", submatrix_rules),
     "mask sources": ("docs/api/masks.md", mask_sources),
 }
 """For the comment before each list: the page, and the function that returns the list."""

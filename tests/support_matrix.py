@@ -28,7 +28,6 @@ FEATURES = {
     "phases": "`masks.Phases`",
     "several optimizers": "several optimizers, `Optimizers`",
     "no update rule": "optimizers without an update rule",
-    "submatrix optimizers": "Muon, Adafactor",
     "schedule-free": "ScheduleFree",
     "accumulation": "gradient accumulation",
     "clipping": "gradient clipping by norm",

@@ -16,7 +16,6 @@ from torch import Tensor
 from gradpolicy.errors import PolicyError, shown
 from gradpolicy.optim import checkpoint, moving
 from gradpolicy.optim.masked_parameter import MaskedParameter, Mode, Options
-from gradpolicy.optim.parameter_state import stand_ins
 from gradpolicy.optim.put_back import mask_gradient, restore_frozen, save_frozen
 from gradpolicy.optim.shapes import local_entries
 from gradpolicy.optim.update_rules import Group, UpdateRule
@@ -65,11 +64,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
     is exact for every entry: it moves as that optimizer would move it if run on that entry alone, over its
     active steps. `gradpolicy.update_rule` adds an optimizer of your own.
 
-    An optimizer in `SUBMATRIX_RULES` there (Muon, Adafactor) is exact for rows, and Muon for
-    columns: it steps the active ones as a parameter of their own.
-
-    Under any other mask or optimizer the whole tensor is stepped; afterwards frozen entries and their state
-    are put back. There
+    Another optimizer steps the whole tensor; afterwards frozen entries and their state are put back. In the
+    step frozen gradients and, with torch's own optimizers such as Muon, frozen state count as nothing. There
 
     - a step count belongs to the whole tensor,
     - an entry whose state was emptied restarts as at the optimizer's first step: most state at 0, an
@@ -468,21 +464,20 @@ def _update(
     """
     by_rule, others = _sorted(wrapped, masked, closure is not None, only)
     hidden = [member for *_, members in by_rule for member in members]
-    hidden += [*others[Mode.BY_PART], *others[Mode.FROZEN], *others[Mode.ON_OTHERS]]
+    hidden += [*others[Mode.FROZEN], *others[Mode.ON_OTHERS]]
     by_optimizer = [each for each, _ in (*others[Mode.PLAIN], *others[Mode.PUT_BACK])]
     stepped = masked.values() if wrapped.needs_closure else by_optimizer
-    saved = [(each, save_frozen(each)) for each in stepped if not each.is_full]
     with ExitStack() as stack:
+        for each in stepped:
+            if not each.is_full:
+                stack.callback(restore_frozen, each, save_frozen(each))
         stack.enter_context(_hidden_gradients(hidden))
         stack.enter_context(_passed_on(scaling, wrapped.optimizer))
-        in_place = stack.enter_context(stand_ins(others[Mode.BY_PART]))
         for part in wrapped.parts:
-            stack.enter_context(part.stepping(in_place, only))
+            stack.enter_context(part.stepping(only))
         step = wrapped.optimizer.step
         result = step(closure) if closure is not None else step()
-    for each, values in saved:
-        restore_frozen(each, values)
-    for each in (*by_optimizer, *(each for each, _ in others[Mode.BY_PART])):
+    for each in by_optimizer:
         each.count_update()
     for each, _ in others[Mode.ON_OTHERS]:
         each.set_count(each.updates + 1)

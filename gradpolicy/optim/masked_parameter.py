@@ -11,10 +11,10 @@ from torch import Tensor
 from gradpolicy.checks import BIAS_CORRECTIONS, FROZEN_STATES, check_choice, check_flag
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim.ages import Ages
-from gradpolicy.optim.parameter_state import ParameterState, SubmatrixState, rows_differ
+from gradpolicy.optim.parameter_state import ParameterState
 from gradpolicy.optim.put_back import reset_frozen, warn_of_putting_back
 from gradpolicy.optim.shapes import as_logical, coarse_mask, fitting_mask, local_entries, local_mask
-from gradpolicy.optim.update_rules import ActiveRows, Group, UpdateRule
+from gradpolicy.optim.update_rules import Group, UpdateRule
 from gradpolicy.optim.wrapped import Wrapped
 from gradpolicy.tensors.sharding import full_tensor, is_sharded
 
@@ -49,7 +49,6 @@ class Mode(Enum):
 
     PLAIN = "the wrapped optimizer's own update is right as it stands"
     BY_RULE = "the update rule moves the active entries"
-    BY_PART = "the wrapped optimizer updates the active rows or columns as a parameter of their own"
     PUT_BACK = "the wrapped optimizer updates it, then frozen entries are put back"
     FROZEN = "nothing changes it"
     ON_OTHERS = "it is frozen on this process and trains on others"
@@ -66,7 +65,6 @@ class MaskedParameter:
     Attributes:
         parameter, options: As given.
         shape: Shape of the parameter.
-        submatrix: Which rows or columns the optimizer can step alone; None if it steps whole tensors.
         state: Access to the optimizer's state of the parameter.
         ages: Which of this process's entries are active, and their ages.
         updates: Number of updates of the tensor as a whole.
@@ -78,9 +76,7 @@ class MaskedParameter:
 
     def __init__(self, parameter: Tensor, wrapped: Wrapped, options: Options) -> None:
         self.parameter, self.options, self.shape = parameter, options, parameter.shape
-        self.submatrix = None if is_sharded(parameter) else wrapped.submatrix
-        kind = ParameterState if self.submatrix is None else SubmatrixState
-        self.state = kind(parameter, wrapped)
+        self.state = ParameterState(parameter, wrapped)
         self.mask_shape: tuple[int, ...] | None = None
         self.had_mask = False
         self.state.keep_master_weights(self.options.master_weights)
@@ -93,7 +89,6 @@ class MaskedParameter:
         self.ages = Ages.all_active(self.updates, tuple(own.shape), own.device)
         self.cache: dict[Any, Any] = {}
         self.frozen_everywhere = False
-        self.state.part = self.state.held = None
 
     # --- properties
 
@@ -118,8 +113,6 @@ class MaskedParameter:
         if self.frozen_everywhere:
             return Mode.FROZEN
         ages, rule = self.ages, self.rule
-        if self.state.part is not None:
-            return Mode.BY_PART
         if ages.active == ages.entries:
             if rule is None:
                 return Mode.PLAIN
@@ -173,13 +166,12 @@ class MaskedParameter:
             )
         if self.ages.device != self.parameter.device:
             self.ages, self.cache = self.ages.to(self.parameter.device), {}
-            self.state.to(self.parameter.device)
         values, rule = self.state.values, self.rule
-        if values or (rule is None and self.submatrix is None) or not self.ages.entries:
+        if values or rule is None or not self.ages.entries:
             return values
         # Where other processes update their parts, a process without active entries has no state.
         counted = self.ages.oldest > 0 or (self.updates > 0 and not is_sharded(self.parameter))
-        if counted and (rule is None or rule.state(self.group) or rule.tensor_state(self.group, 0)):
+        if counted and (rule.state(self.group) or rule.tensor_state(self.group, 0)):
             self.ages, self.updates, self.cache = self.ages.restarted(), 0, {}
         return values
 
@@ -217,23 +209,23 @@ class MaskedParameter:
         if same and (options, shape) == (self.options, self.mask_shape) and before.is_mask(own):
             return
         self.options, ages = options, before.turned(own, forget=forget)
-        part = _part(self, ages)
-        if ages.is_partial and self.rule is None and part is None:
-            warn_of_putting_back(self, forget)
+        put_back = ages.is_partial and self.rule is None
+        if put_back:
+            warn_of_putting_back(self)
         self.state.of_entries(before)  # raises before anything changes
         self.frozen_everywhere = frozen_everywhere or _has_none(self, ages)
-        self._take(before, ages, part)
-        if ages.is_partial and forget and self.rule is None and part is None:
+        self._take(before, ages)
+        if put_back and forget:
             reset_frozen(self)
         self.mask_shape = shape
         self._finish_change()
 
-    def _take(self, before: Ages, ages: Ages, part: ActiveRows | None) -> None:
+    def _take(self, before: Ages, ages: Ages) -> None:
         """Take new ages, and pack, unpack or empty the state to match them and the options."""
         drops = self.options.frozen_state == "drop"
-        if drops and ages.is_partial and (self.rule is not None or part is not None):
+        if drops and ages.is_partial and self.rule is not None:
             ages = ages.packed()
-        self.ages, self.cache, self.state.part = ages, {}, part
+        self.ages, self.cache = ages, {}
         if ages.active or not drops:
             self.state.arrange(before, ages, self.options.forget)
         if (self.frozen_everywhere or (ages.entries and not ages.active)) and self.options.forget:
@@ -248,7 +240,7 @@ class MaskedParameter:
         # Without a rule there is one count for the whole tensor, the same on every process.
         restarts = self.options.bias_correction == "entry" and (exact or self.frozen_everywhere)
         if not (restarts and (drops or not exact) and self.state.remove()):
-            if exact or self.submatrix is not None:
+            if exact:
                 self.state.empty(drop=drops)
             else:
                 reset_frozen(self)
@@ -257,9 +249,6 @@ class MaskedParameter:
 
     def _finish_change(self) -> None:
         """Complete state and count if the wrapped optimizer makes the next updates."""
-        if self.is_full and rows_differ(self):
-            rows = torch.arange(self.parameter.shape[0], device=self.parameter.device)
-            self.state.part = ActiveRows(rows, 0)
         if self.rule is None or self.mode is not Mode.PLAIN:
             return
         if self.options.bias_correction == "entry" and self.ages.entries:
@@ -280,8 +269,6 @@ class MaskedParameter:
         """Count an update of the active entries."""
         self.updates += 1
         self.ages = self.ages.counted()
-        if self.state.part is not None:
-            self.state.set_count(self.updates)
 
     # --- loaded state
 
@@ -320,7 +307,7 @@ class MaskedParameter:
         sharded = is_sharded(self.parameter)
         self.frozen_everywhere = _freezes_all(mask) if sharded else _has_none(self, restored)
         if restored.active or self.options.frozen_state == "drop" or self.rule is None or not own.numel():
-            self._take(self.ages, restored, _part(self, restored))
+            self._take(self.ages, restored)
         else:
             self.ages = restored
         if restored.entries:
@@ -341,12 +328,6 @@ def _local(masked: MaskedParameter, mask: Tensor) -> Tensor:
 def _has_none(masked: MaskedParameter, ages: Ages) -> bool:
     """Return True if a parameter that is not sharded has entries, and none of them is active."""
     return not is_sharded(masked.parameter) and ages.entries > 0 and not ages.active
-
-
-def _part(masked: MaskedParameter, ages: Ages) -> ActiveRows | None:
-    """Return the rows or columns to step alone under a mask on some entries."""
-    rule = masked.submatrix
-    return rule.part(ages.mask, masked.parameter) if rule is not None and ages.is_partial else None
 
 
 def _check_change(masked: MaskedParameter, mask: Tensor | None) -> None:

@@ -1,24 +1,17 @@
-"""The state that the optimizer keeps of a parameter, or of its active part.
-
-Where a `SubmatrixRule` describes the optimizer, a step gathers the active rows or columns of the parameter,
-of its gradient and of its state, lets the optimizer step them as a parameter of their own, and puts them
-back. So whatever it computes from many entries it computes from active ones, and the state of frozen ones is
-not touched.
-"""
+"""The state that the optimizer keeps of a parameter, or of its active entries."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim.ages import Ages
 from gradpolicy.optim.shapes import fill_frozen, local_entries
-from gradpolicy.optim.update_rules import ActiveRows, Group, SubmatrixRule
+from gradpolicy.optim.update_rules import Group
 from gradpolicy.optim.update_rules.base import step_count
 from gradpolicy.optim.update_rules.master_weights import DTYPES
 from gradpolicy.optim.wrapped import Wrapped
@@ -36,12 +29,7 @@ class ParameterState:
 
     Attributes:
         rule: How the optimizer moves one entry; None where no update rule describes it.
-        part: The rows or columns that the optimizer steps alone; None where it does not.
-        held: The rows or columns that have state; None for all, and where single entries may have it.
     """
-
-    part: ActiveRows | None = None
-    held: ActiveRows | None = None
 
     def __init__(self, parameter: Tensor, wrapped: Wrapped) -> None:
         self.parameter, self.wrapped, self.rule = parameter, wrapped, wrapped.rule
@@ -52,13 +40,6 @@ class ParameterState:
         for name, value in rule.group_state(self.group).items() if rule is not None and values else ():
             if values.get(name) is None:
                 values[name] = self._filled(name, value, None)
-
-    def to(self, device: torch.device) -> None:
-        """Follow the parameter to another device; the optimizer's state does so by itself."""
-        both = [
-            rows and rows._replace(positions=rows.positions.to(device)) for rows in (self.part, self.held)
-        ]
-        self.part, self.held = both
 
     @property
     def group(self) -> Group:
@@ -250,130 +231,3 @@ def _fill(value: Tensor, start: float) -> Tensor:
     """Fill a tensor with a number, both parts of complex ones."""
     local_entries(value).fill_(start)
     return value
-
-
-# --- rows or columns that the optimizer steps alone
-
-
-class SubmatrixState(ParameterState):
-    """The state of a parameter whose rows or columns the optimizer can step alone.
-
-    Under "keep" and "zero" it is full, as the optimizer's own step makes it; under "drop" it is that of the
-    active slices.
-    """
-
-    def arrange(self, before: Ages, ages: Ages, forget: bool) -> None:
-        """Arrange the state for the active part, which `part` has by now; see ParameterState."""
-        if self.held is not None:
-            self.values.update(self._each(_spread, self.held))
-        self.held = self.part if ages.stored is not None else None
-        if self.part is not None and (forget or self.held is not None):
-            self.values.update(self._each(_cleared if self.held is None else _taken, self.part))
-
-    def dense(self, ages: Ages) -> dict[str, Any]:
-        """Return the state as the wrapped optimizer itself would hold it."""
-        return dict(self.values) if self.held is None else self.values | self._each(_spread, self.held)
-
-    def set_count(self, updates: int) -> None:
-        """Continue the tensor's own count from here."""
-        if (step := self.values.get("step")) is not None:
-            self.values["step"] = torch.full_like(step, updates) if isinstance(step, Tensor) else updates
-
-    def empty(self, drop: bool) -> None:
-        """Empty the state of every slice; that of the tensor stays."""
-        for name in self._rule.names(self.parameter):
-            if self.values.get(name) is not None:
-                self.values[name].zero_()
-
-    def of_part(self, rows: ActiveRows) -> dict[str, Any]:
-        """Return the state of the active slices, as that of a parameter of their shape."""
-        return dict(self.values) if self.held is not None else self.values | self._each(_taken, rows)
-
-    def take_back(self, rows: ActiveRows, state: dict[str, Any]) -> None:
-        """Take the state of the active slices after a step."""
-        names = self._rule.names(self.parameter)
-        values = self.wrapped.optimizer.state[self.parameter]
-        for name, value in state.items():
-            if name not in names or self.held is not None:
-                values[name] = value
-            elif values.get(name) is None:
-                values[name] = _spread(rows, self._count(rows), value)
-            else:
-                values[name].index_copy_(rows.dim, rows.positions, value)
-
-    @property
-    def _rule(self) -> SubmatrixRule:
-        assert self.wrapped.submatrix is not None
-        return self.wrapped.submatrix
-
-    def _count(self, rows: ActiveRows) -> int:
-        return self.parameter.shape[rows.dim]
-
-    def _each(self, function: Callable[..., Tensor], rows: ActiveRows) -> dict[str, Any]:
-        """Return what a function makes of the state that belongs to slices, given some and their number."""
-        names, values, count = self._rule.names(self.parameter), self.values, self._count(rows)
-        return {name: function(rows, count, values[name]) for name in names if values.get(name) is not None}
-
-
-@contextmanager
-def stand_ins(members: Iterable[tuple[Any, Tensor]]) -> Iterator[dict[Tensor, nn.Parameter]]:
-    """Yield the active parts of parameters as parameters of their own, which the optimizer steps.
-
-    Args:
-        members: The masked parameters, with their gradients.
-    """
-    made = {masked.parameter: _stand_in(masked, gradient) for masked, gradient in members}
-    states = {}
-    try:
-        yield made
-    finally:
-        for masked, _ in members:
-            state = masked.state.wrapped.optimizer.state
-            states[masked.parameter] = state.pop(made[masked.parameter], {})
-    for masked, _ in members:
-        rows, parameter = masked.state.part, masked.parameter
-        parameter.index_copy_(rows.dim, rows.positions, made[parameter].detach())
-        masked.state.take_back(rows, states[parameter])
-
-
-def _stand_in(masked: Any, gradient: Tensor) -> nn.Parameter:
-    """Return the active slices of a parameter as a parameter with a gradient, and with state."""
-    rows, rule = masked.state.part, masked.submatrix
-    made = nn.Parameter(rows.select(masked.parameter.detach()))
-    made.grad = rows.select(gradient)
-    state: dict[str, Any] = masked.state.of_part(rows)
-    if state and rule.begins and masked.options.bias_correction == "entry":
-        # The age of a row is that of its oldest entry.
-        ages = masked.age().movedim(rows.dim, 0)
-        ages = ages.flatten(1).amax(1) if ages.dim() > 1 else ages
-        young = ages.expand(masked.parameter.shape[rows.dim])[rows.positions] == 0
-        if young.any():
-            rule.begin(state, made.grad, young)
-    if state:
-        masked.state.wrapped.optimizer.state[made] = state
-    return made
-
-
-def rows_differ(masked: Any) -> bool:
-    """Return True if the optimizer's own step would be wrong for some rows, all of which are active."""
-    if masked.submatrix is None or not masked.submatrix.begins or not masked.state.values:
-        return False
-    return masked.options.bias_correction == "entry" and bool((masked.age() == 0).any())
-
-
-def _taken(rows: ActiveRows, count: int, value: Tensor) -> Tensor:
-    """Return some of so many slices."""
-    return value.index_select(rows.dim, rows.positions)
-
-
-def _spread(rows: ActiveRows, count: int, value: Tensor) -> Tensor:
-    """Return so many slices, of which some are given and the others 0."""
-    shape, dim = list(value.shape), rows.dim
-    shape[dim] = count
-    return value.new_zeros(shape).index_copy_(dim, rows.positions, value)
-
-
-def _cleared(rows: ActiveRows, count: int, value: Tensor) -> Tensor:
-    """Set all but some of so many slices to 0, in place."""
-    others = torch.ones(count, dtype=torch.bool, device=value.device).index_fill_(0, rows.positions, False)
-    return value.index_fill_(rows.dim, others.nonzero().flatten(), 0)

@@ -10,7 +10,7 @@ import inspect
 import re
 import warnings
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from gradpolicy.errors import PolicyError, under, warn_user
 from gradpolicy.optim.shapes import fill_frozen, local_entries
-from gradpolicy.optim.update_rules import Group, rule_for, submatrix_rule_for
-from gradpolicy.tensors.sharding import is_composed, is_sharded
+from gradpolicy.optim.update_rules import Group, rule_for
+from gradpolicy.tensors.sharding import is_composed
 
 OF_THE_TENSOR = ("step", "mu_product", "eta", "mu")
 """State that torch's optimizers keep once per tensor, even if the tensor is a scalar."""
@@ -96,7 +96,9 @@ def mask_gradient(masked: Any, gradient: Tensor) -> None:
 
 
 def save_frozen(masked: Any) -> dict[str, Tensor]:
-    """Zero the gradients of frozen entries before a step, and return copies of what the step may change.
+    """Return copies of what a step may change, and have frozen entries count as nothing in it.
+
+    Their gradients become 0, and with torch's own optimizers their state what it begins as.
 
     Returns:
         The state of entries by name; "" is the parameter.
@@ -106,8 +108,11 @@ def save_frozen(masked: Any) -> dict[str, Tensor]:
         check_state_of_entries(masked.state.wrapped.optimizer, values)
     if masked.parameter.grad is not None:
         mask_gradient(masked, masked.parameter.grad)
-    saved = {"": masked.parameter, **entry_state(values, masked.parameter)}
-    return {key: local_entries(tensor).clone() for key, tensor in saved.items()}
+    own = {"": masked.parameter, **entry_state(values, masked.parameter)}
+    saved = {key: local_entries(tensor).clone() for key, tensor in own.items()}
+    if is_torchs_own(masked.state.wrapped.optimizer):
+        reset_frozen(masked)
+    return saved
 
 
 def restore_frozen(masked: Any, saved: Mapping[str, Tensor]) -> None:
@@ -161,14 +166,13 @@ def _refused(optimizer: torch.optim.Optimizer, why: str) -> PolicyError:
     )
 
 
-def put_back_remark(optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor, forget: bool) -> str:
+def put_back_remark(optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor) -> str:
     """Return a remark on masks on some entries of a parameter whose optimizer has no update rule.
 
     Args:
         optimizer: The optimizer.
         group: The parameter's param group.
         parameter: The parameter.
-        forget: True if an entry that freezes loses its state.
 
     Raises:
         PolicyError: If the optimizer's state has no value for each entry, which could be put back.
@@ -181,36 +185,31 @@ def put_back_remark(optimizer: torch.optim.Optimizer, group: Group, parameter: T
     if not state and not is_torchs_own(optimizer):
         state = first_state(optimizer, group, parameter)
     check_state_of_entries(optimizer, state or {})
-    if forget:
-        more = "; a step count is the whole tensor's, also for an entry that thaws with empty state"
-    else:
-        more = " and their state from earlier steps"
-    rule = submatrix_rule_for(optimizer)
-    exact = ["whole tensors", *("rows", "columns")[: 0 if rule is None else len(rule.dims)]]
+    zeros = "frozen gradients and state" if is_torchs_own(optimizer) else "frozen gradients alone"
     return (
         f"{type(optimizer).__name__} steps whole tensors, and frozen entries are put back afterwards: what "
-        f"it computes from several entries takes zeros for frozen gradients{more}; to move active entries as "
-        f"if alone, freeze {' or '.join(exact)}, describe the optimizer by gradpolicy.update_rule, or train "
-        "with AdamW"
+        f"it computes from several entries takes zeros for {zeros}, and a step count is the whole tensor's, "
+        "also for an entry that thaws with empty state; to move active entries as if alone, freeze whole "
+        "tensors, describe the optimizer by gradpolicy.update_rule, or train with AdamW"
     )
 
 
-def warn_of_putting_back(masked: Any, forget: bool) -> None:
+def warn_of_putting_back(masked: Any) -> None:
     """Warn, once per optimizer, of the effects of a mask on some entries; see :func:`put_back_remark`."""
     optimizer = masked.state.wrapped.optimizer
-    remark = put_back_remark(optimizer, masked.group, masked.parameter, forget)
+    remark = put_back_remark(optimizer, masked.group, masked.parameter)
     if optimizer not in _WARNED:
         _WARNED.add(optimizer)
         warn_user(remark)
 
 
 def put_back_remarks(
-    masks: Mapping[str, Mapping[str, tuple[Any, bool]]], parameters: Mapping[str, Tensor], optimizers: Any
+    frozen: Mapping[str, Iterable[str]], parameters: Mapping[str, Tensor], optimizers: Any
 ) -> Iterator[str]:
     """Yield a remark for each policy on some entries of parameters whose optimizer has no update rule.
 
     Args:
-        masks: For each policy, the masks that freeze a parameter in part, with True if entries lose state.
+        frozen: For each policy, the names of parameters of which it freezes some entries.
         parameters: The parameters by name.
         optimizers: The optimizers, which are not wrapped.
 
@@ -218,28 +217,14 @@ def put_back_remarks(
         PolicyError: If some entries of a parameter cannot be frozen alone.
     """
     places = {
-        id(parameter): (optimizer, group)
+        parameter: (optimizer, group)
         for optimizer in optimizers
         if rule_for(optimizer) is None
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
-    for policy, names in masks.items():
-        remarks: dict[str, None] = {}
-        for name, (mask, forget) in names.items():
-            if (place := places.get(id(parameters[name]))) is not None:
-                with under(f"policy.{policy}"):
-                    if _steps_part(place[0], mask, parameters[name]):
-                        continue
-                    remarks[put_back_remark(*place, parameters[name], forget)] = None
+    for policy, names in frozen.items():
+        some = [parameters[name] for name in names]
+        with under(f"policy.{policy}"):
+            remarks = dict.fromkeys(put_back_remark(*places[each], each) for each in some if each in places)
         yield from (f"{policy}: {remark}" for remark in remarks)
-
-
-def _steps_part(optimizer: torch.optim.Optimizer, mask: Any, parameter: Tensor) -> bool:
-    """Return True if a mask leaves rows or columns active that the optimizer can step alone."""
-    rule = submatrix_rule_for(optimizer)
-    if rule is None or is_sharded(parameter):
-        return False
-    if hasattr(mask, "materialize"):
-        mask = mask.materialize(parameter.shape, parameter.device)
-    return rule.part(mask.expand(parameter.shape), parameter) is not None

@@ -20,7 +20,7 @@ from gradpolicy.checks import check_setting
 from gradpolicy.errors import PolicyError, shown, under, unknown
 from gradpolicy.optim.optimizers import Optimizers
 from gradpolicy.optim.put_back import is_torchs_own
-from gradpolicy.optim.update_rules import Group, UpdateRule, rule_for, submatrix_rule_for
+from gradpolicy.optim.update_rules import Group, UpdateRule, rule_for
 from gradpolicy.optim.update_rules.master_weights import MasterWeights
 
 Settings = tuple[tuple[str, Any], ...]
@@ -41,7 +41,6 @@ class Wrapped:
         optimizer: As given.
         parts: The optimizers that it consists of, or it alone.
         rule: How it moves one entry; None where no update rule describes it.
-        submatrix: Which rows or columns it can step alone; None for no optimizer that has such a rule.
         settings: Settings of single parameters, which replace those of their param groups.
     """
 
@@ -49,7 +48,7 @@ class Wrapped:
         self.optimizer = optimizer
         joined = optimizer.optimizers if isinstance(optimizer, Optimizers) else []
         self.parts = [Wrapped(each) for each in joined] or [self]
-        self.rule, self.submatrix = rule_for(optimizer), submatrix_rule_for(optimizer)
+        self.rule = rule_for(optimizer)
         self.settings: dict[Tensor, Settings] = {}
         self._places: dict[int, tuple[int, int]] = {}
         self._masters: dict[torch.dtype, UpdateRule] = {}
@@ -64,9 +63,8 @@ class Wrapped:
     @functools.cached_property
     def calls_closure(self) -> bool:
         """True if a step must call the closure itself, perhaps more than once, as SAM does."""
-        known = self.rule is not None or self.submatrix is not None
-        simple = known or isinstance(self.optimizer, Optimizers) or is_torchs_own(self.optimizer)
-        return self.needs_closure or not simple
+        known = self.rule is not None or isinstance(self.optimizer, Optimizers)
+        return self.needs_closure or not (known or is_torchs_own(self.optimizer))
 
     def begin_state(self) -> None:
         """Give each parameter a state, empty until its first update.
@@ -203,18 +201,17 @@ class Wrapped:
         return places
 
     @contextmanager
-    def stepping(self, stand_ins: Mapping[Tensor, Tensor], only: Tensor | None = None) -> Iterator[None]:
+    def stepping(self, only: Tensor | None = None) -> Iterator[None]:
         """Have the optimizer step, in the block, with a param group for each combination of settings.
 
         Args:
-            stand_ins: By parameter, what is stepped in its place.
             only: The one parameter that is stepped; None: all.
 
         Raises:
             PolicyError: After a step in which the optimizer writes to its param groups, as schedule-free ones
                 do, while parameters have settings of their own.
         """
-        if not (self.settings or stand_ins or only is not None):
+        if not self.settings and only is None:
             yield
             return
         groups, split = self.optimizer.param_groups, []
@@ -225,7 +222,6 @@ class Wrapped:
             for settings, places in by_settings.items():
                 part = with_settings(group, settings)
                 part.update({key: [values[place] for place in places] for key, values in lists.items()})
-                part["params"] = [stand_ins.get(each, each) for each in part["params"]]
                 stepped.append(part)
                 split += [(part, dict(part))] if settings else []
         # The list itself changes: other optimizers may hold the same one, as the base optimizer of SAM does.

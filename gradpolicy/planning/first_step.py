@@ -266,14 +266,10 @@ def _bind(
     return bound
 
 
-def _partly_frozen(bound: Mapping[str, BoundPolicy]) -> dict[str, dict[str, tuple[Any, bool]]]:
-    """Return the parameters that each policy freezes in part, and True if frozen entries lose their state."""
+def _partly_frozen(bound: Mapping[str, BoundPolicy]) -> dict[str, list[str]]:
+    """Return the names of the parameters of which each policy freezes some entries."""
     return {
-        name: {
-            key: (mask, each.policy.frozen_state != "keep")
-            for key, mask in each.masks.items()
-            if 0.0 < active_share(mask) < 1.0
-        }
+        name: [key for key, mask in each.masks.items() if 0.0 < active_share(mask) < 1.0]
         for name, each in bound.items()
     }
 

@@ -1,6 +1,7 @@
 """With other optimizers than Adam two ranks train what one process trains."""
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytorch_optimizer
 import schedulefree
 import torch
 from lightning.pytorch import LightningModule
-from loops import on_ranks, share, weights_of
+from loops import on_ranks, share, weights_of, whole
 from process_pool import ProcessPool
 from runs import check_equal, fit
 from torch import Tensor, nn
@@ -23,9 +24,7 @@ OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], Any]] = {
     "lamb": lambda weights: pytorch_optimizer.Lamb(weights, lr=0.02),
 }
 IN_THE_TABLE = {
-    "muon": "submatrix optimizers",
-    "adafactor": "submatrix optimizers",
-    "lamb": "no update rule",
+    **dict.fromkeys(("muon", "adafactor", "lamb"), "no update rule"),
     "one process": "one",
 }
 # Optimizers whose state is exact for whole tensors alone.
@@ -65,6 +64,30 @@ def test_ranks_train_what_one_process_does(pair: ProcessPool, kind: str, optimiz
         assert torch.equal(first[name], second[name]), name
         assert (first[name] - moved).norm() < 0.02 * moved.norm(), name
         assert torch.equal(first[name] == 0, moved == 0), name
+
+
+def masked_shards() -> tuple[list[str], bool]:
+    torch.manual_seed(0)
+    rows = torch.arange(8).view(8, 1) % 3 == 1
+    model = on_ranks(nn.Linear(8, 8, bias=False), "fsdp2")
+    optimizer = gp.MaskedOptimizer(torch.optim.Muon(model.parameters()))
+    before = whole(model.weight)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.set_mask(model.weight, rows)
+    model(torch.ones(2, 8)).square().sum().backward()
+    optimizer.step()
+    frozen = ~rows.flatten()
+    same = torch.equal(whole(model.weight)[frozen], before[frozen])
+    return [str(each.message) for each in caught], same
+
+
+@pytest.mark.slow
+@pytest.mark.supports("no update rule", loop="plain", processes="fsdp2")
+def test_rows_of_sharded_parameters_are_put_back(pair: ProcessPool) -> None:
+    for said, same in pair(masked_shards):
+        assert any(line.startswith("Muon steps whole tensors") for line in said)
+        assert same
 
 
 def fit_with_several(strategy: str) -> dict[str, Any]:

@@ -83,7 +83,8 @@ STEPPING = {
     "rprop": lambda weights: torch.optim.Rprop(weights, lr=0.1),
     "rmsprop": lambda weights: torch.optim.RMSprop(weights, lr=0.1, momentum=0.9, centered=True),
     "nadam": lambda weights: torch.optim.NAdam(weights, lr=0.1, weight_decay=0.1),
-    "adafactor": lambda weights: torch.optim.Adafactor(weights, lr=0.1),
+    # At least a scale of 1, since frozen values that are no numbers count in its own.
+    "adafactor": lambda weights: torch.optim.Adafactor(weights, lr=0.1, eps=(None, 1.0)),
 }
 
 

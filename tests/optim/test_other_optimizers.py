@@ -13,7 +13,8 @@ from torch import nn
 import gradpolicy as gp
 from gradpolicy import MaskedOptimizer
 from gradpolicy.errors import PolicyError
-from tests.optim.alone import run_alone, without_rule
+from gradpolicy.optim.put_back import is_torchs_own
+from tests.optim.alone import FROZEN_STATES, run_alone, without_rule
 
 HALF = torch.tensor([[True, False], [False, True]])
 EXAMPLES = {
@@ -32,8 +33,8 @@ def masked(make, state="keep"):
     return weight, gp.MaskedOptimizer(make([weight]), frozen_state=state)
 
 
-def warned(make, mask, state="keep"):
-    weight, optimizer = masked(make, state)
+def warned(make, mask):
+    weight, optimizer = masked(make)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer.set_mask(weight, mask)
@@ -45,15 +46,14 @@ def warned(make, mask, state="keep"):
 def test_the_first_mask_on_some_entries_says_what_it_means(name):
     (line,) = warned(KINDS[name], HALF)
     assert line.startswith(f"{name} steps whole tensors, and frozen entries are put back afterwards: ")
-    assert "and their state from earlier steps" in line
-    (line,) = warned(KINDS[name], HALF, "zero")
+    own = is_torchs_own(masked(KINDS[name])[1].inner)
+    assert ("zeros for frozen gradients and state" if own else "zeros for frozen gradients alone") in line
     assert "a step count is the whole tensor's" in line
     assert warned(KINDS[name], False) == []
 
 
-@pytest.mark.parametrize("state", ["keep", "zero", "drop"])
-def test_one_with_a_rule_needs_no_word(state):
-    assert warned(torch.optim.AdamW, HALF, state) == []
+def test_one_with_a_rule_needs_no_word():
+    assert warned(torch.optim.AdamW, HALF) == []
 
 
 @pytest.mark.parametrize(
@@ -97,13 +97,125 @@ def test_the_plan_says_it_too():
     (line,) = planned(KINDS["Muon"], gp.Freeze(gp.masks.Random(0.5))).warnings
     assert line.startswith("half: Muon steps whole tensors")
     assert planned(KINDS["Muon"], gp.Freeze(gp.masks.Random(0.5, level="tensor"))).warnings == ()
-    assert planned(KINDS["Muon"], gp.Freeze(gp.masks.Random(0.5, level="row"))).warnings == ()
+    (line,) = planned(KINDS["Muon"], gp.Freeze(gp.masks.Random(0.5, level="row"))).warnings
+    assert line.startswith("half: Muon steps whole tensors")
     assert planned(torch.optim.AdamW, gp.Freeze(gp.masks.Random(0.5))).warnings == ()
 
 
 def test_the_plan_refuses_what_the_run_would_refuse():
     with pytest.raises(PolicyError, match=r"policy\.half: SOAP keeps"):
         planned(lambda weights: pytorch_optimizer.SOAP(list(weights)), gp.Freeze(gp.masks.Random(0.5)))
+
+
+@pytest.mark.parametrize("name", ["SOAP", "Shampoo"])
+@pytest.mark.parametrize("frozen_state", FROZEN_STATES)
+def test_whole_tensors_are_exact_where_rows_are_refused(name, frozen_state):
+    starts = [torch.randn(4, 3) for _ in range(2)]
+    own, plain = ([torch.nn.Parameter(start.clone()) for start in starts] for _ in range(2))
+    make = getattr(pytorch_optimizer, name)
+    optimizer, reference = gp.MaskedOptimizer(make(own, lr=0.1), frozen_state), make(plain, lr=0.1)
+    for step in range(24):
+        frozen = step // 4 % 3
+        for place in range(2):
+            if step % 4 == 0:
+                optimizer.set_mask(own[place], frozen != place)
+                if frozen == place and frozen_state != "keep":
+                    reference.state.pop(plain[place], None)
+            gradient = torch.randn(4, 3)
+            own[place].grad = gradient.clone()
+            plain[place].grad = None if frozen == place else gradient.clone()
+        optimizer.step()
+        reference.step()
+        torch.testing.assert_close(own, plain, atol=1e-6, rtol=1e-6)
+
+
+# --- a step
+
+MUON = {
+    "rows": (torch.arange(6).view(6, 1) % 3 < 2).expand(6, 5),
+    "columns": (torch.arange(5) % 2 == 0).expand(6, 5),
+}
+
+
+@pytest.mark.parametrize("name", MUON)
+@pytest.mark.parametrize("settings", [{}, {"adjust_lr_fn": "match_rms_adamw", "nesterov": False}])
+def test_muon_orthogonalises_the_active_rows_alone(name, settings):
+    """But for the rate, which follows from the shape of the whole matrix."""
+    mask, generator = MUON[name], torch.Generator().manual_seed(0)
+    shape = int(mask.any(1).sum()), int(mask.any(0).sum())
+    scale = (6 / 5) ** 0.5 if not settings else 0.2 * 6**0.5
+    own_scale = max(1, shape[0] / shape[1]) ** 0.5 if not settings else 0.2 * max(shape) ** 0.5
+    weight = nn.Parameter(torch.randn(6, 5, generator=generator))
+    optimizer = gp.MaskedOptimizer(torch.optim.Muon([weight], lr=0.1, weight_decay=0.0, **settings))
+    weight.grad = torch.randn(6, 5, generator=generator)
+    optimizer.step()
+    momentum = optimizer.state[weight]["momentum_buffer"]
+    optimizer.set_mask(weight, mask)
+    part = nn.Parameter(weight.detach()[mask].view(shape))
+    alone = torch.optim.Muon([part], lr=0.1 * scale / own_scale, weight_decay=0.0, **settings)
+    alone.state[part]["momentum_buffer"] = momentum[mask].view(shape).clone()
+    before, frozen = weight.detach().clone(), momentum[~mask].clone()
+    for _ in range(3):
+        weight.grad = torch.randn(6, 5, generator=generator)
+        part.grad = weight.grad[mask].view(shape)
+        optimizer.step()
+        alone.step()
+        # Newton-Schulz computes in bfloat16.
+        torch.testing.assert_close(weight.detach()[mask].view(shape), part.detach(), atol=5e-3, rtol=0)
+        assert torch.equal(weight.detach()[~mask], before[~mask])
+        assert torch.equal(momentum[~mask], frozen)
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if hasattr(torch.optim, name)])
+def test_the_state_of_frozen_entries_counts_as_nothing_and_is_put_back(name):
+    mask, generator = torch.rand(6, 5) < 0.5, torch.Generator().manual_seed(0)
+    weights = [nn.Parameter(torch.ones(6, 5)) for _ in range(2)]
+    optimizers = [gp.MaskedOptimizer(KINDS[name]([weight])) for weight in weights]
+    gradients = torch.randn(4, 6, 5, generator=generator)
+    for step, gradient in enumerate(gradients):
+        for weight, optimizer in zip(weights, optimizers, strict=True):
+            if step == 2:
+                optimizer.set_mask(weight, mask)
+            weight.grad = gradient.clone()
+            optimizer.step()
+        states = [optimizer.state[weight] for weight, optimizer in zip(weights, optimizers, strict=True)]
+        if step == 1:
+            of_entries = [key for key, value in states[0].items() if value.shape == mask.shape]
+            kept = {key: states[0][key][~mask].clone() for key in of_entries}
+            for key in of_entries:
+                states[1][key][~mask] = torch.randn(int((~mask).sum()), generator=generator).abs()
+    assert torch.equal(*weights)
+    assert all(torch.equal(states[0][key][~mask], value) for key, value in kept.items())
+
+
+def test_parameters_have_settings_of_their_own():
+    weights = [torch.nn.Parameter(torch.ones(4, 3)) for _ in range(2)]
+    optimizer = gp.MaskedOptimizer(torch.optim.Muon(weights, lr=0.1, weight_decay=0.0))
+    optimizer.set_masks(dict.fromkeys(weights, torch.arange(4).view(4, 1) < 2))
+    optimizer.set_settings({weights[1]: {"lr": 0.5}})
+    for weight in weights:
+        weight.grad = torch.arange(12.0).view(4, 3)
+    optimizer.step()
+    first, second = (1 - weight.detach() for weight in weights)
+    torch.testing.assert_close(second, 0.5 * first)
+    assert first[:2].abs().min() > 0
+
+
+def test_a_step_that_fails_leaves_groups_weights_and_state_as_they_were():
+    weight = torch.nn.Parameter(torch.ones(4, 3))
+    optimizer = gp.MaskedOptimizer(torch.optim.Muon([weight], lr=0.1))
+    weight.grad = torch.ones(4, 3)
+    optimizer.step()
+    before, momentum = weight.detach().clone(), optimizer.state[weight]["momentum_buffer"]
+    optimizer.set_mask(weight, mask := torch.arange(4).view(4, 1) < 2)
+    optimizer.set_settings({weight: {"lr": 0.5}})
+    kept = momentum.clone()
+    optimizer.param_groups[0]["ns_coefficients"] = (1.0,)
+    with pytest.raises(ValueError, match="Coefficients"):
+        optimizer.step()
+    assert optimizer.param_groups[0]["params"] == [weight]
+    assert torch.equal(weight.detach(), before)
+    assert torch.equal(momentum.masked_fill(mask, 0), kept.masked_fill(mask, 0))
 
 
 # --- how state begins

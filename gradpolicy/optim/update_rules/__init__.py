@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable
 
 import torch
 
@@ -12,24 +11,13 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.optim.update_rules.adagrad import Adagrad
 from gradpolicy.optim.update_rules.adam import Adam, Adamax, NAdam, RAdam
 from gradpolicy.optim.update_rules.base import Group, State, UpdateRule
-from gradpolicy.optim.update_rules.by_rows import ActiveRows, Adafactor, Muon, SubmatrixRule
 from gradpolicy.optim.update_rules.lion import Lion
 from gradpolicy.optim.update_rules.rmsprop import RMSprop
 from gradpolicy.optim.update_rules.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
 from gradpolicy.optim.update_rules.sgd import SGD
 
-__all__ = [
-    "ActiveRows",
-    "Group",
-    "State",
-    "SubmatrixRule",
-    "UpdateRule",
-    "rule_for",
-    "submatrix_rule_for",
-    "update_rule",
-]
+__all__ = ["Group", "State", "UpdateRule", "rule_for", "update_rule"]
 
-T = TypeVar("T")
 RULES: dict[str, type[UpdateRule]] = {
     "torch.optim.Adam": Adam,
     "torch.optim.AdamW": Adam,
@@ -44,11 +32,6 @@ RULES: dict[str, type[UpdateRule]] = {
     "schedulefree.SGDScheduleFree": ScheduleFreeSGD,
 }
 """By package and name of the optimizer, so that none of these packages must be imported."""
-SUBMATRIX_RULES: dict[str, type[SubmatrixRule]] = {
-    "torch.optim.Muon": Muon,
-    "torch.optim.Adafactor": Adafactor,
-}
-"""The same for optimizers that step rows or columns as parameters of their own."""
 _REGISTERED: dict[type[torch.optim.Optimizer], type[UpdateRule]] = {}
 
 
@@ -96,26 +79,13 @@ def update_rule(
 
 def rule_for(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
     """Return the rule that describes an optimizer's own `step`; None if there is none."""
-    known = _described(optimizer, RULES, _REGISTERED)
-    rule = None if known is None else known(optimizer)
-    return rule if rule is not None and all(map(rule.supports, optimizer.param_groups)) else None
-
-
-def submatrix_rule_for(optimizer: torch.optim.Optimizer) -> SubmatrixRule | None:
-    """Return the rule by which an optimizer steps rows or columns alone; None if there is none."""
-    known = _described(optimizer, SUBMATRIX_RULES, {})
-    return None if known is None else known(optimizer)
-
-
-def _described(
-    optimizer: torch.optim.Optimizer, rules: Mapping[str, T], registered: Mapping[type, T]
-) -> T | None:
-    """Return what describes the class that an optimizer has its `step` from."""
-    step = inspect.unwrap(type(optimizer).step)
-    for kind in type(optimizer).__mro__:
-        known = registered.get(kind) or rules.get(f"{_package(kind)}.{kind.__name__}")
-        if known is not None and inspect.unwrap(kind.step) is step:  # type: ignore[attr-defined]
-            return known
+    kind = type(optimizer)
+    step = inspect.unwrap(kind.step)
+    for each in kind.__mro__:
+        known = _REGISTERED.get(each) or RULES.get(f"{_package(each)}.{each.__name__}")
+        if known is not None and inspect.unwrap(each.step) is step:  # type: ignore[attr-defined]
+            rule = known(optimizer)
+            return rule if all(map(rule.supports, optimizer.param_groups)) else None
     return None
 
 
