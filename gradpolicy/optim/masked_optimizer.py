@@ -24,7 +24,6 @@ from gradpolicy.optim.wrapped import Wrapped
 from gradpolicy.tensors.checkpoint_file import reading
 from gradpolicy.tensors.sharding import plain_parts
 
-_AMP = "_step_supports_amp_scaling"
 _WRAPPERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[MaskedOptimizer]] = (
     weakref.WeakKeyDictionary()
 )
@@ -116,15 +115,12 @@ class MaskedOptimizer(torch.optim.Optimizer):
     masks_set_at = 0
     # True for an optimizer whose engine steps and clips partitions of the parameters.
     is_partitioned = False
-    # True to get the scale of any GradScaler, which passes it to fused optimizers alone.
+    # True to notice a GradScaler, which then passes its scale on instead of unscaling gradients.
     sees_loss_scale = False
 
     # Under "drop" the state of single entries is 1-D, of active entries only.
     param_groups, state, defaults = _of_inner("param_groups"), _of_inner("state"), _of_inner("defaults")
-    # GradScaler passes its scale on to fused optimizers instead of unscaling.
-    _step_supports_amp_scaling = property(
-        lambda self: self.sees_loss_scale or bool(getattr(self.inner, _AMP, False))
-    )
+    _step_supports_amp_scaling = property(attrgetter("sees_loss_scale"))
     # What holds unless `set_mask` changed it for a parameter.
     frozen_state: Any = property(attrgetter("_options.frozen_state"))
     bias_correction: Any = property(attrgetter("_options.bias_correction"))
@@ -347,9 +343,6 @@ class MaskedOptimizer(torch.optim.Optimizer):
                 return self._update(evaluate)
             with torch.enable_grad():
                 loss = None if closure is None else closure()
-            found = getattr(self, "found_inf", None)
-            if found is not None and float(found):
-                return loss
             result = self._update(None)
             return result if closure is None else loss
         finally:
@@ -363,14 +356,13 @@ class MaskedOptimizer(torch.optim.Optimizer):
         """
         before, self.steps_inner = self.steps_inner, True
         try:
-            _update(self._wrapped, self.masked, {}, only=parameter)
+            _update(self._wrapped, self.masked, only=parameter)
         finally:
             self.steps_inner = before
 
     @torch.no_grad()
     def _update(self, closure: Callable[[], Any] | None) -> Any:
-        scaling = {name: getattr(self, name) for name in ("grad_scale", "found_inf") if hasattr(self, name)}
-        result = _update(self._wrapped, self.masked, scaling, closure)
+        result = _update(self._wrapped, self.masked, closure)
         self.effective_steps += 1
         return result
 
@@ -443,7 +435,6 @@ ByRule = list[tuple[UpdateRule, Group, list[Member]]]
 def _update(
     wrapped: Wrapped,
     masked: Mapping[Tensor, MaskedParameter],
-    scaling: Mapping[str, Any],
     closure: Callable[[], Any] | None = None,
     only: Tensor | None = None,
 ) -> Any:
@@ -452,7 +443,6 @@ def _update(
     Args:
         wrapped: The wrapped optimizer.
         masked: The parameters that have, or once had, a mask.
-        scaling: What GradScaler has set on the masked optimizer.
         closure: Passed to the wrapped optimizer, which then makes the gradients itself.
         only: The one parameter that is updated; None: all.
 
@@ -472,7 +462,6 @@ def _update(
             if not each.is_full:
                 stack.callback(restore_frozen, each, save_frozen(each))
         stack.enter_context(_hidden_gradients(hidden))
-        stack.enter_context(_passed_on(scaling, wrapped.optimizer))
         for part in wrapped.parts:
             stack.enter_context(part.stepping(only))
         step = wrapped.optimizer.step
@@ -481,8 +470,7 @@ def _update(
         each.count_update()
     for each, _ in others[Mode.ON_OTHERS]:
         each.set_count(each.updates + 1)
-    given = scaling.get("grad_scale")
-    _move(by_rule, 1.0 if given is None else float(given))
+    _move(by_rule)
     return result
 
 
@@ -521,7 +509,7 @@ def _refuse_sparse(gradient: Tensor, name: str) -> None:
         )
 
 
-def _move(work: ByRule, scale: float) -> None:
+def _move(work: ByRule) -> None:
     """Update the active entries of parameters by their rules, and count the update."""
     steps: list[Tensor] = []
     for rule, group, members in work:
@@ -532,7 +520,7 @@ def _move(work: ByRule, scale: float) -> None:
         starts, counts = rule.state(group), rule.tensor_state(group, 0).keys()
         for alike in together.values():
             made = [_entries(group, (*starts, *counts), *member) for member in alike]
-            moving.update(rule, group, scale, made)
+            moving.update(rule, group, made)
         for masked, _ in members:
             masked.count_update()
             if counts - {"step"}:
@@ -571,18 +559,6 @@ def _hidden_gradients(members: Iterable[Member]) -> Iterator[None]:
     finally:
         for masked, gradient in members:
             masked.parameter.grad = gradient
-
-
-@contextmanager
-def _passed_on(scaling: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Set what GradScaler passes on as attributes of the optimizer while it steps."""
-    try:
-        for name, value in scaling.items():
-            setattr(optimizer, name, value)
-        yield
-    finally:
-        for name in scaling:
-            delattr(optimizer, name)
 
 
 # --- wrapped optimizers

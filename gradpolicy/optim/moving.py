@@ -84,17 +84,15 @@ class _Piece:
         return [self.parameter, *self.tensors[3 : 3 + len(self.names)]]  # type: ignore[list-item]
 
 
-def update(rule: UpdateRule, group: Group, scale: float, tensors: Sequence[Entries]) -> None:
+def update(rule: UpdateRule, group: Group, tensors: Sequence[Entries]) -> None:
     """Update active entries of tensors of one dtype and device.
 
     Args:
         rule: How one entry moves.
         group: The param group.
-        scale: The factor that gradients are multiplied by.
         tensors: The tensors.
     """
-    sign, *rest = rule.settings(group)
-    settings, first = (sign / scale, *rest), tensors[0].parameter
+    settings, first = rule.settings(group), tensors[0].parameter
     compiles = compiling.compiles(sum(each.parameter.numel() for each in tensors))
     # Inductor decides by the first tensor that it sees whether threads share the work.
     tensors = sorted(tensors, key=lambda each: -each.parameter.numel()) if compiles else tensors

@@ -52,6 +52,7 @@ class StepInBackward:
         self._updated: set[Tensor] = set()
         self._handles: list[RemovableHandle] = []
         for each in optimizers:
+            each.sees_loss_scale = True
             self._handles.append(each.register_step_pre_hook(self._before_step))
             self._handles.append(each.register_step_post_hook(self._after_step))
             self._hook(each)

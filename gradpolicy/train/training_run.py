@@ -261,8 +261,6 @@ class Run:
         self.notices.missing.update(trained)
         if self.freezer is None or optimizer not in self.steps.masked:
             return
-        if self.reads_gradients:
-            _unscale(optimizer)
         if self.measures and self.measurements is not None:
             self.measurements.take_gradients(optimizer, "gradient_norm_before")
         self.freezer.observe(optimizer)
@@ -470,15 +468,6 @@ def _masked(optimizer: Any, *, again: bool) -> MaskedOptimizer:
         former.set_masks(dict.fromkeys(parameters_of(former)))
         former.effective_steps = 0
     return former or as_masked(optimizer)
-
-
-def _unscale(optimizer: Any) -> None:
-    """Divide gradients by the loss scale, if a loss scaler has left that to a fused optimizer."""
-    if getattr(optimizer, "grad_scale", None) is not None:
-        for parameter in parameters_of(optimizer):
-            if parameter.grad is not None:
-                parameter.grad.div_(optimizer.grad_scale)
-        optimizer.grad_scale = None
 
 
 def _trains(policy: Policy) -> bool:

@@ -1,6 +1,5 @@
 """The Lightning callback: drives a run under policies."""
 
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -152,8 +151,6 @@ class GradientPolicies(Driven, AnyCallback):
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Pass the unscaled gradients to sources and measurements, before they are clipped."""
-        if self.run.reads_gradients:
-            _unscale(trainer, optimizer)
         if not isinstance(trainer.strategy, DEEPSPEED):
             self.run.gradients(optimizer)
 
@@ -245,15 +242,6 @@ def _loss_scale(trainer: Trainer) -> float:
     if scaler is not None:
         return float(scaler.get_scale())
     return float(getattr(trainer.optimizers[0], "loss_scale", 1.0)) if trainer.optimizers else 1.0
-
-
-def _unscale(trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
-    """Divide gradients by the loss scale if a fused optimizer would do so in its step."""
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if scaler is not None:
-        # It has been done for any other optimizer, and possibly under manual optimization.
-        with suppress(RuntimeError):
-            scaler.unscale_(optimizer)
 
 
 def _batches_that_stepped(trainer: Trainer) -> int:
