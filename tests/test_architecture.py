@@ -134,6 +134,19 @@ def test_the_callback_for_transformers_needs_neither_lightning_nor_hydra() -> No
         )
 
 
+# ---- ways through the files
+
+
+def test_a_mask_passes_eleven_files_at_most_and_a_rule_seven() -> None:
+    for way, most in (("mask", 11), ("rule", 7)):
+        _, _, section = PAGE.partition(f"## The way of a {way}\n")
+        passed = re.findall(
+            r"^\| \d+ \| `([\w/]+\.py)` \|", section.partition("\n## ")[0], flags=re.MULTILINE
+        )
+        assert 0 < len(passed) <= most, way
+        assert all((PACKAGE / path).is_file() for path in passed), way
+
+
 # ---- private parts of other libraries
 
 OTHERS = {"torch", "lightning", "hydra", "omegaconf", "accelerate", "transformers", "deepspeed"}

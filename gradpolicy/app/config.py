@@ -111,7 +111,7 @@ def check_config(config: DictConfig) -> Settings:
     for name in settings.extensions:
         with under("extensions"):
             import_by_name(name)
-    from gradpolicy.app.targets import build_all, check_arguments
+    from gradpolicy.app.build import build_all, check_arguments
     from gradpolicy.policies import Policy
 
     # Policies before modules that take seconds to import. The optimizer before the model, which refers to it,

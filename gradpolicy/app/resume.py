@@ -11,6 +11,7 @@ import yaml
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities import rank_zero_warn
 
+from gradpolicy.app.build import build_all
 from gradpolicy.app.config import Settings
 from gradpolicy.app.processes import in_sweep, is_first_rank, quoted
 from gradpolicy.errors import PolicyError, shown
@@ -125,23 +126,24 @@ def command_of(named: Sequence[str], changes: Sequence[str]) -> list[str]:
 # ---- loggers
 
 
-def name_stored_runs(settings: Settings, resumed: Resumed) -> None:
-    """Make each logger of a config continue its stored run."""
-    record = RunRecord.load(resumed.directory) if resumed.directory is not None else None
-    for name, node in (settings.logger or {}).items():
-        kind = str((node or {}).get("_target_")).rpartition(".")[2]
+def run_loggers(settings: Settings, resumed: Resumed | None) -> dict[str, Logger]:
+    """Build the loggers of a config; those of a run that is continued go on with what they stored."""
+    if resumed is None or resumed.directory is None:
+        return build_all(settings.logger, "logger", Logger)
+    record = RunRecord.load(resumed.directory)
+    nodes = {name: dict(node) for name, node in (settings.logger or {}).items() if node is not None}
+    for name, node in nodes.items():
+        kind = str(node.get("_target_")).rpartition(".")[2]
         argument, stored = LOGGER_IDS.get(kind), (record.loggers if record else {}).get(name)
-        if node and argument and re.fullmatch(r"[\w-]+", str(stored)) and node.get(argument) is None:
+        if argument and re.fullmatch(r"[\w-]+", str(stored)) and node.get(argument) is None:
             node[argument] = stored
             if kind == "TensorBoardLogger":
                 node["purge_step"] = step_of(resumed.checkpoint)
-
-
-def append_to_stored_runs(loggers: Mapping[str, Logger]) -> None:
-    """Make the loggers of a continued run append to its files."""
+    loggers = build_all(nodes, "logger", Logger)
     for logger in loggers.values():
         if isinstance(logger, CSVLogger) and is_first_rank():
             append_rows(logger)
+    return loggers
 
 
 def stored_runs(loggers: Mapping[str, Logger]) -> dict[str, int | str]:

@@ -1,22 +1,27 @@
-"""Executes one run: builds its parts, plans, fits, tests, reports."""
+"""Executes one run: orders its parts, plans, fits, tests, reports."""
 
 import os
+import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf import DictConfig
 from rich.console import Console
 
+from gradpolicy.app.build import Subject, build_callbacks, build_subject, build_trainer
 from gradpolicy.app.config import Settings, check_config
 from gradpolicy.app.messages import explain
 from gradpolicy.app.processes import (
+    exit_with_ranks,
     in_sweep,
     is_first_rank,
     job_arguments,
@@ -24,10 +29,8 @@ from gradpolicy.app.processes import (
     program_name,
     termination_exits,
 )
-from gradpolicy.app.resume import CONFIG, Resumed, chosen_checkpoint, resumed_run
+from gradpolicy.app.resume import CONFIG, Resumed, chosen_checkpoint, resumed_run, run_loggers, stored_runs
 from gradpolicy.app.run_directory import RunDirectory, run_directory
-from gradpolicy.app.targets import build, build_all
-from gradpolicy.app.trainer import build_trainer, finished_loggers
 from gradpolicy.atomic_file import write_text
 from gradpolicy.errors import nearest
 from gradpolicy.insight.loggers import LogRun, name_loggers, write_plan
@@ -36,32 +39,43 @@ from gradpolicy.insight.run_files import REPORT, RESULT, STOPPED, Result
 from gradpolicy.insight.run_log import logged_run, print_results, quieter
 from gradpolicy.planning.plan import plan, training_loss
 from gradpolicy.planning.plan_table import Plan
-from gradpolicy.policies import Policy
-from gradpolicy.train.lightning.callback import GradientPolicies
 from gradpolicy.train.lightning.checkpoints import check_fits, check_resumable, checked_restore
+from gradpolicy.train.lightning.resume import ExactResume
 from gradpolicy.train.lightning.runs import Kind, RunRecord, best_checkpoint, best_scores
+from gradpolicy.train.lightning.trainer_parts import check_weight_averaging
 
 
-@dataclass
-class Subject:
-    """The data, the model, and the policies that act on it."""
+class RunBegins(Callback):
+    """Writes the run's record, and keeps its directory once the run has trained a step or tested.
 
-    data: LightningDataModule
-    model: LightningModule
-    policies: dict[str, Policy]
-
-
-def build_subject(container: Mapping[str, Any]) -> Subject:
-    """Build the data module, the model and the policies of a resolved config.
-
-    Raises:
-        PolicyError: If one cannot be built, or has the wrong type.
+    Args:
+        directory: The directory.
+        record: The record, without the ids of the run in its loggers; written once.
+        loggers: The loggers by their names in the config.
     """
-    return Subject(
-        build(container["data"], "data", LightningDataModule),
-        build(container["model"], "model", LightningModule),
-        build_all(container.get("policy"), "policy", Policy),
-    )
+
+    def __init__(self, directory: RunDirectory, record: RunRecord, loggers: Mapping[str, Logger]) -> None:
+        self.directory, self.loggers = directory, loggers
+        self.record: RunRecord | None = record
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write the record, now that the loggers have started."""
+        if trainer.is_global_zero and self.record is not None:
+            replace(self.record, loggers=stored_runs(self.loggers)).save()
+        # The checkpoints are added to the file.
+        self.record = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Replace Lightning's handler of SIGTERM, in which a rank waits for ranks that wait for it."""
+        exit_with_ranks(trainer.strategy.launcher)
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        """Keep the directory after the first step."""
+        self.directory.started = True
+
+    def on_test_end(self, *arguments: Any) -> None:
+        """Keep the directory after a test."""
+        self.directory.started = True
 
 
 def run(config: DictConfig, overrides: list[str]) -> Result:
@@ -128,14 +142,21 @@ def plan_and_run(settings: Settings, result: Result, directory: RunDirectory, co
         check_resumable(resumed.checkpoint)
         console.print(str(resumed), markup=False, soft_wrap=True)
     reporter = LogRun(container, None, optimized_metrics(settings))
-    policies = GradientPolicies(subject.policies, seed=settings.seed)
-    record = record_of(settings, directory, resumed)
+    loggers = run_loggers(settings, resumed)
+    callbacks = [
+        ExactResume(directory.path),
+        *build_callbacks(settings.callbacks, settings.trainer),
+        subject.policies,
+        RunBegins(directory, record_of(settings, directory, resumed), loggers),
+        reporter,
+    ]
+    check_weight_averaging(callbacks, subject.policies.policies)
     with own_command_line(checkpoint), finished_loggers():
-        trainer = build_trainer(settings, policies, directory, record, reporter, resumed=resumed)
+        trainer = build_trainer(settings.trainer, callbacks, loggers.values())
         if is_first_rank() and (settings.plan_only or settings.extras.plan):
             reporter.plan = make_run_plan(subject, settings.seed)
-            policies.run.idle = reporter.plan.idle
-            policies.run.notices.do_not_repeat(reporter.plan)
+            subject.policies.run.idle = reporter.plan.idle
+            subject.policies.run.notices.do_not_repeat(reporter.plan)
             console.print(reporter.plan)
         if settings.plan_only:
             return replace(result, status="planned", error="")
@@ -153,7 +174,8 @@ def make_run_plan(subject: Subject, seed: int) -> Plan:
     subject.data.prepare_data()
     subject.data.setup("fit")
     batch = next(iter(subject.data.train_dataloader()))
-    return plan(subject.model, subject.policies, lambda model: training_loss(model, batch), seed=seed)
+    policies = subject.policies.policies
+    return plan(subject.model, policies, lambda model: training_loss(model, batch), seed=seed)
 
 
 def train_and_test(
@@ -216,3 +238,16 @@ def optimized_value(settings: Settings, metrics: Mapping[str, float]) -> float |
     if name not in metrics and not quiet:
         rank_zero_warn(f"optimized_metric: {name!r} was not logged; {nearest(name, metrics)}")
     return metrics.get(name)
+
+
+@contextmanager
+def finished_loggers() -> Iterator[None]:
+    """End the W&B run, so that the next job in this process starts its own."""
+    exit_code = 1
+    try:
+        yield
+        exit_code = 0
+    finally:
+        if "wandb" in sys.modules:
+            # W&B marks the run as finished for code 0, as failed for others.
+            sys.modules["wandb"].finish(exit_code=exit_code)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gradpolicy.app.processes import exit_with_ranks, termination_exits
-from gradpolicy.app.trainer import RunBegins
+from gradpolicy.app.run import RunBegins
 from tests.app.own_callbacks import chosen
 
 from .conftest import QUICK, ROOT, start, stop_when

@@ -103,7 +103,7 @@ def test_a_run_that_would_do_nothing_is_refused(train) -> None:
 
 def test_deepspeed_is_refused_before_the_run_starts(train, monkeypatch: pytest.MonkeyPatch) -> None:
     # In its place, since importing DeepSpeed takes seconds.
-    monkeypatch.setattr("gradpolicy.app.trainer.DeepSpeedStrategy", SingleDeviceStrategy)
+    monkeypatch.setattr("gradpolicy.train.lightning.trainer_parts.DEEPSPEED", SingleDeviceStrategy)
     message = train("trainer=cpu", "extras.plan=false").refusal
     assert message.startswith("trainer.strategy: DeepSpeed writes directories")
     assert "trainer=fsdp2" in message

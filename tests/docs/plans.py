@@ -2,8 +2,9 @@
 
 from omegaconf import open_dict, read_write
 
+from gradpolicy.app.build import build_subject
 from gradpolicy.app.config import Source, check_job, compose_job, fixed_overrides, hydra_at, resolved
-from gradpolicy.app.run import build_subject, make_run_plan
+from gradpolicy.app.run import make_run_plan
 from gradpolicy.planning.plan_table import Plan
 
 

@@ -8,10 +8,13 @@ from typing import Any, Literal, Optional, Union
 
 import pytest
 import torch
+from lightning.pytorch.plugins import TorchCheckpointIO
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor
 
 import gradpolicy as gp
-from gradpolicy.app.targets import build, check_arguments, check_value
+from gradpolicy.app.build import build, build_plugins, check_arguments, check_value
+from gradpolicy.train.lightning.checkpoints import AtomicCheckpointIO
 
 from .conftest import CONF, ROOT, SHORT
 
@@ -79,6 +82,22 @@ def test_the_innermost_node_that_failed_is_named_with_the_cause() -> None:
         build({"_target_": "torch.nn.ModuleDict", "module": inner}, "model.model")
     with pytest.raises(gp.PolicyError, match=r"^model\.model: must be a Module, got Stop"):
         build({"_target_": "gradpolicy.Stop", "modules": "x"}, "model.model", torch.nn.Module)
+
+
+# ---- plugins of the trainer
+
+PLUGINS = "lightning.pytorch.plugins"
+
+
+def test_whole_checkpoints_come_beside_the_plugins_of_the_config() -> None:
+    assert [type(plugin) for plugin in build_plugins(None)] == [AtomicCheckpointIO]
+    beside = build_plugins([{"_target_": f"{PLUGINS}.environments.LightningEnvironment"}])
+    assert [type(plugin) for plugin in beside] == [LightningEnvironment, AtomicCheckpointIO]
+
+
+def test_a_config_may_have_its_own_way_to_write_them() -> None:
+    (own,) = build_plugins({"_target_": f"{PLUGINS}.TorchCheckpointIO"})
+    assert type(own) is TorchCheckpointIO
 
 
 # ---- modules of one's own

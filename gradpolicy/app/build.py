@@ -1,14 +1,16 @@
-"""Finds the classes and functions that a config names, checks their arguments, and builds them.
+"""Checks what a config names, and the arguments, and builds the parts of a run.
 
 The check is by signatures, so that it refuses `trainer.max_epoch` and `optimizer.lr=abc` before anything
-runs, for any `_target_`. :func:`hydra.utils.instantiate` builds.
+runs, for any `_target_`. :func:`hydra.utils.instantiate` builds. Lightning is imported in functions, so that
+a wrong argument of a policy is reported at once.
 """
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
@@ -28,12 +30,21 @@ from gradpolicy.errors import (
 )
 from gradpolicy.imports import import_by_name, to_install
 from gradpolicy.masks import MaskSource
+from gradpolicy.policies import Policy
 from gradpolicy.presets import FrozenAttention, FrozenNorms
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+    from lightning.pytorch.loggers import Logger
+
+    from gradpolicy.train.lightning.callback import GradientPolicies
 
 TARGET = "_target_"
 # Hydra's own keys of a node.
 OWN_KEYS = (TARGET, "_partial_", "_recursive_", "_convert_", "_args_")
 PLAIN = (str, int, float, bool, type(None))
+# The nodes of a group; a removed one is null.
+Nodes = Mapping[str, Mapping[str, Any] | None] | None
 
 
 # ---- checking
@@ -158,8 +169,8 @@ def build(node: Mapping[str, Any], key: str, kind: type = object, **arguments: A
     return built
 
 
-def build_all(nodes: Mapping[str, Mapping[str, Any] | None] | None, key: str, kind: type) -> dict[str, Any]:
-    """Build each node of a group; removed nodes are null."""
+def build_all(nodes: Nodes, key: str, kind: type) -> dict[str, Any]:
+    """Build each node of a group."""
     return {
         name: build(node, f"{key}.{name}", kind) for name, node in (nodes or {}).items() if node is not None
     }
@@ -192,3 +203,91 @@ def _message_at(key: str, message: str) -> str:
     if own and argument.isidentifier():
         return f"{key}.{argument}: {rest}"
     return f"{key}: {message}"
+
+
+# ---- the parts of a run
+
+
+@dataclass
+class Subject:
+    """The data, the model, and the policies that act on it."""
+
+    data: "LightningDataModule"
+    model: "LightningModule"
+    policies: "GradientPolicies"
+
+
+def build_subject(container: Mapping[str, Any]) -> Subject:
+    """Build the data module, the model and the policies of a resolved config.
+
+    Raises:
+        PolicyError: If one cannot be built, or has the wrong type.
+    """
+    from lightning.pytorch import LightningDataModule, LightningModule
+
+    from gradpolicy.train.lightning.callback import GradientPolicies
+
+    return Subject(
+        build(container["data"], "data", LightningDataModule),
+        build(container["model"], "model", LightningModule),
+        GradientPolicies(build_all(container.get("policy"), "policy", Policy), seed=container["seed"]),
+    )
+
+
+def build_callbacks(nodes: Nodes, trainer: Mapping[str, Any]) -> list["Callback"]:
+    """Build the callbacks, without those that the trainer's flags disable, and a progress bar."""
+    from lightning.pytorch import Callback
+    from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, ProgressBar, RichProgressBar
+
+    # Lightning raises an error for callbacks that its own flags disable.
+    switches = {"enable_progress_bar": ProgressBar, "enable_checkpointing": Checkpoint}
+    off = tuple(kind for switch, kind in switches.items() if trainer.get(switch) is False)
+    built = build_all(nodes, "callbacks", Callback).values()
+    chosen = [callback for callback in built if not isinstance(callback, off)]
+    if ProgressBar not in off and not any(isinstance(callback, ProgressBar) for callback in chosen):
+        chosen.append(RichProgressBar())
+    # The best checkpoint first, whose path is saved in the checkpoint to resume from.
+    return sorted(chosen, key=lambda each: isinstance(each, ModelCheckpoint) and each.monitor is None)
+
+
+def build_trainer(
+    node: Mapping[str, Any], callbacks: Iterable["Callback"], loggers: Iterable["Logger"]
+) -> "Trainer":
+    """Build the trainer, whose checkpoints are complete or absent.
+
+    Raises:
+        PolicyError: If the strategy is DeepSpeed's.
+    """
+    from lightning.pytorch import Trainer
+
+    from gradpolicy.train.lightning.trainer_parts import DEEPSPEED
+
+    trainer: Trainer = build(
+        {key: value for key, value in node.items() if key != "plugins"},
+        "trainer",
+        Trainer,
+        callbacks=[*callbacks],
+        logger=[*loggers] or False,
+        plugins=build_plugins(node.get("plugins")),
+    )
+    if isinstance(trainer.strategy, DEEPSPEED):
+        raise PolicyError(
+            "trainer.strategy: DeepSpeed writes directories, which a run cannot check and resume from; use "
+            "trainer=fsdp2, or give gradpolicy.GradientPolicies to a Trainer of your own"
+        )
+    return trainer
+
+
+def build_plugins(nodes: Any) -> list[Any]:
+    """Build the trainer's plugins, with AtomicCheckpointIO unless the config names another CheckpointIO."""
+    from lightning.pytorch.plugins import CheckpointIO
+
+    from gradpolicy.train.lightning.checkpoints import AtomicCheckpointIO
+
+    nodes = [] if nodes is None else nodes if isinstance(nodes, list) else [nodes]
+    plugins = [
+        build(node, f"trainer.plugins[{index}]") if isinstance(node, Mapping) else node
+        for index, node in enumerate(nodes)
+    ]
+    has_own = any(isinstance(plugin, CheckpointIO) for plugin in plugins)
+    return plugins if has_own else [*plugins, AtomicCheckpointIO()]
