@@ -55,8 +55,6 @@ class Freezer:
         all_policies: The names of all policies.
         parameters: The parameters that freeze policies restrict, by name.
         matched: The parameters that match any policy, by name.
-        dropped: Parameters whose gradients are computed in this update, but dropped like those of updates in
-            which ``requires_grad`` is disabled.
         counted_layers: Returns the layers, or other groups of parameters, that each policy counts.
         check_graphs: Checks that layers which train were in a graph, after a backward pass or its failure.
         may_change: True if masks may change after the first update.
@@ -90,10 +88,9 @@ class Freezer:
         self.may_change = not all(map(masks_never_change, policies.values()))
         self._masks = CombinedMasks(self._bindings)
         self._settings = ParameterSettings(self._bindings)
-        self._gradients = ComputedGradients(
-            model, self._bindings.optimized.values(), self.parameters, toggle=toggle_requires_grad
-        )
-        self.dropped, self.check_graphs = self._gradients.dropped, self._gradients.check_graphs
+        optimized = self._bindings.optimized.values()
+        self._gradients = ComputedGradients(model, optimized, toggle=toggle_requires_grad)
+        self.check_graphs = self._gradients.check_graphs
         self._still = StillModules(model)
         # The step whose masks are set; None before the first step and after loading a state.
         self._step: int | None = None
