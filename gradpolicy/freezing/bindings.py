@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, shortened, under, warn_user
-from gradpolicy.freezing.bound_policy import BoundPolicy, masks_never_change
+from gradpolicy.freezing.bound_policy import BoundPolicy, frozen_together, masks_never_change
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.masks.base import Layer
 from gradpolicy.optim import MaskedOptimizer
@@ -46,9 +46,12 @@ class Bindings:
         self.idle = sorted(self.idle)
         _check_sources(self.given)
         self._find_parameters()
-        with self.gathered(values=True):
-            self.policies = {name: self._bind(name, policy) for name, policy in self.given.items()}
-            self._index()
+        self._bind_all()
+
+    @property
+    def in_effect(self) -> list[BoundPolicy]:
+        """The policies that are active in the current step."""
+        return [each for each in self.policies.values() if each.in_effect]
 
     def holders(self, parameter: Tensor) -> list[MaskedOptimizer]:
         """Return the optimizers that update a parameter."""
@@ -81,6 +84,11 @@ class Bindings:
         """Return the layers, or other groups of parameters, that each policy counts."""
         of_rates = {name: rates.layers_of(self.named, self.idle) for name, rates in self.rates.items()}
         return {**{name: each.source.layer_groups for name, each in self.policies.items()}, **of_rates}
+
+    def frozen_tensors(self) -> dict[str, set[str]]:
+        """Return the names of parameters that each policy freezes completely, now or later."""
+        with self.gathered():
+            return frozen_together(self.policies)
 
     @contextmanager
     def gathered(self, *, values: bool = False) -> Iterator[None]:
@@ -115,11 +123,7 @@ class Bindings:
         if self.idle != (idle := state.get("idle", [])):
             with reading("the saved names of parameters without a gradient"):
                 self.idle = sorted(idle)
-                for each in self.policies.values():
-                    if each.source.layer_groups:
-                        each.source.idle = self.idle
-                        each.source.prepare()
-                self.settings_of = {name: self._settings(name, each) for name, each in self.rates.items()}
+                self._bind_all()
         for name, each in self.policies.items():
             own = each.identity()
             known = name in saved
@@ -149,6 +153,25 @@ class Bindings:
         """Return the number of parameters of all optimizers."""
         return sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
 
+    def _bind_all(self) -> None:
+        """Bind the policies, and set the attributes that depend on them."""
+        with self.gathered(values=True):
+            self.policies = {name: self._bind(name, policy) for name, policy in self.given.items()}
+        bound = self.policies.values()
+        self.parameters: dict[str, Tensor] = {
+            name: p for each in bound for name, p in each.parameters.items()
+        }
+        self.policies_of = {
+            name: sorted((b for b in bound if name in b.parameters), key=lambda b: not b.matches(name))
+            for name in self.parameters
+        }
+        for name, policies in self.policies_of.items():
+            matching = [each for each in policies if each.matches(name)] or policies
+            check_together(name, {each.name: each.policy for each in matching})
+        self.settings_of = {name: self._settings(name, policy) for name, policy in self.rates.items()}
+        rated = {name: self.named[name] for own in self.settings_of.values() for name in own}
+        self.matched = {**rated, **self.parameters}
+
     def _bind(self, name: str, policy: Freeze) -> BoundPolicy:
         """Find a policy's parameters, and set up its source."""
         with under(f"policy.{name}.params"):
@@ -176,23 +199,6 @@ class Bindings:
             matched = policy.settings_of(self.named, self.idle)
             self._optimized_of({key: self.named[key] for key in matched})
         return matched
-
-    def _index(self) -> None:
-        """Set the attributes that depend on the bound policies."""
-        bound = self.policies.values()
-        self.parameters: dict[str, Tensor] = {
-            name: p for each in bound for name, p in each.parameters.items()
-        }
-        self.policies_of = {
-            name: sorted((b for b in bound if name in b.parameters), key=lambda b: not b.matches(name))
-            for name in self.parameters
-        }
-        for name, policies in self.policies_of.items():
-            matching = [each for each in policies if each.matches(name)] or policies
-            check_together(name, {each.name: each.policy for each in matching})
-        self.settings_of = {name: self._settings(name, policy) for name, policy in self.rates.items()}
-        rated = {name: self.named[name] for own in self.settings_of.values() for name in own}
-        self.matched = {**rated, **self.parameters}
 
 
 def _check_sources(policies: Mapping[str, Freeze]) -> None:

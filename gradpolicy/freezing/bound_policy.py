@@ -1,6 +1,6 @@
 """A policy with a mask source, bound to the parameters of a model."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +15,11 @@ from gradpolicy.tensors.mask import (
     Mask,
     active_share,
     check_mask,
+    intersect,
     mask_from_state,
     mask_to_state,
     same_mask,
+    unite,
 )
 from gradpolicy.tensors.seeded import RandomMask, derive
 from gradpolicy.what_trains import Layers, what_trains
@@ -81,7 +83,8 @@ class BoundPolicy:
         period = self.source.period(step, epoch)
         with under(f"policy.{self.name}"):
             new = self._checked(self.source.masks(step, epoch))
-        old, self.period, self.masks = self.masks, period, self._copied(new)
+        new = {name: self._copied(name, mask) for name, mask in new.items()}
+        old, self.period, self.masks = self.masks, period, new
         kept = {name for name, mask in old.items() if before and same_mask(mask, self.masks[name])}
         return self.parameters.keys() - kept
 
@@ -162,20 +165,17 @@ class BoundPolicy:
             for name, parameter in self.parameters.items()
         }
 
-    def _copied(self, masks: Mapping[str, Mask]) -> dict[str, Mask]:
-        """Return the masks with tensors copied, since a source may modify the tensors that it returned.
+    def _copied(self, name: str, mask: Mask) -> Mask:
+        """Return a copy of a mask tensor, since a source may modify the tensors that it returned.
 
-        A tensor that equals the previous mask is replaced by that, so that it counts as the same mask.
+        If it equals the previous mask, that is returned, so that it counts as the same mask.
         """
-        copied = dict(masks)
-        for name, mask in masks.items():
-            if isinstance(mask, Tensor) and not isinstance(self.source, StaticSource):
-                before = self.masks.get(name)
-                if isinstance(before, Tensor) and torch.equal(before, mask):
-                    copied[name] = before
-                elif not self.source.keeps_masks:
-                    copied[name] = mask.clone()
-        return copied
+        before = self.masks.get(name)
+        if not isinstance(mask, Tensor):
+            return mask
+        if isinstance(before, Tensor) and torch.equal(before, mask):
+            return before
+        return mask if self.source.keeps_masks else mask.clone()
 
 
 def masks_never_change(policy: Freeze) -> bool:
@@ -183,6 +183,53 @@ def masks_never_change(policy: Freeze) -> bool:
     times = policy.mask.timetable
     chosen_at_once = times.every is None and not times.start
     return chosen_at_once and not policy.mask.needs_gradients and policy.when == When()
+
+
+def combine(policies: Iterable[BoundPolicy], name: str, parameter: Tensor) -> Mask:
+    """Return the mask of a parameter under several active policies.
+
+    The masks of ``Train`` policies are united, and the result is intersected with those of all others.
+
+    Args:
+        policies: The policies; those that do not restrict the parameter have no effect.
+        name: The name of the parameter.
+        parameter: The parameter.
+    """
+    shape, device = parameter.shape, parameter.device
+    combined: Mask = True
+    trained: Mask | None = None
+    for each in policies:
+        mask = each.masks.get(name, True)
+        if isinstance(each.policy, Train):
+            trained = mask if trained is None else unite(trained, mask, shape, device)
+        else:
+            combined = intersect(combined, mask, shape, device)
+    return combined if trained is None else intersect(combined, trained, shape, device)
+
+
+def frozen_together(policies: Mapping[str, BoundPolicy]) -> dict[str, set[str]]:
+    """Return the parameters that each policy freezes completely, now or later, by name.
+
+    ``Train`` policies freeze only what none of them trains.
+    """
+    frozen = {name: each.frozen_tensors() for name, each in policies.items()}
+    trains = [frozen[name] for name, each in policies.items() if isinstance(each.policy, Train)]
+    return {
+        name: names.intersection(*trains) if isinstance(policies[name].policy, Train) else names
+        for name, names in frozen.items()
+    }
+
+
+def evaluated(in_effect: Iterable[BoundPolicy], masks: Mapping[str, Mask]) -> set[str]:
+    """Return the parameters that active policies with ``buffers="eval"`` freeze, by name.
+
+    Args:
+        in_effect: The active policies.
+        masks: The masks of parameters under all policies together.
+    """
+    own = [each.masks.items() for each in in_effect if each.policy.buffers == "eval"]
+    idle = {name for items in own for name, mask in items if mask is False}
+    return {name for name in idle if masks.get(name, False) is False}
 
 
 def layers_under(
@@ -201,13 +248,11 @@ def layers_under(
         bound: The freeze policies.
         in_effect: Those that are active.
     """
-    evaluating = [each.masks.items() for each in in_effect if each.policy.buffers == "eval"]
-    idle = {name for own in evaluating for name, mask in own if mask is False}
     return what_trains(
         named,
         {name: active_share(mask) for name, mask in masks.items()},
         factors={name: own["lr"] for name, own in settings.items() if "lr" in own},
-        still={name for name in idle if masks.get(name, False) is False},
+        still=evaluated(in_effect, masks),
         matched=set().union(*(each.source.parameters for each in bound)),
         trains_only_matched=any(isinstance(each.policy, Train) for each in in_effect),
     )

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from gradpolicy.errors import under
 from gradpolicy.freezing.bindings import Bindings
-from gradpolicy.freezing.bound_policy import BoundPolicy, layers_under, masks_never_change
-from gradpolicy.freezing.combined import CombinedMasks, ParameterSettings, frozen_together
+from gradpolicy.freezing.bound_policy import BoundPolicy, evaluated, layers_under, masks_never_change
+from gradpolicy.freezing.combined import CombinedMasks, ParameterSettings
 from gradpolicy.freezing.moving_parts import StillModules
 from gradpolicy.freezing.requires_grad import ComputedGradients
 from gradpolicy.optim import MaskedOptimizer
@@ -132,8 +132,8 @@ class Freezer:
             for observer in self.observers:
                 observer.before_masks(changed)
             self._masks.update(changed)
-            evaluated = {self.parameters[name] for name in self._masks.evaluated()}
-            self._still.keep(evaluated, self._bindings.trainable())
+            still = evaluated(self._bindings.in_effect, self._masks.current)
+            self._still.keep({self.parameters[name] for name in still}, self._bindings.trainable())
         applied = self._masks.apply([each for each in bound if each.in_effect and changes[each.name]])
         self._gradients.update(self._masks.current, self.wanted_gradients(), changed=bool(changed))
         self._settings.update(step, epoch, phase)
@@ -162,21 +162,18 @@ class Freezer:
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Pass the metrics of a validation to the sources of the policies in effect."""
-        for name, each in self._bindings.policies.items():
-            if each.in_effect:
-                with under(f"policy.{name}"):
-                    each.source.report(metrics)
+        for each in self._bindings.in_effect:
+            with under(f"policy.{each.name}"):
+                each.source.report(metrics)
 
     def is_finished(self, step: int, epoch: int) -> bool:
         """Return True if a source ends the training after this number of updates and epochs."""
-        bound = self._bindings.policies.values()
-        return any(each.in_effect and each.source.is_finished(step, epoch) for each in bound)
+        return any(each.source.is_finished(step, epoch) for each in self._bindings.in_effect)
 
     def finish(self) -> None:
         """Let sources modify the weights at the end of the training."""
-        for each in self._bindings.policies.values():
-            if each.in_effect:
-                each.source.finish()
+        for each in self._bindings.in_effect:
+            each.source.finish()
 
     def set_again(self) -> None:
         """Set all masks again at the next update."""
@@ -218,14 +215,11 @@ class Freezer:
 
     def frozen(self) -> set[str]:
         """Return the names of parameters that are frozen completely in the current update."""
-        return self._masks.frozen()
+        return {name for name, mask in self._masks.current.items() if mask is False}
 
     def frozen_tensors(self) -> dict[str, set[str]]:
         """Return the names of parameters that each policy freezes completely, now or later."""
-        policies = self._bindings.policies
-        with self._bindings.gathered():
-            frozen = {name: each.frozen_tensors() for name, each in policies.items()}
-        return frozen_together(frozen, {name: each.policy for name, each in policies.items()})
+        return self._bindings.frozen_tensors()
 
     def active_share(self, policy: str) -> float:
         """Return the share of the entries of a policy's parameters that train."""
@@ -240,11 +234,11 @@ class Freezer:
         Args:
             trainable: The names of the parameters that may train: all others never do.
         """
-        named, bound = self._bindings.named, self._bindings.policies.values()
-        with self._bindings.gathered():
-            masks = {name: self.mask_of(name) for name in named if name in trainable}
-            in_effect = [each for each in bound if each.in_effect]
-            return layers_under(named, masks, self._settings.current, bound, in_effect)
+        bindings = self._bindings
+        with bindings.gathered():
+            masks = {name: self.mask_of(name) for name in bindings.named if name in trainable}
+            settings, bound = self._settings.current, bindings.policies.values()
+            return layers_under(bindings.named, masks, settings, bound, bindings.in_effect)
 
     # ---- checkpoints
 

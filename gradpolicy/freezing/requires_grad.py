@@ -17,8 +17,8 @@ from gradpolicy.where import ModelHook, named_parameters, once_each
 MOST_PHASES = 64 if torch.__version__ >= (2, 13) else 0  # type: ignore[operator]
 """The number of phases for which modules are compiled; in others all their gradients are computed.
 
-Torch 2.13 reuses the code of a phase when the same parameters train again. Torch 2.12 compiles it again. Torch
-2.11 does not even do that: a layer that was frozen during compilation gets no gradient when it thaws
+Torch 2.13 reuses the code of a phase when the same parameters train again. Torch 2.12 compiles it again.
+Torch 2.11 does not even do that: a layer that was frozen during compilation gets no gradient when it thaws
 (pytorch#139476).
 """
 # The attribute of a parameter whose requires_grad is temporarily disabled.
@@ -29,8 +29,8 @@ class ComputedGradients:
     """Leaves gradients of frozen tensors, and of frozen rows, out of the backward pass.
 
     The ``requires_grad`` of tensors that are frozen completely is disabled, unless a source needs their
-    gradients. Parameters without ``requires_grad`` are never changed. If all parameters of an optimizer, which
-    may have its own loss, would be disabled, none of them is, and they are only masked.
+    gradients. Parameters without ``requires_grad`` are never changed. If all parameters of an optimizer,
+    which may have its own loss, would be disabled, none of them is, and they are only masked.
 
     Compiled modules have code for each *phase*, the set of their disabled parameters. After
     :data:`MOST_PHASES` phases no parameters of compiled modules are disabled in new ones.
@@ -41,7 +41,9 @@ class ComputedGradients:
         toggle: Disable ``requires_grad`` at all.
     """
 
-    def __init__(self, model: nn.Module, groups: Iterable[Collection[Tensor]], *, toggle: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, groups: Iterable[Collection[Tensor]], *, toggle: bool = True
+    ) -> None:
         self._model, self._toggle = model, toggle
         self._parameters = once_each(named_parameters(model))
         self._groups = [{name for name, p in self._parameters.items() if p in group} for group in groups]

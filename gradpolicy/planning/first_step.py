@@ -16,8 +16,7 @@ from gradpolicy.flow.install import deactivate
 from gradpolicy.flow.locations import remarks as flow_remarks
 from gradpolicy.flow.policy_report import ReportRow, check_operations
 from gradpolicy.freezing.bindings import check_together
-from gradpolicy.freezing.bound_policy import BoundPolicy
-from gradpolicy.freezing.combined import frozen_together
+from gradpolicy.freezing.bound_policy import BoundPolicy, frozen_together
 from gradpolicy.freezing.moving_parts import copy_buffers, moving_parts, moving_warnings
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.optim.lost_updates import losing_updates
@@ -109,10 +108,8 @@ def first_step(
         parameters = _trainable(duplicate)
         idle = _idle(flow, gradients)
         bound = _bind(freeze, matched, duplicate, gradients, idle, seed)
-    frozen = frozen_together({name: each.frozen_tensors() for name, each in bound.items()}, freeze)
-    still = moving_warnings(
-        frozen, moving, parameters, {name: policy.buffers for name, policy in freeze.items()}
-    )
+    buffered = {name: policy.buffers for name, policy in freeze.items()}
+    still = moving_warnings(frozen_together(bound), moving, parameters, buffered)
     put_back = put_back_remarks(_partly_frozen(bound), optimized, trained_by)
     remarks = (*unmet, *flow_remarks(flow), *divided, *put_back, *still)
     return FirstStep(policies, matched, parameters, gradients, report, bound, remarks, losing, idle)

@@ -11,8 +11,7 @@ from gradpolicy.checks import check_integer
 from gradpolicy.errors import PolicyError, shortened, shown, under
 from gradpolicy.flow.install import checked_policies
 from gradpolicy.flow.locations import check_cuts
-from gradpolicy.freezing.bound_policy import BoundPolicy, layers_under, masks_never_change
-from gradpolicy.freezing.combined import combine
+from gradpolicy.freezing.bound_policy import BoundPolicy, combine, layers_under, masks_never_change
 from gradpolicy.masks.base import Layer, MaskSource
 from gradpolicy.masks.layers import names_in
 from gradpolicy.optim.lost_updates import lost_updates_warning
@@ -112,10 +111,7 @@ def _in_first_step(found: FirstStep) -> list[BoundPolicy]:
 def _masks_together(found: FirstStep) -> dict[str, Mask]:
     """Return the mask of each parameter in the first step, under all policies that are active in it."""
     active = _in_first_step(found)
-    return {
-        key: combine([(each.policy, each.masks[key]) for each in active if key in each.masks], parameter)
-        for key, parameter in found.parameters.items()
-    }
+    return {key: combine(active, key, parameter) for key, parameter in found.parameters.items()}
 
 
 def _check_path(found: FirstStep, masks: Mapping[str, Mask]) -> None:

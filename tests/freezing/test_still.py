@@ -178,7 +178,7 @@ def test_an_embedding_that_rescales_its_rows_is_refused(embedding, policy):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     message = rf"0\.weight: {embedding.__name__}\(max_norm=1\.0\) rescales .* expected max_norm=None"
     with pytest.raises(PolicyError, match=message), gp.training(model, optimizer, [policy]):
-        pass
+        model(torch.zeros(1, 1, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(
