@@ -21,9 +21,9 @@ class RowGradients:
     """Restricts the weight gradients of a model's linear and convolution modules to rows that train.
 
     ``p.grad`` is an ordinary dense tensor. A weight that is used elsewhere, such as by an embedding or
-    ``F.linear``, gets its ordinary gradient there. So it does in convolutions with groups or a padding like
-    "same", in modules whose ``forward`` is not PyTorch's, under a ``TorchFunctionMode``, and in forward-mode
-    differentiation.
+    ``F.linear``, gets its ordinary gradient there. So it does in convolutions with groups, with a padding
+    like "same" or of other values than zeros, in modules whose ``forward`` is not PyTorch's, under a
+    ``TorchFunctionMode``, and in forward-mode differentiation.
 
     Args:
         model: The model. Modules that are added later get ordinary gradients.
@@ -147,11 +147,7 @@ def _linear(module: nn.Linear, input: Tensor, rows: Tensor) -> Tensor:
 
 
 def _convolution(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, input: Tensor, rows: Tensor) -> Tensor:
-    padding, none = module.padding, (0,) * len(module.stride)
-    if module.padding_mode != "zeros":
-        widths: list[Any] = [size for size in reversed(padding) for _ in range(2)]
-        input, padding = F.pad(input, widths, mode=module.padding_mode), none
-    settings = (module.stride, padding, module.dilation, False, none, 1)
+    settings = (module.stride, module.padding, module.dilation, False, (0,) * len(module.stride), 1)
     return _OfRows.apply(input, module.weight, module.bias, rows, settings)
 
 
@@ -166,7 +162,8 @@ def _product_of(module: nn.Module) -> _Product | None:
     if kind.forward is nn.Linear.forward:
         return _linear
     if kind.forward in [each.forward for each in _CONVOLUTIONS] and _is_of_torch(kind):
-        return _convolution if module.groups == 1 and not isinstance(module.padding, str) else None
+        pads_zeros = module.padding_mode == "zeros" and not isinstance(module.padding, str)
+        return _convolution if module.groups == 1 and pads_zeros else None
     return None
 
 
@@ -204,9 +201,11 @@ class _OfRows(torch.autograd.Function):
         own, cast = input.to(dtype), weight.to(dtype)  # autocast may have cast them in the forward pass
         of_input = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
-            of_input = _input_gradient(gradient, own, cast, settings).to(input.dtype)
+            of_input = _gradient(0, gradient, own, cast, settings).to(input.dtype)
         if ctx.needs_input_grad[1]:
-            values = _weight_gradient(gradient.index_select(1, rows), own, cast, settings).to(weight.dtype)
+            # Of the weight's rows only the shape counts.
+            own_rows = gradient.index_select(1, rows), own, cast[: len(rows)]
+            values = _gradient(1, *own_rows, settings).to(weight.dtype)
             of_weight = values.new_zeros(weight.shape).index_put_((rows,), values)
         if ctx.needs_input_grad[2]:
             others = [dim for dim in range(gradient.dim()) if dim != 1]
@@ -214,17 +213,9 @@ class _OfRows(torch.autograd.Function):
         return of_input, of_weight, of_bias, None, None
 
 
-def _input_gradient(gradient: Tensor, input: Tensor, weight: Tensor, settings: Any) -> Tensor:
+def _gradient(index: int, gradient: Tensor, input: Tensor, weight: Tensor, settings: Any) -> Tensor:
+    """Return the gradient of the input (index 0) or of the weight (1) of a product."""
     if settings is None:
-        return gradient @ weight
-    mask = [True, False, False]
-    return torch.ops.aten.convolution_backward(gradient, input, weight, None, *settings, mask)[0]
-
-
-def _weight_gradient(gradient: Tensor, input: Tensor, weight: Tensor, settings: Any) -> Tensor:
-    """Return the gradient of the rows to which the output's gradient is restricted."""
-    if settings is None:
-        return gradient.t() @ input
-    rows = weight[: gradient.shape[1]]  # only its shape counts
-    mask = [False, True, False]
-    return torch.ops.aten.convolution_backward(gradient, input, rows, None, *settings, mask)[1]
+        return gradient @ weight if index == 0 else gradient.t() @ input
+    mask = [index == 0, index == 1, False]
+    return torch.ops.aten.convolution_backward(gradient, input, weight, None, *settings, mask)[index]

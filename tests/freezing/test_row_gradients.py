@@ -111,10 +111,6 @@ OF_ROWS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "conv1d": (lambda: nn.Conv1d(3, 7, 3, stride=2, padding=1), of_shape(2, 3, 9)),
     "conv2d": (lambda: nn.Conv2d(4, 6, (3, 2), stride=2, dilation=(1, 2), bias=False), of_shape(2, 4, 9, 9)),
     "conv3d": (lambda: nn.Conv3d(4, 6, 2), of_shape(1, 4, 3, 4, 3)),
-    "conv with reflected borders": (
-        lambda: nn.Conv2d(3, 7, 3, padding=(1, 2), padding_mode="reflect"),
-        of_shape(2, 3, 9, 9),
-    ),
     "conv in channels_last": (
         lambda: nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last),
         of_shape(2, 4, 9, 9).to(memory_format=torch.channels_last),
@@ -124,6 +120,10 @@ OF_ROWS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 ORDINARY: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "conv with groups": (lambda: nn.Conv2d(4, 6, 3, groups=2), of_shape(2, 4, 5, 5)),
     "conv padded to the same size": (lambda: nn.Conv2d(4, 6, 3, padding="same"), of_shape(2, 4, 5, 5)),
+    "conv with reflected borders": (
+        lambda: nn.Conv2d(3, 7, 3, padding=(1, 2), padding_mode="reflect"),
+        of_shape(2, 3, 9, 9),
+    ),
     "conv of one image": (lambda: nn.Conv2d(4, 6, 3), of_shape(4, 5, 5)),
     "conv of a class of one's own": (lambda: Doubled(4, 6, 3), of_shape(2, 4, 5)),
     "transposed conv": (lambda: nn.ConvTranspose2d(4, 6, 3), of_shape(2, 4, 5, 5)),
