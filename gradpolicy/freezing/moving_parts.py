@@ -1,4 +1,4 @@
-"""Buffers, dropout and embeddings that move in frozen modules, and modules that are kept still."""
+"""Running statistics, dropout and embeddings that move in frozen modules, and modules that are kept still."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
@@ -9,31 +9,19 @@ from gradpolicy.errors import shortened
 from gradpolicy.where import plain_name
 
 DROPOUT = "dropout"
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def copy_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of a model's buffers by name."""
-    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+def moving_parts(model: nn.Module) -> dict[str, list[str]]:
+    """Return what moves in each training step beside parameters, by module.
 
-
-def changed_buffers(before: Mapping[str, Tensor], model: nn.Module) -> dict[str, list[str]]:
-    """Return the names of buffers that have changed since they were copied, by module."""
-    changed: dict[str, list[str]] = {}
-    for raw_name, buffer in model.named_buffers():
-        earlier = before.get(raw_name)
-        if earlier is None or not _same(earlier, buffer):
-            module, _, own = plain_name(raw_name).rpartition(".")
-            changed.setdefault(module, []).append(own)
-    return changed
-
-
-def moving_parts(before: Mapping[str, Tensor], model: nn.Module) -> dict[str, list[str]]:
-    """Return the names of changed buffers, and ``"dropout"``, by module."""
-    moving = changed_buffers(before, model)
+    These are the running statistics of norms, and ``"dropout"``, of modules in training mode.
+    """
+    moving: dict[str, list[str]] = {}
     for raw_name, module in model.named_modules():
-        if drops(module):
-            moving.setdefault(plain_name(raw_name), []).append(DROPOUT)
+        has_statistics = module.training and getattr(module, "running_mean", None) is not None
+        statistics = [name for name, _ in module.named_buffers(recurse=False)] if has_statistics else []
+        if parts := [*statistics, *([DROPOUT] if drops(module) else [])]:
+            moving[plain_name(raw_name)] = parts
     return moving
 
 
@@ -43,32 +31,29 @@ def moving_warnings(
     parameters: Iterable[str],
     buffers: Mapping[str, str],
 ) -> Iterator[str]:
-    """Yield a line for each freeze policy that freezes modules whose buffers change or which have dropout.
+    """Yield a line for each freeze policy that freezes modules with running statistics or dropout.
 
     Args:
         frozen: For each policy, the parameters that it freezes completely, now or later.
-        moving: The result of :func:`moving_parts` for a training step without modules in evaluation mode.
+        moving: The result of :func:`moving_parts`.
         parameters: The names of all parameters that train or that a policy freezes.
         buffers: The argument ``buffers`` of each policy: "move" or "eval".
     """
     names = list(parameters)
     own = {module: set(_own_parameters(module, names)) for module in moving}
     for policy, keys in frozen.items():
-        if buffers[policy] == "eval":
-            continue
         still = {m: parts for m, parts in moving.items() if own[m] and own[m] <= set(keys)}
+        if not still or buffers[policy] == "eval":
+            continue
         parts = dict.fromkeys(part for each in still.values() for part in each)
-        changed = [part for part in parts if part != DROPOUT]
-        kinds = [*(["not buffers"] if changed else []), *(["not dropout"] if DROPOUT in parts else [])]
-        does = [
-            f"changing {', '.join(changed)}" if "buffers" in kind else "drawing dropout" for kind in kinds
-        ]
-        if still:
-            yield (
-                f"{policy}: freezing stops parameters, {', '.join(kinds)}: {shortened(list(still))} "
-                f"{'goes' if len(still) == 1 else 'go'} on {' and '.join(does)} while frozen; "
-                "with buffers: eval of the policy they stand still"
-            )
+        changed = ", ".join(part for part in parts if part != DROPOUT)
+        does = {"buffers": f"changing {changed}"} if changed else {}
+        does |= {"dropout": "drawing dropout"} if DROPOUT in parts else {}
+        yield (
+            f"{policy}: freezing stops parameters, {', '.join(f'not {kind}' for kind in does)}: "
+            f"{shortened(list(still))} {'goes' if len(still) == 1 else 'go'} on "
+            f"{' and '.join(does.values())} while frozen; with buffers: eval of the policy they stand still"
+        )
 
 
 def _own_parameters(module: str, names: list[str]) -> list[str]:
@@ -78,13 +63,6 @@ def _own_parameters(module: str, names: list[str]) -> list[str]:
         if own or not module:
             return own
         module = module.rpartition(".")[0]
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    if one.is_meta or other.is_meta or one.shape != other.shape:
-        return one.shape == other.shape
-    equal = (one == other) | (one.isnan() & other.isnan())
-    return bool(equal.all())
 
 
 # ---- keeping modules still

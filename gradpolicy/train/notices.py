@@ -14,7 +14,7 @@ from gradpolicy.flow.install import Installed
 from gradpolicy.flow.locations import check_cuts, remarks
 from gradpolicy.flow.policy_report import ReportRow, check_operations
 from gradpolicy.freezing import Freezer
-from gradpolicy.freezing.moving_parts import copy_buffers, moving_parts, moving_warnings
+from gradpolicy.freezing.moving_parts import moving_parts, moving_warnings
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.optim.lost_updates import losing_updates, lost_updates_warning
 from gradpolicy.optim.optimizers import plain_optimizers
@@ -48,10 +48,9 @@ class Notices:
         self._checked_phases: set[str] = set()
         self._installed: Installed | None = None
         self._freezer: Freezer | None = None
-        # The parameters that optimizers train, and copies of buffers while the first update runs.
         self._is_first = True
+        # The optimizers, and the parameters that they train.
         self._optimizers: Sequence[Any] = ()
-        self._buffers: dict[str, Tensor] | None = None
         self._trainable: dict[str, Tensor] = {}
         self.missing = MissingGradients({}, {}, {})
 
@@ -94,7 +93,7 @@ class Notices:
         self._is_first = True
 
     def begin(self, *, masks_changed: bool, has_gradients: bool) -> None:
-        """Tell, as the first update begins, what trains.
+        """Tell, as the first update begins, what trains, and warn of what moves in frozen modules.
 
         Args:
             masks_changed: True if masks have changed.
@@ -113,7 +112,7 @@ class Notices:
             if losing and (line := lost_updates_warning(losing)) not in self.shown:
                 self.warn(line)
         if self._is_first and freezer is not None:
-            self._buffers = copy_buffers(self._model)
+            self._what_moves(freezer)
         if self._is_first or masks_changed:
             self.missing.follow(() if freezer is None else freezer.frozen())
         self._is_first = False
@@ -136,17 +135,6 @@ class Notices:
                 "methods"
             )
 
-    def end(self) -> None:
-        """Check, after the first update, that policies act, and warn of what moves in frozen modules.
-
-        Raises:
-            PolicyError: If none of a policy's operations was executed.
-        """
-        before, self._buffers = self._buffers, None
-        if before is not None and self._freezer is not None:
-            self._what_moves(before, self._freezer)
-        self.operations("fit")
-
     def _what_trains(self, trainable: Collection[str]) -> None:
         """Print what trains, layer by layer, on one process.
 
@@ -163,11 +151,11 @@ class Notices:
         if shown and layers.entries and is_first_rank():
             wide_console().print(layers)
 
-    def _what_moves(self, before: dict[str, Tensor], freezer: Freezer) -> None:
+    def _what_moves(self, freezer: Freezer) -> None:
         named = named_parameters(self._model)
         names = [name for name, p in named.items() if p.requires_grad or is_turned_off(p)]
         buffers = {name: each.buffers for name, each in self.policies.items() if isinstance(each, Freeze)}
-        moving = moving_parts(before, self._model)
+        moving = moving_parts(self._model)
         self._warn_of(moving_warnings(freezer.frozen_tensors(), moving, names, buffers))
 
     def operations(self, phase: str) -> None:
