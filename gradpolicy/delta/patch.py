@@ -6,10 +6,9 @@ patch does not know the weights that it belongs to: apply patches in the order o
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +28,6 @@ from gradpolicy.where import named_parameters, once_each
 
 FORMAT = "gradpolicy.patch 1"
 MOST_ENTRIES = 2**31
-# Of each optimizer: its number of steps when masks were set, and what sources may have written for the next.
-_BEGUN: WeakKeyDictionary[MaskedOptimizer, tuple[int, set[Tensor]]] = WeakKeyDictionary()
 
 
 class Patch(dict[str, tuple[Tensor, Tensor]]):
@@ -55,13 +52,6 @@ class SparseWeightPatch(NamedTuple):
     indices: Tensor
     values: Tensor
     full_shape: tuple[int, ...]
-
-
-def note_masks(optimizers: Iterable[MaskedOptimizer], written: set[Tensor]) -> None:
-    """Note that the masks of the next step are set, and which parameters mask sources may have written."""
-    for each in optimizers:
-        steps, before = _BEGUN.get(each, (-1, set()))
-        _BEGUN[each] = each.effective_steps, written | (before if steps == each.effective_steps else set())
 
 
 @torch.no_grad()
@@ -96,7 +86,7 @@ def patch(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], mo
     named = once_each(named_parameters(model))
     entries: dict[str, tuple[Tensor, Tensor]] = {}
     for each in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
-        masked, written = _stepped(each)
+        masked = _stepped(each)
         own = {id(p) for group in masked.param_groups for p in group["params"]}
         found = {name: p for name, p in named.items() if id(p) in own}
         if not found:
@@ -108,7 +98,7 @@ def patch(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], mo
             if not (parameter.requires_grad or parameter.grad is not None):
                 continue
             mask = full_tensor(masked.get_mask(parameter))
-            mask = torch.ones_like(mask) if parameter in written else mask
+            mask = torch.ones_like(mask) if parameter in masked.written else mask
             indices = mask.expand(parameter.shape).reshape(-1).nonzero().flatten()
             if len(indices):
                 values = full_tensor(parameter.detach()).reshape(-1)[indices]
@@ -116,21 +106,20 @@ def patch(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], mo
     return Patch(entries, {name: tuple(parameter.shape) for name, parameter in named.items()})
 
 
-def _stepped(optimizer: Any) -> tuple[MaskedOptimizer, set[Tensor]]:
-    """Return the masked optimizer, and what mask sources may have written for its last step."""
+def _stepped(optimizer: Any) -> MaskedOptimizer:
+    """Return the masked optimizer, which has stepped under its masks."""
     inner = innermost(optimizer)
     masked = wrapper_of(inner) or inner
     if not isinstance(masked, MaskedOptimizer) or masked.is_partitioned:
         raise PolicyError(
             f"delta.patch: expected what gradpolicy.training returns, got {type(inner).__name__}"
         )
-    steps, written = _BEGUN.get(masked, (0, set()))
-    if masked.effective_steps == max(steps, masked.masks_set_at):
+    if masked.effective_steps == masked.masks_set_at:
         raise PolicyError(
             f"delta.patch: {type(masked.inner).__name__} has taken no step under its present masks; call it "
             "after step(), before the next forward pass (a step that mixed precision skips changes nothing)"
         )
-    return masked, written
+    return masked
 
 
 # ---- apply

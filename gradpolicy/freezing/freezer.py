@@ -58,7 +58,6 @@ class Freezer:
         counted_layers: Returns the layers, or other groups of parameters, that each policy counts.
         check_graphs: Checks that layers which train were in a graph, after a backward pass or its failure.
         may_change: True if masks may change after the first update.
-        written: The parameters that mask sources may have written to as the current update began.
         observers: Objects that are called when masks change.
 
     Raises:
@@ -79,7 +78,6 @@ class Freezer:
     ) -> None:
         self.optimizers, rates = list(optimizers), dict(rates or {})
         self.observers: list[MaskObserver] = []
-        self.written: set[Tensor] = set()
         self.policies = list(policies)
         self.all_policies = {*policies, *rates}
         self._bindings = Bindings(model, self.optimizers, policies, rates, seed, idle)
@@ -118,7 +116,9 @@ class Freezer:
         with self._bindings.gathered(values=any(each.source.reads_weights for each in asked)):
             changed, applied = self._begin_step(step, epoch, phase)
         writing = [each for each in (*asked, *applied) if each.source.writes_weights]
-        self.written = {parameter for each in writing for parameter in each.parameters.values()}
+        written = {parameter for each in writing for parameter in each.parameters.values()}
+        for optimizer in self.optimizers:
+            optimizer.masks_set_at, optimizer.written = optimizer.effective_steps, written
         return changed
 
     def _begin_step(self, step: int, epoch: int, phase: str) -> tuple[bool, list[BoundPolicy]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, partialmethod
 from operator import attrgetter
@@ -113,6 +113,8 @@ class MaskedOptimizer(torch.optim.Optimizer):
     allows_unused_parameters = False
     # The number of updates when masks were last set.
     masks_set_at = 0
+    # The parameters that mask sources may have written to since then.
+    written: Collection[Tensor] = ()
     # True for an optimizer whose engine steps and clips partitions of the parameters.
     is_partitioned = False
     # True to notice a GradScaler, which then passes its scale on instead of unscaling gradients.

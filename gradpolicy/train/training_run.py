@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from gradpolicy.checks import check_flag, check_integer
-from gradpolicy.delta.patch import note_masks
 from gradpolicy.errors import PolicyError, check_named
 from gradpolicy.flow import install
 from gradpolicy.flow.containers import tensors_in
@@ -244,7 +243,6 @@ class Run:
             self.installed.update(phase="fit", step=self.updates, epoch=self.epoch)
         if self.freezer is not None:
             changed = self.freezer.begin_step(*now)
-            note_masks(self.steps.masked, self.freezer.written)
             self.steps.hook_gradients(self.freezer)
         if self.ranks is not None:
             self.ranks.begin_step(self.updates, cut=any(_cuts(each, *now) for each in self.policies.values()))

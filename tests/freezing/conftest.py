@@ -14,7 +14,7 @@ class FakeOptimizer:
 
     def __init__(self, parameters) -> None:
         self.param_groups = [{"params": list(parameters)}]
-        self.masks = {}
+        self.masks, self.effective_steps = {}, 0
 
     def set_masks(self, masks, **settings) -> None:
         self.masks |= masks
