@@ -1,4 +1,4 @@
-"""Running statistics, dropout and embeddings that move in frozen modules, and modules that are kept still."""
+"""Statistics, dropout and embeddings that move in frozen modules, and modules kept still."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial

@@ -500,9 +500,13 @@ def test_other_masks_have_ordinary_gradients(mask: str) -> None:
 
 
 def test_only_the_product_of_rows_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes, inner = [], row_gradients._weight_gradient
-    monkeypatch.setattr(
-        row_gradients, "_weight_gradient", lambda *each: shapes.append(each[0].shape[-1]) or inner(*each)
-    )
+    shapes, inner = [], row_gradients._gradient
+
+    def follow(index: int, gradient: Tensor, *others: Any) -> Tensor:
+        if index == 1:
+            shapes.append(gradient.shape[-1])
+        return inner(index, gradient, *others)
+
+    monkeypatch.setattr(row_gradients, "_gradient", follow)
     with_rows(two_layers())(of_shape(5, 6)).sum().backward()
     assert shapes == [3, 3]
