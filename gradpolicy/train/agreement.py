@@ -1,6 +1,7 @@
 """Checks that all ranks hold the same masks, ages and weights, by exchanging a number."""
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,9 +11,9 @@ from torch import Tensor
 from gradpolicy.errors import PromiseError
 from gradpolicy.tensors.seeded import derive
 
-# The number of columns; a prime, so that swapped rows of a matrix are in different columns.
+# The number of columns of 64-bit words; a prime, so that swapped rows of a matrix are in different columns.
 _COLUMNS = 509
-_WORD_BYTES = 8
+_ROW_BYTES = 8 * _COLUMNS
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -28,14 +29,14 @@ def checksum(tensor: Tensor) -> Tensor:
     Returns:
         An int64 scalar on the tensor's device; equal on every device for equal bits in equal strides.
     """
-    words, rest = _words(tensor)
-    rows = words.numel() // _COLUMNS
-    sums = words.new_zeros(_COLUMNS)
-    if rows:
-        sums += words[: rows * _COLUMNS].view(rows, _COLUMNS).sum(0)
-    left = words[rows * _COLUMNS :]
-    sums[: left.numel()] += left
-    sums[-rest.numel() - 1 : -1] += rest
+    # Without a copy if the tensor is dense.
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    memory = tensor.permute(order).contiguous().view(-1).view(torch.uint8)
+    end = memory.numel() - memory.numel() % _ROW_BYTES
+    rows = memory[:end] if memory.storage_offset() % 8 == 0 else memory[:end].clone()
+    rest = memory.new_zeros(_ROW_BYTES)
+    rest[: memory.numel() - end] = memory[end:]
+    sums = rows.view(torch.int64).view(-1, _COLUMNS).sum(0) + rest.view(torch.int64)
     return (sums * _column_weights(tensor.device)).sum()
 
 
@@ -104,27 +105,9 @@ def _checksums(values: Mapping[str, Any]) -> dict[str, int]:
     return {name: next(numbers) if name in sums else derive(repr(value)) for name, value in values.items()}
 
 
-def _words(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tensor's memory as int64 words, and the remaining bytes."""
-    # Without a copy if the tensor is dense.
-    flat = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).contiguous().view(-1)
-    per_word = _WORD_BYTES // flat.element_size() or 1
-    end = flat.numel() - flat.numel() % per_word
-    aligned = flat.storage_offset() * flat.element_size() % _WORD_BYTES == 0
-    bulk = flat[:end] if aligned else flat[:end].clone()
-    return bulk.view(torch.int64), flat[end:].clone().view(torch.uint8)
-
-
+@cache
 def _column_weights(device: torch.device) -> Tensor:
-    """Return odd factors, one per column."""
-    if device not in _WEIGHTS:
-        factors = [_signed(derive("column", column) | 1) for column in range(_COLUMNS)]
-        _WEIGHTS[device] = torch.tensor(factors, dtype=torch.int64, device=device)
-    return _WEIGHTS[device]
-
-
-_WEIGHTS: dict[torch.device, Tensor] = {}
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
+    """Return random odd factors, one per column."""
+    generator = torch.Generator().manual_seed(_COLUMNS)
+    words = torch.randint(-(1 << 63), (1 << 63) - 1, (_COLUMNS,), generator=generator, device="cpu")
+    return (words | 1).to(device)

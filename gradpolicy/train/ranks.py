@@ -1,6 +1,6 @@
 """Steps of freeze policies that several processes take together, in any training loop."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,6 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from gradpolicy.freezing import Freezer
 from gradpolicy.optim import MaskedOptimizer
-from gradpolicy.optim.masked_parameter import MaskedParameter
 from gradpolicy.tensors.sharding import is_sharded, local_shard
 from gradpolicy.train.agreement import check_agreement
 from gradpolicy.train.reducer import ReducerUpdater
@@ -65,20 +64,17 @@ class Ranks:
         """
         if self.reducer is not None:
             self.reducer.refresh(find_unused_parameters=cut)
-        if self.agreement_every is not None and step % self.agreement_every == 0:
-            self._check_agreement(f"before update {step + 1}")
+        is_due = self.agreement_every is not None and step % self.agreement_every == 0
+        if is_due and dist.is_initialized() and dist.get_world_size() > 1:
+            for group, compared in self._replicated().items():
+                check_agreement(compared, group=group, moment=f"before update {step + 1}")
 
     def release(self) -> None:
         """Leave the model to training without policies, which have been removed from it."""
         if self.reducer is not None:
             self.reducer.release()
 
-    def _check_agreement(self, moment: str) -> None:
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            for group, compared in self.replicated().items():
-                check_agreement(compared, group=group, moment=moment)
-
-    def replicated(self) -> dict[Any, dict[str, Any]]:
+    def _replicated(self) -> dict[Any, dict[str, Any]]:
         """Return the values that must be equal within a process group, by name; None means all ranks.
 
         These are masks, ages, the count of updates, learning rates, the state of mask sources, and weights.
@@ -91,10 +87,11 @@ class Ranks:
             for group in _replica_groups(parameter):
                 found.setdefault(group, {})[name] = value
 
-        for name, masked in self._masked():
-            signed = masked.ages.signed()
-            add(masked.parameter, f"the mask of {name!r}", signed > 0)
-            add(masked.parameter, f"the ages of {name!r}", signed)
+        for name, parameter in self.named.items():
+            for masked in (each.masked[parameter] for each in self.optimizers if parameter in each.masked):
+                signed = masked.ages.signed()
+                add(parameter, f"the mask of {name!r}", signed > 0)
+                add(parameter, f"the ages of {name!r}", signed)
         if self.freezer is not None:
             for name in self.freezer.parameters:
                 # Of a parameter that is distributed, a rank has no mask beside its source's.
@@ -104,21 +101,12 @@ class Ranks:
             add(parameter, f"the weights {name!r}", local_shard(parameter))
         return found
 
-    def _masked(self) -> Iterator[tuple[str, MaskedParameter]]:
-        names = {id(parameter): name for name, parameter in self.named.items()}
-        for optimizer in self.optimizers:
-            for parameter, masked in optimizer.masked.items():
-                yield names.get(id(parameter), "a parameter without a name"), masked
-
     def _schedules(self) -> dict[str, Any]:
         """Return the values that change during training and are not sharded."""
-        rates = [
-            [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-            for optimizer in self.optimizers
-        ]
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         schedules: dict[str, Any] = {
             "the count of updates": [optimizer.effective_steps for optimizer in self.optimizers],
-            "the learning rates": rates,
+            "the learning rates": [float(group["lr"]) for group in groups if "lr" in group],
         }
         # If parameters are sharded, so is this state; the resulting masks are checked instead.
         sharded = any(map(is_sharded, self.named.values()))
