@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any
 
 from deepspeed import DeepSpeedEngine
 
@@ -45,17 +43,7 @@ def training(
     """
     named = name_policies(policies)
     optimizer = partitioned(engine, named)
-    scaler: Any = SimpleNamespace(get_scale=lambda: optimizer.zero.loss_scale)
-    block = plain_training(
-        engine,
-        optimizer,
-        named,
-        seed,
-        steps_per_epoch=steps_per_epoch,
-        scaler=scaler,
-        toggle_requires_grad=optimizer.allows_unused_parameters,
-        layers=layers,
-    )
+    block = plain_training(engine, optimizer, named, seed, steps_per_epoch=steps_per_epoch, layers=layers)
     try:
         with block:
             yield optimizer

@@ -14,12 +14,7 @@ from transformers.trainer_utils import IntervalStrategy
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim.optimizers import innermost, put_inside
 from gradpolicy.train.step_in_backward import refused
-from gradpolicy.train.training_run import (
-    Driven,
-    check_evaluates,
-    flat_parameters_refused,
-    needs_masks,
-)
+from gradpolicy.train.training_run import Driven, check_evaluates, flat_parameters_refused
 
 
 class GradientPoliciesCallback(Driven, TrainerCallback):
@@ -141,22 +136,14 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         self._trainer, _TRAINED_BY[model] = trainer, weakref.ref(self)
         # Of a training that failed, nobody may have the Trainer any more.
         weakref.finalize(self, self.run.remove).atexit = False
-        # Code would be recompiled each time requires_grad changes.
-        toggles = not is_compiled_module(wrapped)
-        optimizers: list[Any] = [innermost(trainer.optimizer)]
-        if _is_deepspeed(trainer):
-            optimizers = []
-            if needs_masks(self.policies):
-                from gradpolicy.train.partitioned_optimizer import partitioned  # takes seconds
-
-                optimizers = [partitioned(wrapped, self.policies)]
-                toggles = toggles and optimizers[0].allows_unused_parameters
         try:
+            # Compiled code would be recompiled each time requires_grad changes.
             optimizers = self.run.install(
                 getattr(model, "_orig_mod", model),
-                optimizers,
+                [innermost(trainer.optimizer)],
                 wrapped=getattr(wrapped, "_orig_mod", wrapped),
-                toggle_requires_grad=toggles,
+                scaler=trainer.accelerator.scaler,
+                toggle_requires_grad=not is_compiled_module(wrapped),
                 masks_all=self.step_in_backward,
             )
             if self.step_in_backward:
@@ -187,14 +174,12 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         self._remove(quiet=True)
 
     def _remove(self, *, quiet: bool) -> None:
-        self.run.remove(quiet=quiet)
+        self.run.remove(quiet=quiet, clear_masks=True)
         trainer, self._trainer = self._trainer, None
         if trainer is None:
             return
         vars(trainer.accelerator).pop("unscale_gradients", None)
         for optimizer in self.masked_optimizers:
-            # Restore moments that "drop" has removed, since the plain optimizer needs them.
-            optimizer.set_masks({p: None for group in optimizer.param_groups for p in group["params"]})
             if innermost(trainer.optimizer) is optimizer:
                 put_inside(trainer.optimizer, optimizer.inner)
 
@@ -204,9 +189,8 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Begin an update before its first batch."""
-        assert self._trainer is not None
         self._has_taken = False
-        self.run.begin(int(state.epoch or 0), loss_scale=_loss_scale(self._trainer))
+        self.run.begin(int(state.epoch or 0))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -365,11 +349,3 @@ def _is_deepspeed(trainer: Trainer) -> bool:
 def _loads_before_callbacks(trainer: Trainer) -> bool:
     """Return True if the Trainer loads a checkpoint into model and optimizer before it calls callbacks."""
     return bool(trainer.accelerator.is_fsdp2) or _is_deepspeed(trainer)
-
-
-def _loss_scale(trainer: Trainer) -> float:
-    """Return the factor on the loss, of accelerate's scaler or of DeepSpeed's optimizer."""
-    scaler = trainer.accelerator.scaler
-    if scaler is not None:
-        return float(scaler.get_scale())
-    return float(getattr(innermost(trainer.optimizer), "loss_scale", 1.0))

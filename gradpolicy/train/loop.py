@@ -2,8 +2,8 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypedDict, Unpack, overload
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,29 +31,6 @@ MOST_FOLLOWED = 4096
 _TRAINING: weakref.WeakSet[MaskedOptimizer] = weakref.WeakSet()
 
 
-class Options(TypedDict, total=False):
-    """The other arguments of :func:`training`."""
-
-    steps_per_epoch: int | None
-    scaler: torch.amp.GradScaler | None
-    toggle_requires_grad: bool
-    step_in_backward: bool
-    master_weights: bool
-    layers: bool | None
-
-
-@overload
-def training(
-    model: nn.Module, optimizer: Optimizer, policies: Policies, seed: int = 0, **options: Unpack[Options]
-) -> AbstractContextManager[MaskedOptimizer]: ...
-@overload
-def training(
-    model: nn.Module,
-    optimizer: Sequence[Optimizer],
-    policies: Policies,
-    seed: int = 0,
-    **options: Unpack[Options],
-) -> AbstractContextManager[list[MaskedOptimizer]]: ...
 @contextmanager
 def training(
     model: nn.Module,
@@ -133,8 +110,8 @@ def training(
     _check_times(run.policies, steps_per_epoch)
     finished = False
     try:
-        masked = _install(run, model, given, toggle_requires_grad=toggle_requires_grad)
-        check_moves = _begin_before_forward(run, model, scaler)
+        masked = _install(run, model, given, scaler, toggle_requires_grad=toggle_requires_grad)
+        check_moves = _begin_before_forward(run, model)
         run.steps_per_epoch = steps_per_epoch
         if scaler is None:
             _require_scaler(run)
@@ -152,12 +129,10 @@ def training(
             run.notices.cuts()
         raise
     finally:
-        run.remove(quiet=not finished)
+        run.remove(quiet=not finished, clear_masks=True)
         _TRAINING.difference_update(run.steps.masked)
-        frozen = set(run.freezer.parameters.values()) if run.freezer is not None else set()
         for each in run.steps.masked:
             each.sees_loss_scale = False
-            each.set_masks({p: None for p in parameters_of(each) if p in frozen})
 
 
 def _check_times(policies: Mapping[str, Policy], steps_per_epoch: int | None) -> None:
@@ -180,7 +155,9 @@ def _check_times(policies: Mapping[str, Policy], steps_per_epoch: int | None) ->
             )
 
 
-def _install(run: Run, model: nn.Module, given: Sequence[Any], *, toggle_requires_grad: bool) -> list[Any]:
+def _install(
+    run: Run, model: nn.Module, given: Sequence[Any], scaler: Any, *, toggle_requires_grad: bool
+) -> list[Any]:
     """Install the policies of a run, and return the optimizers to train with.
 
     Raises:
@@ -192,9 +169,6 @@ def _install(run: Run, model: nn.Module, given: Sequence[Any], *, toggle_require
             raise deepspeed_refused(type(each).__name__)
         if not isinstance(each, Optimizer):
             raise PolicyError(f"training: needs an optimizer, or a list of them; got {shown(each)}")
-    plain = getattr(model, "_orig_mod", model)
-    ddp = plain if isinstance(plain, DistributedDataParallel) else None
-    wraps = ddp is not None or type(model).__name__ == "DeepSpeedEngine"
     if not _TRAINING.isdisjoint(wrapper_of(each) or each for each in optimizers):
         raise PolicyError(
             "training: the optimizer trains under the policies of an outer gradpolicy.training; give all "
@@ -203,13 +177,14 @@ def _install(run: Run, model: nn.Module, given: Sequence[Any], *, toggle_require
     # Everything that trains must require a gradient before DistributedDataParallel is created.
     alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
     trained = [p for each in optimizers for p in parameters_of(each)]
-    engine = getattr(optimizers[0], "allows_unused_parameters", False)
-    follows = alone or ddp is not None or all(map(is_sharded, trained)) or engine
-    inner: Any = plain.module if wraps else model
+    plain: Any = getattr(model, "_orig_mod", model)
+    wraps = isinstance(plain, DistributedDataParallel) or type(plain).__name__ == "DeepSpeedEngine"
+    follows = alone or wraps or all(map(is_sharded, trained))
     masked = run.install(
-        inner,
+        plain.module if wraps else model,
         optimizers,
-        wrapped=ddp,
+        wrapped=plain if wraps else None,
+        scaler=scaler,
         toggle_requires_grad=toggle_requires_grad and follows and len(optimizers) == 1,
         driven=False,
         masks_all=True,
@@ -236,7 +211,7 @@ def _check_parameters(run: Run, model: nn.Module) -> None:
             )
 
 
-def _begin_before_forward(run: Run, model: nn.Module, scaler: Any) -> Callable[[], object]:
+def _begin_before_forward(run: Run, model: nn.Module) -> Callable[[], object]:
     """Begin each update in its first forward pass, once the parameters that train are known.
 
     Returns:
@@ -263,7 +238,7 @@ def _begin_before_forward(run: Run, model: nn.Module, scaler: Any) -> Callable[[
                 check_moves()
             elif run.has_gradients:  # else they are updated before the optimizer's step
                 at_passes.append([p.detach().clone() for p in followed])
-        run.begin(loss_scale=None if scaler is None else float(scaler.get_scale()))
+        run.begin()
 
     def before_forward(*_: Any) -> None:
         if torch.is_grad_enabled():

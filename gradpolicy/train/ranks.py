@@ -66,7 +66,7 @@ class Ranks:
             self.reducer.refresh(find_unused_parameters=cut)
         is_due = self.agreement_every is not None and step % self.agreement_every == 0
         if is_due and dist.is_initialized() and dist.get_world_size() > 1:
-            for group, compared in self._replicated().items():
+            for group, compared in self.replicated().items():
                 check_agreement(compared, group=group, moment=f"before update {step + 1}")
 
     def release(self) -> None:
@@ -74,7 +74,7 @@ class Ranks:
         if self.reducer is not None:
             self.reducer.release()
 
-    def _replicated(self) -> dict[Any, dict[str, Any]]:
+    def replicated(self) -> dict[Any, dict[str, Any]]:
         """Return the values that must be equal within a process group, by name; None means all ranks.
 
         These are masks, ages, the count of updates, learning rates, the state of mask sources, and weights.

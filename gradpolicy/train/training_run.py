@@ -1,6 +1,7 @@
 """One training under policies: installs them, begins and ends each update, saves their state."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -96,6 +97,7 @@ class Run:
         self._is_measured: Callable[[int], bool] | None = None
         self._measured: Measured | None = None
         self.has_gradients = True
+        self._scaler: Any = None
 
     # ---- installing and removing
 
@@ -105,6 +107,7 @@ class Run:
         optimizers: Sequence[Any],
         *,
         wrapped: nn.Module | None = None,
+        scaler: Any = None,
         entry_points: Mapping[str, Sequence[str]] | None = None,
         toggle_requires_grad: bool = True,
         driven: bool = True,
@@ -114,8 +117,9 @@ class Run:
 
         Args:
             model: The model.
-            optimizers: The optimizers of its parameters, or the partitioned one of a DeepSpeed engine.
-            wrapped: The DistributedDataParallel module, if there is one.
+            optimizers: The optimizers of its parameters. With an engine, another one takes their place.
+            wrapped: The DistributedDataParallel module or the DeepSpeed engine, if there is one.
+            scaler: The loss scaler, if there is one. An engine has its own.
             entry_points: As for ``gradpolicy.flow.install``.
             toggle_requires_grad: As for :class:`~gradpolicy.freezing.Freezer`.
             driven: True if a driver calls :meth:`begin` before the batches of each update, and
@@ -124,12 +128,15 @@ class Run:
                 count of an earlier run.
 
         Returns:
-            The optimizers to train with.
+            The optimizers to train with; those of an engine as they are.
         """
-        masks_all = masks_all or self.master_weights
+        given, masks_all = list(optimizers), masks_all or self.master_weights
         former = (self.updates, self.freezer.state_dict()) if self.freezer is not None else None
         self._reset()
-        self._former = former
+        self._former, self._scaler = former, scaler
+        if is_engine := type(wrapped).__name__ == "DeepSpeedEngine":
+            optimizers = self._of_engine(wrapped, given)
+            toggle_requires_grad &= all(each.allows_unused_parameters for each in optimizers)
         self.install_flow(model, entry_points)
         # A plain optimizer that has loaded a state with masks keeps it in its param groups.
         loaded = [each.state_dict() if STATE in each.param_groups[0] else None for each in optimizers]
@@ -168,7 +175,18 @@ class Run:
         for each, state in zip(wrapping, loaded, strict=True):
             if state is not None:
                 each.load_state_dict(state)
-        return wrapping
+        return given if is_engine else wrapping
+
+    def _of_engine(self, engine: Any, given: list[Any]) -> list[Any]:
+        """Return the optimizer of an engine's partitions, if there is one or a policy acts in it."""
+        self._scaler = SimpleNamespace(get_scale=lambda: getattr(engine.optimizer, "loss_scale", 1.0))
+        if any(isinstance(each, MaskedOptimizer) for each in given):
+            return given
+        if not any(isinstance(policy, Freeze | Rates) for policy in self.policies.values()):
+            return []
+        from gradpolicy.train.partitioned_optimizer import partitioned  # takes seconds
+
+        return [partitioned(engine, self.policies)]
 
     def install_flow(self, model: nn.Module, entry_points: Mapping[str, Sequence[str]] | None = None) -> None:
         """Install the flow policies alone, for an evaluation."""
@@ -197,14 +215,17 @@ class Run:
 
         self.steps.hooks.append(model.register_forward_hook(ModelHook(check)))
 
-    def remove(self, *, quiet: bool = True) -> None:
-        """Remove everything from the model and the optimizers. Masks stay."""
+    def remove(self, *, quiet: bool = True, clear_masks: bool = False) -> None:
+        """Remove everything from the model and the optimizers, masks only with ``clear_masks``."""
         if self.installed is not None:
             self.installed.remove(quiet=quiet or self.notices.warned_of_operations)
             self.installed = None
         self.steps.remove()
         if self.freezer is not None:
             self.freezer.restore()
+            masked = set(self.freezer.parameters.values()) if clear_masks else set()
+            for each in self.steps.masked:
+                each.set_masks({parameter: None for parameter in parameters_of(each) if parameter in masked})
         self.notices.missing.finish()
         if self.measurements is not None:
             self.measurements.detach()
@@ -216,12 +237,11 @@ class Run:
 
     # ---- an update
 
-    def begin(self, epoch: int | None = None, *, loss_scale: float | None = None, late: bool = False) -> None:
+    def begin(self, epoch: int | None = None, *, late: bool = False) -> None:
         """Begin the update unless it has begun, and prepare a batch.
 
         Args:
             epoch: The number of completed epochs; None: by ``steps_per_epoch``.
-            loss_scale: The factor on the loss of the batch, which may be one more attempt after an overflow.
             late: True if the forward pass is over, so that tensors which thaw now get no gradient in it.
         """
         if not self.has_begun:
@@ -234,8 +254,9 @@ class Run:
             self._begin()
         if self.installed is not None:
             self.installed.measure_norms(self.measures)
-            if loss_scale is not None:
-                self.installed.set_loss_scale(loss_scale)
+            if self._scaler is not None and not late:
+                # The batch may be one more attempt after an overflow.
+                self.installed.set_loss_scale(float(self._scaler.get_scale()))
 
     def _begin(self) -> None:
         now, changed = (self.updates, self.epoch), False
@@ -412,11 +433,6 @@ class Driven:
     def masked_optimizers(self) -> list[MaskedOptimizer]:
         """The optimizers with parameters of freeze policies."""
         return self.run.steps.masked
-
-
-def needs_masks(policies: Mapping[str, Policy]) -> bool:
-    """Return True if policies act in the optimizer."""
-    return any(isinstance(policy, Freeze | Rates) for policy in policies.values())
 
 
 def check_evaluates(policies: Mapping[str, Policy], evaluates: bool, expected: str) -> None:

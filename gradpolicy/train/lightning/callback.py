@@ -14,7 +14,7 @@ from gradpolicy.train.lightning.trainer_parts import (
     check_weight_averaging,
 )
 from gradpolicy.train.step_in_backward import refused
-from gradpolicy.train.training_run import Driven, check_evaluates, needs_masks
+from gradpolicy.train.training_run import Driven, check_evaluates
 
 # Entry points of the LightningModule itself, whose forward Lightning replaces temporarily.
 STEP_POINTS = {"": STEP_METHODS}
@@ -89,23 +89,15 @@ class GradientPolicies(Driven, AnyCallback):
         run.idle = strategy.broadcast(run.idle)  # only the first rank has a plan
         if self.step_in_backward:
             _check_step_in_backward(trainer)
-        if not isinstance(strategy, DEEPSPEED):
-            # The same configuration also runs on one process, which sends nothing.
-            strategy.optimizers = run.install(
-                pl_module,
-                strategy.optimizers,
-                wrapped=strategy.model,
-                entry_points=STEP_POINTS,
-                masks_all=self.step_in_backward,
-            )
-        elif needs_masks(self.policies):
-            from gradpolicy.train.partitioned_optimizer import partitioned  # takes seconds
-
-            engine = partitioned(strategy.model, self.policies)
-            toggles = engine.allows_unused_parameters
-            run.install(pl_module, [engine], entry_points=STEP_POINTS, toggle_requires_grad=toggles)
-        else:
-            run.install(pl_module, [], entry_points=STEP_POINTS)
+        # The same configuration also runs on one process, which sends nothing.
+        strategy.optimizers = run.install(
+            pl_module,
+            strategy.optimizers,
+            wrapped=strategy.model,
+            scaler=_scaler(trainer),
+            entry_points=STEP_POINTS,
+            masks_all=self.step_in_backward,
+        )
         if self.step_in_backward:
             # The trainer passes each step a closure, which it calls once.
             run.step_in_backward(allow_closures=True)
@@ -136,7 +128,7 @@ class GradientPolicies(Driven, AnyCallback):
             self.run.steps.end_if_stepped()
         # Only here, so that checkpoints after a validation have the weights that it saw.
         self.run.steps.switch("train")
-        self.run.begin(trainer.current_epoch, loss_scale=_loss_scale(trainer))
+        self.run.begin(trainer.current_epoch)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Check that no policy cuts the loss off from all parameters; torch's own error is less clear.
@@ -232,16 +224,13 @@ def _check_step_in_backward(trainer: Trainer) -> None:
         raise refused(
             f"gradient_clip_val={trainer.gradient_clip_val}", "None, and gp.Clip to bound gradients"
         )
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+    if _scaler(trainer) is not None:
         raise refused("a GradScaler", "precision=bf16-mixed or 32-true")
 
 
-def _loss_scale(trainer: Trainer) -> float:
-    """Return the factor on the loss, of the precision plugin's scaler or of DeepSpeed's optimizer."""
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if scaler is not None:
-        return float(scaler.get_scale())
-    return float(getattr(trainer.optimizers[0], "loss_scale", 1.0)) if trainer.optimizers else 1.0
+def _scaler(trainer: Trainer) -> Any:
+    """Return the GradScaler of the precision plugin, if there is one."""
+    return getattr(trainer.precision_plugin, "scaler", None)
 
 
 def _batches_that_stepped(trainer: Trainer) -> int:
