@@ -39,7 +39,7 @@ from gradpolicy.insight.run_files import REPORT, RESULT, STOPPED, Result
 from gradpolicy.insight.run_log import logged_run, print_results, quieter
 from gradpolicy.planning.plan import plan, training_loss
 from gradpolicy.planning.plan_table import Plan
-from gradpolicy.train.lightning.checkpoints import check_fits, check_resumable, checked_restore
+from gradpolicy.train.lightning.checkpoints import check_resumable, checked_restore, load_weights
 from gradpolicy.train.lightning.resume import ExactResume
 from gradpolicy.train.lightning.runs import Kind, RunRecord, best_checkpoint, best_scores
 from gradpolicy.train.lightning.trainer_parts import check_weight_averaging
@@ -135,7 +135,7 @@ def plan_and_run(settings: Settings, result: Result, directory: RunDirectory, co
     resumed = resumed_run(settings, checkpoint, own) if checkpoint is not None and settings.train else None
     subject = build_subject(container)
     if checkpoint is not None:
-        check_fits(checkpoint, subject.model)
+        load_weights(checkpoint, subject.model)
     elif not settings.train and not settings.plan_only:
         rank_zero_warn("train=false without ckpt_path: the weights that are tested were never trained")
     if resumed is not None:

@@ -1,7 +1,7 @@
 """Checkpoint files: read without running code, written completely or not at all, checked before use."""
 
 import glob
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path, PurePath
@@ -23,7 +23,6 @@ from gradpolicy.tensors.checkpoint_file import (
     check_file,
     could_not_save,
     errors_named,
-    form_of,
     load_file,
 )
 from gradpolicy.tensors.sharding import bounds
@@ -38,14 +37,10 @@ PATHS = ("best_model_path", "kth_best_model_path", "last_model_path")
 BY_INITIAL_WEIGHTS = "callbacks=[default,initial_weights] callbacks.initial_weights.path=…"
 # The parts that hold a state for each optimizer, or for each scheduler.
 COUNTED = ("optimizer_states", "lr_schedulers")
+# The parts that Lightning writes in addition to weights. Without one of them it would start at zero.
+RESUMED = (*COUNTED, "loops")
 # Optimizer.__setstate__ adds this default, which some optimizers, such as Muon, do not have.
 ADDED_DEFAULT = "differentiable"
-# The parts that Lightning writes in addition to weights. If a part of the loops is missing, it starts at
-# zero.
-RESUMED = (
-    *((part,) for part in COUNTED),
-    *(("loops", "fit_loop", part) for part in ("state_dict", "epoch_progress", "epoch_loop.batch_progress")),
-)
 CANNOT_RESUME = f"a run cannot be resumed from it; start a new one with its weights by {BY_INITIAL_WEIGHTS}"
 IS_DIRECTORY = (
     "is a directory, and a checkpoint is a file; python -m torch.distributed.checkpoint.format_utils "
@@ -57,7 +52,7 @@ IS_DIRECTORY = (
 # ---- reading
 
 
-def check_checkpoint(path: Path, key: str = KEY) -> frozenset[str]:
+def check_checkpoint(path: Path, key: str = KEY) -> None:
     """Check that a checkpoint is undamaged, contains no code, and has no NaN weights.
 
     A checkpoint is checked once, even if a run reads it several times. One that another program wrote may
@@ -67,37 +62,31 @@ def check_checkpoint(path: Path, key: str = KEY) -> frozenset[str]:
         path: The checkpoint.
         key: The config key that names it, for the message.
 
-    Returns:
-        The names of tensors with infinite values, which buffers may have and parameters may not.
-
     Raises:
-        PolicyError: If it is damaged, contains code, or has NaN weights.
+        PolicyError: If it is damaged, contains code, is not a Lightning checkpoint, or has NaN weights.
     """
     with errors_named(path, key):
         if path.is_dir():
             raise UnreadableError(IS_DIRECTORY)
         status = path.stat()
-        return _check(path.absolute(), (status.st_ino, status.st_size, status.st_mtime_ns))
+        _check(path.absolute(), (status.st_ino, status.st_size, status.st_mtime_ns))
 
 
 @lru_cache
-def _check(path: Path, stamp: object) -> frozenset[str]:
+def _check(path: Path, stamp: object) -> None:
     """Check a checkpoint. The arguments of the cache include its inode, size and time."""
     has_checksums = check_file(path)
     content = load_file(path, mmap=True)
+    if not isinstance(content, Mapping) or not isinstance(content.get(WEIGHTS), Mapping):
+        raise UnreadableError(f"holds no {WEIGHTS!r} with tensors by name: it is no checkpoint of a run")
     _check_paths(content)
-    infinite = set()
-    for key, value in _weights(content).items():
-        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()) and value.numel():
-            extremes = bounds(value)
-            if extremes.isnan().any():
-                raise UnreadableError(f"holds NaN in {str(key)[:120]}: no run can go on from it")
-            if extremes.isinf().any():
-                infinite.add(str(key))
+    for key, value in content[WEIGHTS].items():
+        is_number = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+        if is_number and value.numel() and bounds(value).isnan().any():
+            raise UnreadableError(f"holds NaN in {str(key)[:120]}: no run can go on from it")
     # If the checkpoint is refused, no other message is needed.
     if not has_checksums:
         rank_zero_warn(f"{path} was written without checksums: it cannot be told whether it is damaged")
-    return frozenset(infinite)
 
 
 def read_checkpoint(
@@ -117,19 +106,12 @@ def read_checkpoint(
     """
     check_checkpoint(path, key)
     with errors_named(path, key):
-        content: Any = load_file(path, map_location=map_location, mmap=mmap)
-        if not isinstance(content, Mapping) or not isinstance(content.get(WEIGHTS), Mapping):
-            raise UnreadableError(f"holds no {WEIGHTS!r} with tensors by name: it is no checkpoint of a run")
+        content = load_file(path, map_location=map_location, mmap=mmap)
     # Lightning needs these keys to test a file with weights alone.
     return {VERSION: lightning.__version__, **content}
 
 
-def _weights(content: Any) -> Mapping[str, Any]:
-    weights = content.get(WEIGHTS) if isinstance(content, Mapping) else None
-    return weights if isinstance(weights, Mapping) else {}
-
-
-def _check_paths(content: Any) -> None:
+def _check_paths(content: Mapping[str, Any]) -> None:
     """Refuse a checkpoint that would make Lightning delete files outside its directory.
 
     Lightning's ModelCheckpoint deletes outdated checkpoints named in its saved state: those below its own
@@ -138,7 +120,7 @@ def _check_paths(content: Any) -> None:
     Raises:
         UnreadableError: If it names such a path.
     """
-    states = content.get("callbacks") if isinstance(content, Mapping) else None
+    states = content.get("callbacks")
     for state in states.values() if isinstance(states, Mapping) else ():
         if not isinstance(state, Mapping):
             continue
@@ -229,8 +211,8 @@ def write_checkpoint(content: Any, path: Path) -> None:
 # ---- checks before use
 
 
-def check_fits(path: Path, model: nn.Module, key: str = KEY) -> None:
-    """Check that a checkpoint fits a model: names, shapes and layouts, and no infinite parameters.
+def load_weights(path: Path, model: nn.Module, key: str = KEY) -> None:
+    """Load the weights of a checkpoint into a model.
 
     Args:
         path: The checkpoint.
@@ -240,28 +222,11 @@ def check_fits(path: Path, model: nn.Module, key: str = KEY) -> None:
     Raises:
         PolicyError: If it is damaged, or of another model.
     """
-    saved, wanted = _forms(read_checkpoint(path, key)[WEIGHTS]), _forms(model.state_dict())
-    lacking, surplus = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
-    reshaped = [
-        f"{name} is {saved[name]} there and {wanted[name]} here"
-        for name in wanted
-        if name in saved and saved[name] != wanted[name]
-    ]
-    differences = [
-        *([f"it lacks {shortened(lacking)}"] if lacking else []),
-        *([f"it holds {shortened(surplus)}, which this model does not have"] if surplus else []),
-        *reshaped[:2],
-    ]
-    if differences:
-        raise PolicyError(f"{key}: {path} is of another model: {'; '.join(differences)}")
-    infinite = check_checkpoint(path, key) & {name for name, _ in model.named_parameters()}
-    if infinite:
-        raise PolicyError(f"{key}: {path} holds infinite values in {shortened(sorted(infinite))}")
-
-
-def _forms(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the shape of each tensor, and its layout and kind of numbers if they are unusual."""
-    return {name: form_of(value) for name, value in state.items() if isinstance(value, Tensor)}
+    weights = read_checkpoint(path, key)[WEIGHTS]
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise PolicyError(f"{key}: {path} is of another model: {brief(str(error), most=400)}") from error
 
 
 def check_resumable(path: Path) -> None:
@@ -274,7 +239,7 @@ def check_resumable(path: Path) -> None:
         PolicyError: If anything is missing.
     """
     content = read_checkpoint(path)
-    lacking = dict.fromkeys(keys[0] for keys in RESUMED if not _holds(content, keys))
+    lacking = [part for part in RESUMED if part not in content]
     if lacking:
         raise PolicyError(f"{KEY}: {path} holds no {' and no '.join(lacking)}: {CANNOT_RESUME}")
 
@@ -292,11 +257,10 @@ def checked_restore(trainer: Trainer, checkpoint: Path | None) -> Iterator[None]
         check_checkpoint(checkpoint)
     try:
         yield
-    except MisconfigurationException:
-        raise
     except Exception as error:
         callbacks = callbacks_of(trainer, Callback)
-        if checkpoint is None or not any(getattr(each, "restoring", False) for each in callbacks):
+        restoring = checkpoint is not None and any(getattr(each, "restoring", False) for each in callbacks)
+        if not restoring or isinstance(error, MisconfigurationException):
             raise
         if isinstance(error, PolicyError):
             # Before the policies are installed it is not about the checkpoint.
@@ -304,11 +268,9 @@ def checked_restore(trainer: Trainer, checkpoint: Path | None) -> Iterator[None]
             if not installed or str(checkpoint) in str(error):
                 raise
             raise PolicyError(f"{KEY}: {checkpoint}: {error}") from error
-        # Python's own message about a wrong type would not be helpful.
-        is_clear = isinstance(error, RuntimeError | ValueError)
-        what = f" ({brief(str(error), most=120)})" if is_clear else ""
+        what = brief(f"{type(error).__name__}: {error}", most=120)
         raise PolicyError(
-            f"{KEY}: {checkpoint} holds a state of another kind{what}: {CANNOT_RESUME}"
+            f"{KEY}: {checkpoint} holds a state of another kind ({what}): {CANNOT_RESUME}"
         ) from error
 
 
@@ -345,11 +307,3 @@ def check_optimizers(trainer: Trainer, counts: Mapping[str, int]) -> None:
                 f"{KEY}: {trainer.ckpt_path} is of another optimizer than this run's, which needs"
                 f" {shortened(sorted(lacking))}: {CANNOT_RESUME}"
             )
-
-
-def _holds(content: Any, keys: Iterable[str]) -> bool:
-    for key in keys:
-        if not isinstance(content, Mapping) or key not in content:
-            return False
-        content = content[key]
-    return True

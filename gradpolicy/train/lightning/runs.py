@@ -20,7 +20,7 @@ from gradpolicy.atomic_file import is_inside
 from gradpolicy.errors import PolicyError, brief, nearest
 from gradpolicy.tensors.checkpoint_file import check_kind
 from gradpolicy.train.json_file import read_json, write_json
-from gradpolicy.train.lightning.checkpoints import IS_DIRECTORY, KEY, WEIGHTS, check_fits, read_checkpoint
+from gradpolicy.train.lightning.checkpoints import IS_DIRECTORY, KEY, load_weights, read_checkpoint
 from gradpolicy.train.lightning.trainer_parts import callbacks_of
 
 RECORD = "run.json"
@@ -273,5 +273,4 @@ class InitialWeights(Callback):
         if not path.is_file():
             wrong = IS_DIRECTORY if path.is_dir() else "is not a file"
             raise PolicyError(f"{INITIAL_WEIGHTS}: {path} {wrong}")
-        check_fits(path, pl_module, INITIAL_WEIGHTS)
-        pl_module.load_state_dict(read_checkpoint(path, INITIAL_WEIGHTS)[WEIGHTS])
+        load_weights(path, pl_module, INITIAL_WEIGHTS)
