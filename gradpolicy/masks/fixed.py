@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradpolicy.checks import check_call
 from gradpolicy.errors import PolicyError, shown, warn_user
-from gradpolicy.masks.base import MaskSource, StaticSource, on_devices
+from gradpolicy.masks.base import MaskSource, StaticSource
 from gradpolicy.tensors.checkpoint_file import check_kind
 from gradpolicy.tensors.mask import Mask, check_mask
 from gradpolicy.tensors.pattern import pattern_of
@@ -143,6 +143,9 @@ class Zeros(StaticSource):
         [[True, False], [False, True]]
     """
 
+    # The initial weights of a resumed run may differ.
+    remembered = {"_masks": {}}
+
     def prepare(self) -> None:
         """Read the zeros."""
         self._masks = dict.fromkeys(self.parameters, True)
@@ -165,14 +168,6 @@ class Zeros(StaticSource):
         for name, mask in self._masks.items():
             if isinstance(mask, Tensor):
                 zero_outside(self.parameters[name].detach(), mask)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the masks, since the initial weights of a resumed run may differ."""
-        return {"masks": dict(self._masks)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of :meth:`state_dict`."""
-        self._masks = on_devices(state["masks"], self.parameters)
 
 
 MaskFunction = Callable[[str, Tensor, int], Mask]

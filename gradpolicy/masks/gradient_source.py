@@ -10,8 +10,6 @@ from torch import Tensor
 from gradpolicy.checks import check_integer
 from gradpolicy.errors import warn_user
 from gradpolicy.masks.base import MaskSource
-from gradpolicy.tensors.checkpoint_file import check_saved
-from gradpolicy.tensors.sharding import full_tensor, shard_like
 
 
 class GradientSource(MaskSource):
@@ -33,6 +31,7 @@ class GradientSource(MaskSource):
     """
 
     repeats_masks = True
+    remembered: Mapping[str, Any] = {"sums": {}, "steps": 0, "decided": 0, "decided_at": 0}
     # The statistics that are summed: keys of STATISTICS.
     statistics: Sequence[str] = ("gradient",)
 
@@ -96,29 +95,6 @@ class GradientSource(MaskSource):
                     sums[name] = value.clone() if value is gradient else value
                 # Free the memory before the next value is computed.
                 del value
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the sums, and the period and count of the last change."""
-        return {
-            "sums": {
-                statistic: {name: full_tensor(tensor) for name, tensor in sums.items()}
-                for statistic, sums in self.sums.items()
-            },
-            "steps": self.steps,
-            "decided": self.decided,
-            "decided_at": self.decided_at,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of :meth:`state_dict`."""
-        like = {"sums": {}, "steps": 0, "decided": 0, "decided_at": 0}
-        check_saved(type(self).__name__, state, like, self.parameters)
-        self.sums = {
-            statistic: {name: shard_like(each, self.parameters[name]) for name, each in sums.items()}
-            for statistic, sums in state["sums"].items()
-        }
-        self.steps = state["steps"]
-        self.decided, self.decided_at = state["decided"], state["decided_at"]
 
 
 def wide(tensor: Tensor) -> Tensor:

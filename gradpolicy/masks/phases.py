@@ -14,9 +14,8 @@ from gradpolicy.errors import PolicyError, nearest, shortened, shown, under, unk
 from gradpolicy.masks.base import Layer
 from gradpolicy.masks.layer_sources import LayerSource
 from gradpolicy.schedules import value_at
-from gradpolicy.tensors.checkpoint_file import check_saved
 from gradpolicy.tensors.mask import Mask
-from gradpolicy.tensors.sharding import full_tensor, local_shard, mean_of_ranks, shard_like
+from gradpolicy.tensors.sharding import local_shard, mean_of_ranks
 from gradpolicy.when import Timetable
 from gradpolicy.where import as_patterns, match_names
 
@@ -144,6 +143,8 @@ class Phases(LayerSource):
         [False, False, True, True]
     """
 
+    remembered = {"phase": 0, "_began": None, "_reports": [None, None, 0], "_kept": {}}
+
     def __init__(self, phases: Sequence[Mapping[str, Any]], **wrong: Any) -> None:
         super().__init__(**wrong)
         if wrong:
@@ -172,14 +173,13 @@ class Phases(LayerSource):
     def _reset(self) -> None:
         self.phase = 0
         # The step and epoch at the start of the phase.
-        self._began: tuple[int, int] | None = None
+        self._began: list[int] | None = None
         self._begin_reports()
 
     def _begin_reports(self) -> None:
-        phase = self._read[self.phase]
+        worst = self._read[self.phase].worst
         # The reference of improvements, the best value, and the reports since the last improvement.
-        self._reference = self._best = phase.worst
-        self._waited = 0
+        self._reports: list[Any] = [worst, worst, 0]
         self._kept: dict[str, Tensor] = {}
 
     def prepare(self) -> None:
@@ -195,10 +195,10 @@ class Phases(LayerSource):
     @torch.no_grad()
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
         """Return one flag for each parameter, after starting the next phase if one has ended."""
-        self._began = self._began or (step, epoch)
+        self._began = self._began or [step, epoch]
         while self.overdue(step, epoch):
             self._put_back()
-            self.phase, self._began = self.phase + 1, (step, epoch)
+            self.phase, self._began = self.phase + 1, [step, epoch]
             self._begin_reports()
         return super().masks(step, epoch)
 
@@ -229,7 +229,7 @@ class Phases(LayerSource):
             return False
         phase, (first_step, first_epoch) = self._read[self.phase], self._began
         counts = {"steps": step - first_step, "epochs": epoch - first_epoch, "epoch": epoch}
-        stalled = phase.metric is not None and self._waited >= phase.patience
+        stalled = phase.metric is not None and self._reports[2] >= phase.patience
         return stalled or any(counts[key] >= limit for key, limit in phase.limits.items())
 
     def report(self, metrics: Mapping[str, Any]) -> None:
@@ -250,14 +250,14 @@ class Phases(LayerSource):
                 f"{nearest(phase.metric, map(str, metrics))}"
             )
         value = mean_of_ranks(float(metrics[phase.metric]))
-        if phase.is_better(value, self._best):
-            self._best = value
+        reference, best, waited = self._reports
+        if phase.is_better(value, best):
+            best = value
             if phase.best:
                 own = self.layer_groups[self.phase].parameters
                 self._kept = {name: self.parameters[name].detach().clone() for name in own}
-        improved = phase.is_better(value, self._reference, phase.min_delta)
-        self._reference = value if improved else self._reference
-        self._waited = 0 if improved else self._waited + 1
+        improved = phase.is_better(value, reference, phase.min_delta)
+        self._reports = [value if improved else reference, best, 0 if improved else waited + 1]
 
     def finish(self) -> None:
         """Restore the best weights of the last phase, and warn of phases that never started."""
@@ -279,33 +279,19 @@ class Phases(LayerSource):
         """Return the names of parameters that do not train in all phases."""
         return set().union(*(self.parameters.keys() - set(each.parameters) for each in self.layer_groups))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the phase with its start, its reports and the best weights."""
-        return {
-            "phase": self.phase,
-            "began": None if self._began is None else list(self._began),
-            "reports": [self._reference, self._best, self._waited],
-            "kept": {name: full_tensor(tensor) for name, tensor in self._kept.items()},
-        }
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`.
 
         Raises:
             PolicyError: If it is damaged, or there are fewer phases than in the saved run.
         """
-        like: dict[str, Any] = {"phase": 0, "began": None, "reports": [None, None, 0], "kept": {}}
-        check_saved("Phases", state, like, self.parameters)
-        check_integer("Phases.phase", state["phase"], least=0)
-        if state["phase"] >= len(self._read):
+        super().load_state_dict(state)
+        check_integer("Phases.phase", self.phase, least=0)
+        if self.phase >= len(self._read):
             raise PolicyError(
-                f"Phases.phases: the checkpoint was saved in phase {state['phase']}, but this run has "
+                f"Phases.phases: the checkpoint was saved in phase {self.phase}, but this run has "
                 f"{len(self._read)} phases"
             )
-        self.phase = state["phase"]
-        self._began = None if state["began"] is None else (state["began"][0], state["began"][1])
-        self._reference, self._best, self._waited = state["reports"]
-        self._kept = {name: shard_like(each, self.parameters[name]) for name, each in state["kept"].items()}
 
     def describe(self) -> dict[str, Any]:
         """Return the number of phases. The plan lists their parameters."""

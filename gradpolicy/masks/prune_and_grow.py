@@ -9,7 +9,6 @@ from torch import Tensor
 
 from gradpolicy.checks import check_choice, check_share
 from gradpolicy.errors import PolicyError, shown
-from gradpolicy.masks.base import on_devices
 from gradpolicy.masks.gradient_source import GradientSource, wide
 from gradpolicy.masks.selection import (
     DISTRIBUTIONS,
@@ -21,7 +20,6 @@ from gradpolicy.masks.selection import (
     highest,
 )
 from gradpolicy.schedules import Constant, Cosine, Linear, Ramp, Schedule
-from gradpolicy.tensors.checkpoint_file import check_saved
 from gradpolicy.tensors.mask import Mask
 from gradpolicy.tensors.pattern import pattern_of
 from gradpolicy.tensors.seeded import check_level, derive, words_at
@@ -152,6 +150,8 @@ class PruneAndGrow(GradientSource):
         if self.grow == "random":
             weights = {name: wide(full_tensor(self.parameters[name].detach())) for name in shapes}
             self._deviations = {name: float(w.double().std(correction=0)) for name, w in weights.items()}
+        known = {"_active": self._active, "_deviations": dict.fromkeys(self._deviations)}
+        self.remembered = {**GradientSource.remembered, **known}
         # The initial masks are those of period 0, unless it starts later than at count 0.
         self.decided = 0 if self.timetable.start == 0 else -1
 
@@ -193,19 +193,6 @@ class PruneAndGrow(GradientSource):
                 write_entries(parameter, *self._first_values[name])
             zero_outside(parameter, active)
         self._first_values = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the topology, the summed gradients, and the standard deviations of initial values."""
-        own = {"active": dict(self._active), "deviations": dict(self._deviations)}
-        return {**super().state_dict(), **own}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of :meth:`state_dict`."""
-        super().load_state_dict(state)
-        like = {"active": self._active, "deviations": {}}
-        check_saved("PruneAndGrow", state, like, self.parameters)
-        self._active = on_devices(state["active"], self.parameters)
-        self._deviations |= state["deviations"]
 
     def _exchange(self, period: int) -> None:
         count = self.timetable.begins(period)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from gradpolicy.checks import check_choice, check_flag
 from gradpolicy.errors import PolicyError, shown, under
-from gradpolicy.masks.base import on_devices
 from gradpolicy.masks.gradient_source import STATISTICS, GradientSource, wide
 from gradpolicy.masks.layers import Groups, layers_of, read_groups
 from gradpolicy.masks.scores import GATHERED, SCORES, ActivationNorms, as_score
@@ -19,16 +18,15 @@ from gradpolicy.masks.selection import (
     Density,
     density_at,
     density_of_level,
-    highest,
     kept_count,
     marks_of_highest,
 )
 from gradpolicy.schedules import Constant
 from gradpolicy.tensors.checkpoint_file import check_saved
 from gradpolicy.tensors.mask import Mask, pack, unpack
-from gradpolicy.tensors.pattern import pattern_of
+from gradpolicy.tensors.pattern import Pattern, pattern_of
 from gradpolicy.tensors.seeded import check_level
-from gradpolicy.tensors.sharding import full_tensor, shard_like
+from gradpolicy.tensors.sharding import full_tensor
 
 SCOPES = ("model", "tensor", "row")
 BEFORE = ("train", "freeze")
@@ -88,6 +86,7 @@ class TopK(GradientSource):
     """
 
     keeps_masks = True
+    remembered = {**GradientSource.remembered, "_masks": {}, "_next": {}, "_initial": {}}
 
     def __init__(
         self,
@@ -190,27 +189,16 @@ class TopK(GradientSource):
         return {key: value for key, value in described.items() if (key, value) != ("largest", True)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the masks, the next choice, the sums, and w₀ if it is needed."""
-        masks, marks = dict(self._masks), dict(self._next)
-        initial = {name: full_tensor(weight) for name, weight in self._initial.items()}
-        squares = dict(self._norms.squares) if self._norms is not None else {}
-        own = {"masks": masks, "next": marks, "initial": initial, "squares": squares}
-        return {**super().state_dict(), **own}
+        """Return the masks, the next choice, the sums and norms, and w₀ if it is needed."""
+        return {**super().state_dict(), "squares": {} if self._norms is None else dict(self._norms.squares)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`."""
         super().load_state_dict(state)
-        like: dict[str, Any] = {"masks": {}, "next": {}, "initial": {}, "squares": {}}
-        check_saved("TopK", state, like, self.parameters)
-        self._masks, self._next = (
-            on_devices(state["masks"], self.parameters),
-            on_devices(state["next"], self.parameters),
-        )
         if self._norms is not None:
-            self._norms.squares = on_devices(state["squares"], self.parameters)
-        self._initial = {
-            name: shard_like(weight, self.parameters[name]) for name, weight in state["initial"].items()
-        }
+            check_saved("TopK.squares", state["squares"], {}, self.parameters)
+            squares = state["squares"].items()
+            self._norms.squares = {name: each.to(self.parameters[name].device) for name, each in squares}
 
     def _choose(self, density: float) -> dict[str, Tensor]:
         """Return the marks of the chosen units of each parameter as bits."""
@@ -263,11 +251,9 @@ class TopK(GradientSource):
 
     def _best_of_rows(self, name: str, density: float) -> list[Tensor]:
         """Return the marks of the best N of every M entries, or of the best entries of each row."""
-        pattern, width = self._pattern, math.prod(self._shape(name)[1:])
-        if pattern is not None:
-            return [pattern.best(part) for part in self._units(name)]
-        rows = (row for part in self._units(name) for row in part.reshape(-1, width))
-        return [highest(row, kept_count(density, width)) for row in rows]
+        width = math.prod(self._shape(name)[1:])
+        pattern = self._pattern or Pattern(kept_count(density, width), 1, width)
+        return [pattern.best(part) for part in self._units(name)]
 
     def _units(self, name: str) -> Iterator[Tensor]:
         """Yield the flat scores of the units, for a chunk of the tensor at a time."""

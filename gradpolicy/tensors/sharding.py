@@ -59,24 +59,17 @@ def mean_of_ranks(value: float) -> float:
 
 
 def write_entries(tensor: Tensor, indices: Tensor, values: Tensor) -> None:
-    """Write values at flat indices of the full tensor; each process writes those in its shard.
+    """Write values at flat indices of the full tensor, which all processes do together.
 
     Args:
         tensor: The tensor to write to.
         indices: Flat indices into the full tensor, ascending.
         values: One value per index.
     """
-    values = values.to(tensor.dtype)
-    if not is_sharded(tensor):
-        tensor[torch.unravel_index(indices, tensor.shape)] = values
-        return
-    written = torch.zeros(tensor.shape, dtype=torch.bool, device=indices.device).flatten()
-    written[indices] = True
-    content = torch.zeros(written.shape, dtype=values.dtype, device=indices.device)
-    content[indices] = values
-    marks = local_shard(shard_like(written.reshape(tensor.shape), tensor))
-    own = local_shard(tensor)
-    own.copy_(torch.where(marks, local_shard(shard_like(content.reshape(tensor.shape), tensor)), own))
+    full = full_tensor(tensor)
+    full[torch.unravel_index(indices, full.shape)] = values.to(full.dtype)
+    if is_sharded(tensor):
+        local_shard(tensor).copy_(local_shard(shard_like(full, tensor)))
 
 
 def zero_outside(tensor: Tensor, mask: Tensor) -> None:
