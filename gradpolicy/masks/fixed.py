@@ -10,7 +10,7 @@ from torch import Tensor
 from gradpolicy.checks import check_call
 from gradpolicy.errors import PolicyError, shown, warn_user
 from gradpolicy.masks.base import MaskSource, StaticSource
-from gradpolicy.tensors.checkpoint_file import check_kind
+from gradpolicy.tensors.checkpoint_file import errors_named
 from gradpolicy.tensors.mask import Mask, check_mask
 from gradpolicy.tensors.pattern import pattern_of
 from gradpolicy.tensors.seeded import check_level
@@ -105,24 +105,15 @@ def read_masks(path: str | Path) -> dict[str, Mask]:
     """Read masks from a safetensors file.
 
     Raises:
-        PolicyError: If there is no such file, or it does not contain masks.
+        PolicyError: If there is no such file, it is damaged, or it has no mask.
     """
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    check_kind(Path(path), "Fixed.mask")
-    try:
+    with errors_named(Path(path), "Fixed.mask"):
         tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise PolicyError(f"Fixed: cannot read masks from {shown(str(path))}: {error}") from error
-    for name, tensor in tensors.items():
-        if tensor.dtype not in (torch.bool, torch.uint8):
-            raise PolicyError(
-                f"Fixed: {shown(str(path))} has {shown(name)} as {tensor.dtype}, not bool or uint8"
-            )
     if not tensors:
-        raise PolicyError(f"Fixed: {shown(str(path))} has no mask")
-    return {name: tensor.bool() for name, tensor in tensors.items()}
+        raise PolicyError(f"Fixed.mask: {path} has no mask")
+    return {name: each.bool() if each.dtype == torch.uint8 else each for name, each in tensors.items()}
 
 
 class Zeros(StaticSource):
@@ -148,13 +139,10 @@ class Zeros(StaticSource):
 
     def prepare(self) -> None:
         """Read the zeros."""
-        self._masks = dict.fromkeys(self.parameters, True)
         for name, parameter in self.parameters.items():
-            if parameter.dim() > 1 and not parameter.is_meta:
-                nonzero = full_tensor(parameter.detach()) != 0
-                self._masks[name] = nonzero if nonzero.any() else False
-                if nonzero.all():
-                    self._masks[name] = True
+            is_matrix = parameter.dim() > 1 and not parameter.is_meta
+            nonzero = full_tensor(parameter.detach()) != 0 if is_matrix else torch.tensor(True)
+            self._masks[name] = bool(nonzero.all()) or (nonzero if nonzero.any() else False)
 
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
         """Return the masks."""

@@ -21,7 +21,7 @@ from gradpolicy.masks.selection import (
 )
 from gradpolicy.schedules import Constant, Cosine, Linear, Ramp, Schedule
 from gradpolicy.tensors.mask import Mask
-from gradpolicy.tensors.pattern import pattern_of
+from gradpolicy.tensors.pattern import Pattern, pattern_of
 from gradpolicy.tensors.seeded import check_level, derive, words_at
 from gradpolicy.tensors.sharding import full_tensor, write_entries, zero_outside
 
@@ -106,16 +106,15 @@ class PruneAndGrow(GradientSource):
         super().__init__(window=window, every=every, **timetable)
         self.grow = check_choice("PruneAndGrow.grow", grow, RULES)
         self.level = check_level("PruneAndGrow.level", level)
-        self._pattern = pattern_of(self.level)
-        if self._pattern is None and level != "entry":
+        pattern = pattern_of(self.level)
+        if pattern is None and level != "entry":
             raise PolicyError(f"PruneAndGrow.level: expected entry, N:M or blocks, got {shown(level)}")
-        self._blocks = self._pattern if self._pattern is not None and self._pattern.kept is None else None
-        self._by_sign = grow == "random" and self._blocks is None
+        self._pattern = pattern or Pattern(None, 1, 1)
         anneal = anneal or ("constant" if self.timetable.stop is None else RULES[grow])
         self.anneal = check_choice("PruneAndGrow.anneal", anneal, (*ANNEALS, "constant"))
         self.distribution = check_choice("PruneAndGrow.distribution", distribution, DISTRIBUTIONS)
         self.density = density_of_level("PruneAndGrow", density, level)
-        if self._pattern is not None and self._pattern.kept is not None and distribution != "uniform":
+        if self._pattern.kept is not None and distribution != "uniform":
             raise PolicyError(f"PruneAndGrow.distribution: level {level!r} is uniform")
         self.fraction = check_share("PruneAndGrow.fraction", fraction)
         self.fraction_at = self._annealed()
@@ -138,13 +137,13 @@ class PruneAndGrow(GradientSource):
         unordered = [name for name in shapes if self.parameters[name].is_complex()]
         if unordered and self.grow == "random":
             raise PolicyError(f"PruneAndGrow: {unordered[0]!r} is complex; it takes grow='gradient'")
-        for name, shape in shapes.items() if self._pattern is not None else ():
-            self._pattern.check(name, shape)  # type: ignore[union-attr]
-        targets = self.targets(self.timetable.begins(0))
-        self._active = {
-            name: self._entries(name, self._grown(name, self._nothing(name), -1, targets[name], None))
-            for name in shapes
-        }
+        for name, shape in shapes.items():
+            self._pattern.check(name, shape)
+        self._active = {}
+        for name, target in self.targets(self.timetable.begins(0)).items():
+            nothing = torch.zeros(shapes[name], dtype=torch.bool, device=self.parameters[name].device)
+            grown = self._grown(name, self._pattern.blocks(nothing), -1, target, None)
+            self._active[name] = self._pattern.spread(grown, shapes[name])
         self._first_values = {}
         self._deviations = {}
         if self.grow == "random":
@@ -158,8 +157,7 @@ class PruneAndGrow(GradientSource):
     def targets(self, count: int) -> dict[str, int]:
         """Return the number of active entries (or blocks) of each sparse tensor, rounded up."""
         shares = densities(self._shapes, density_at(self.density, count), self.distribution)
-        size = 1 if self._blocks is None else self._blocks.rows * self._blocks.columns
-        units = {name: math.prod(shape) // size for name, shape in self._shapes.items()}
+        units = {name: math.prod(shape) // self._pattern.unit for name, shape in self._shapes.items()}
         return {
             name: min(math.ceil(shares[name] * number * (1.0 - ROUNDING)), number)
             for name, number in units.items()
@@ -198,45 +196,38 @@ class PruneAndGrow(GradientSource):
         count = self.timetable.begins(period)
         targets, fraction = self.targets(count), self.fraction_at(count)
         sums = self.sums.get("gradient", {})
+        by_sign = self.grow == "random" and self._pattern.unit == 1
         for name, active in self._active.items():
-            weight = full_tensor(self.parameters[name].detach())
             if self.grow == "gradient" and name not in sums:
                 continue
-            before = active
-            if self._blocks is not None:
-                before, weight = self._blocks.blocks(active), self._blocks.pooled(weight.abs())
-            kept = kept_entries(before, weight, fraction, targets[name], by_sign=self._by_sign)
-            gradient = None if self.grow == "random" else full_tensor(sums[name])
-            grown = self._grown(name, kept, period, targets[name], gradient)
-            self._active[name] = self._entries(name, kept | grown)
-            grown = self._entries(name, grown)
+            weight = self._units(full_tensor(self.parameters[name].detach()))
+            before, target = self._pattern.blocks(active), targets[name]
+            kept = kept_entries(before, weight, fraction, target, by_sign=by_sign)
+            gradient = None if self.grow == "random" else self._units(full_tensor(sums[name]))
+            grown = self._grown(name, kept, period, target, gradient)
+            self._active[name] = self._pattern.spread(kept | grown, self._shapes[name])
             if self.grow == "random":
-                indices = grown.flatten().nonzero().flatten()
+                indices = self._pattern.spread(grown, self._shapes[name]).flatten().nonzero().flatten()
                 key = derive(self.seed, period, name, "prune_and_grow", "init")
                 self._first_values[name] = (indices, normal_values(key, indices, self._deviations[name]))
 
+    def _units(self, values: Tensor) -> Tensor:
+        """Return values of entries, or the mean magnitudes of blocks, as a matrix."""
+        return values.flatten(1) if self._pattern.unit == 1 else self._pattern.pooled(values.abs())
+
     def _grown(self, name: str, kept: Tensor, period: int, target: int, gradient: Tensor | None) -> Tensor:
         """Return the mask of entries (or blocks) to grow, by the gradient or at random."""
-        key, pattern = derive(self.seed, period, name, "prune_and_grow"), self._pattern
-        if pattern is not None and pattern.kept is not None:
+        key = derive(self.seed, period, name, "prune_and_grow")
+        if self._pattern.kept is not None:
             scores = (
                 words_at(key, torch.arange(kept.numel(), device=kept.device)).reshape(kept.shape)
                 if gradient is None
                 else gradient.abs()
             )
-            return pattern.best(scores.masked_fill(kept, math.inf)) & ~kept
+            return self._pattern.best(scores.masked_fill(kept, math.inf)) & ~kept
         if gradient is None:
             return grown_at_random(kept, key, target)
-        return grown_entries(kept, gradient if pattern is None else pattern.pooled(gradient.abs()), target)
-
-    def _entries(self, name: str, marks: Tensor) -> Tensor:
-        """Convert a mask of blocks to a mask of entries."""
-        return marks if self._blocks is None else self._blocks.spread(marks, self._shapes[name])
-
-    def _nothing(self, name: str) -> Tensor:
-        """Return a mask without active entries (or blocks)."""
-        nothing = torch.zeros(self._shapes[name], dtype=torch.bool, device=self.parameters[name].device)
-        return nothing if self._blocks is None else self._blocks.blocks(nothing)
+        return grown_entries(kept, gradient, target)
 
 
 # ---- one change of the topology

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.tensors.seeded import RandomMask
@@ -134,17 +134,6 @@ def mask_from_state(state: bool | Tensor | Mapping[str, Any], device: torch.devi
 # --- packed masks
 
 
-def pack_bits(flags: Tensor) -> Tensor:
-    """Return a bit for each flag, padded with 0 to words of 64 bits (uint8, on the flags' device)."""
-    flags = flags.reshape(-1).view(torch.uint8)
-    if flags.device.type == "cpu":
-        packed = np.packbits(flags.numpy(), bitorder="little")
-        return torch.from_numpy(np.pad(packed, (0, -len(packed) % 8)))
-    padded = torch.nn.functional.pad(flags, (0, -flags.numel() % 64)).view(-1, 8)
-    weights = (1 << torch.arange(8, device=flags.device)).to(torch.uint8)
-    return (padded * weights).sum(1, dtype=torch.uint8)
-
-
 def pack(flags: Tensor) -> Tensor:
     """Return flags as bits (uint8), or as positions (int32) where fewer than one in 32 is set.
 
@@ -160,7 +149,9 @@ def pack(flags: Tensor) -> Tensor:
     """
     if 32 * int(flags.count_nonzero()) < flags.numel() < 2**31:
         return flags.reshape(-1).nonzero().view(-1).to(torch.int32)
-    return pack_bits(flags)
+    eights = functional.pad(flags.reshape(-1).view(torch.uint8), (0, -flags.numel() % 8)).view(torch.int64)
+    # The product has the lowest bits of the eight bytes of a number in its highest byte.
+    return ((eights * 0x0102040810204080) >> 56).to(torch.uint8)
 
 
 def unpack(packed: Tensor, count: int) -> Tensor:

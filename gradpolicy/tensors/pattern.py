@@ -30,6 +30,11 @@ class Pattern:
         """The density if the pattern determines it, else None."""
         return None if self.kept is None else self.kept / self.columns
 
+    @property
+    def unit(self) -> int:
+        """The number of entries that are active together."""
+        return self.rows * self.columns if self.kept is None else 1
+
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Check that the pattern divides a tensor's shape.
 
