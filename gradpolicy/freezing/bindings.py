@@ -133,11 +133,11 @@ class Bindings:
                     "it is re-initialised"
                 )
                 known = False
-            if known:
-                with reading(f"policy.{name}: its saved state"):
+            with reading(f"policy.{name}: its saved state"):
+                if known:
                     each.source.load_state_dict(saved[name])
-            with self.gathered():
-                each.load_mask_state(masks.get(name) if known else None)
+                with self.gathered():
+                    each.load_mask_state(masks.get(name) if known else None)
         return set(state.get("parameters", ())) - set(self.parameters)
 
     def _find_parameters(self) -> None:

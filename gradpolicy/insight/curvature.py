@@ -30,7 +30,7 @@ For every function:
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,6 +43,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from gradpolicy.checks import check_integer
 from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.flow.policy_report import ReportRow
+from gradpolicy.planning.first_step import graph_nodes
 from gradpolicy.tensors.sharding import is_sharded
 
 Loss = Callable[[], Tensor]
@@ -195,7 +196,9 @@ class _GradientField:
         before = ReportRow.uses
         with self.moved({}):
             gradient = self.gradient(create_graph=True)
-        return gradient if ReportRow.uses == before and not _ends_in_errors(gradient.values()) else None
+        # Autograd treats the gradient of a function that is once_differentiable as constant.
+        ends = any(node.name().endswith("::Error") for node in graph_nodes(gradient.values()))
+        return gradient if ReportRow.uses == before and not ends else None
 
     def _difference(self, vector: Named) -> dict[str, Tensor]:
         for name, parameter in self.parameters.items():
@@ -235,20 +238,6 @@ class _GradientField:
     def _grad(self, outputs: list[Tensor], vectors: Any = None, **how: bool) -> dict[str, Tensor]:
         inputs, how = list(self.parameters.values()), {"allow_unused": True, "materialize_grads": True, **how}
         return dict(zip(self.parameters, torch.autograd.grad(outputs, inputs, vectors, **how), strict=True))
-
-
-def _ends_in_errors(gradients: Iterable[Tensor]) -> bool:
-    """Return True if a function is ``once_differentiable``: autograd treats its gradient as constant."""
-    nodes: list[Any] = [gradient.grad_fn for gradient in gradients]
-    seen = {None}
-    while nodes:
-        node = nodes.pop()
-        if node not in seen:
-            if node.name().endswith("::Error"):
-                return True
-            seen.add(node)
-            nodes += [following for following, _ in node.next_functions]
-    return False
 
 
 @contextmanager

@@ -196,7 +196,8 @@ def _gradients(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str
         return dict.fromkeys(parameters)
     # Not of chosen tensors, since reentrant checkpoints compute those of all. What the step uses beside the
     # copy keeps its gradient.
-    kept = {leaf: leaf.grad for leaf in (*_leaves(loss), *parameters.values())}
+    leaves = [node.variable for node in graph_nodes([loss]) if hasattr(node, "variable")]
+    kept = {leaf: leaf.grad for leaf in (*leaves, *parameters.values())}
     for leaf in kept:
         leaf.grad = None
     loss.backward()
@@ -206,16 +207,15 @@ def _gradients(loss: Tensor, parameters: Mapping[str, nn.Parameter]) -> dict[str
     return found
 
 
-def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors in a graph that get a gradient."""
-    nodes: list[Any] = [loss.grad_fn]
+def graph_nodes(tensors: Iterable[Tensor]) -> Iterator[Any]:
+    """Yield each node of the autograd graphs of some tensors once."""
+    nodes: list[Any] = [tensor.grad_fn for tensor in tensors]
     seen = {None}
     while nodes:
         if (node := nodes.pop()) not in seen:
             seen.add(node)
             nodes += [following for following, _ in node.next_functions]
-            if hasattr(node, "variable"):
-                yield node.variable
+            yield node
 
 
 def _idle(flow: Mapping[str, FlowPolicy], gradients: Mapping[str, Tensor | None]) -> tuple[str, ...]:

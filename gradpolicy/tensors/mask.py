@@ -127,7 +127,7 @@ def mask_to_state(mask: Mask) -> bool | Tensor | dict[str, Any]:
 def mask_from_state(state: bool | Tensor | Mapping[str, Any], device: torch.device | str = "cpu") -> Mask:
     """Return a mask from the result of :func:`mask_to_state`."""
     if isinstance(state, Mapping):
-        return RandomMask.from_state(state)
+        return RandomMask(**state)
     return state.to(device) if isinstance(state, Tensor) else state
 
 

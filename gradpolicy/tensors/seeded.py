@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,18 +102,6 @@ class RandomMask:
         parts = (torch.arange(at, min(at + step, size), device="cpu") for at in range(0, size, step))
         return torch.cat([pattern.best(words_at(key, part)) for part in parts]).reshape(shape)
 
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> RandomMask:
-        """Return the mask from its attributes as a dict.
-
-        Raises:
-            PolicyError: If an entry is missing or unknown.
-        """
-        try:
-            return cls(**state)
-        except TypeError as error:
-            raise PolicyError(f"seeded mask {shown(dict(state))}: {error}") from error
-
 
 def mix(value: int) -> int:
     """Return 64 scrambled bits (the finalizer of splitmix64; Steele, Lea, Flood 2014)."""
@@ -160,8 +147,7 @@ def bernoulli(key: int, density: float, start: int, stop: int, device: torch.dev
     threshold = round(density * 2.0**32)
     if threshold > _WORD or threshold <= 0:
         return drawn.fill_(threshold > 0)
-    for first, last, segment_key in _segments(key, start, stop):
-        _draw(drawn[first - start : last - start], first, segment_key, threshold)
+    _draw(drawn, start, _halves(key, stop), threshold)
     return drawn
 
 
@@ -175,24 +161,20 @@ def words_at(key: int, indices: Tensor) -> Tensor:
     Returns:
         Integers in [0, 2³²) as float64, on the device of the indices.
     """
-    indices = indices.contiguous()
     words = indices.to(torch.int32)
-    for first, last, segment_key in _segments(key, 0, int(indices[-1]) + 1 if len(indices) else 0):
-        begin, end = torch.searchsorted(indices, indices.new_tensor([first, last])).tolist()
-        _scramble(words[begin:end], segment_key)
+    _scramble(words, _halves(key, int(indices[-1]) + 1 if len(indices) else 0))
     return (words.to(torch.int64) & _WORD).double()
 
 
-def _segments(key: int, start: int, stop: int) -> list[tuple[int, int, tuple[int, int]]]:
-    """Split a range of indices where their upper 32 bits change; each piece gets its own key."""
-    pieces = []
-    while start < stop:
-        upper = start >> 32
-        last = min(stop, (upper + 1) << 32)
-        piece_key = mix(key ^ upper) if upper else key
-        pieces.append((start, last, (piece_key & _WORD, piece_key >> 32)))
-        start = last
-    return pieces
+def _halves(key: int, stop: int) -> tuple[int, int]:
+    """Return the lower and upper 32 bits of a key that draws for indices below ``stop``.
+
+    Raises:
+        PolicyError: If there are more indices than 32 bits count.
+    """
+    if stop > 1 << 32:
+        raise PolicyError(f"a random mask: expected at most 2^32 entries, got {stop:,}; use level='row'")
+    return key & _WORD, key >> 32
 
 
 def _draw(out: Tensor, first: int, key: tuple[int, int], threshold: int) -> None:

@@ -51,11 +51,10 @@ def shard_like(tensor: Tensor, other: Tensor) -> Tensor:
 
 def mean_of_ranks(value: float) -> float:
     """Return the mean of a value over all processes; with one process, the value."""
-    if not _has_processes():
-        return value
-    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
-    total = sum_over_processes(torch.tensor(value, dtype=torch.float64, device=device))
-    return float(total) / torch.distributed.get_world_size()
+    device = "cuda" if _has_processes() and torch.distributed.get_backend() == "nccl" else "cpu"
+    counted = torch.tensor([value, 1.0], dtype=torch.float64, device=device)
+    total, count = sum_over_processes(counted).tolist()
+    return float(total / count)
 
 
 def write_entries(tensor: Tensor, indices: Tensor, values: Tensor) -> None:

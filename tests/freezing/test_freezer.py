@@ -182,6 +182,16 @@ def test_masks_that_no_source_could_give_again_are_saved(stack, tokens, cut: int
     torch.testing.assert_close(*runs, rtol=0, atol=0)
 
 
+def test_a_damaged_mask_is_refused_under_the_name_of_its_policy(stack) -> None:
+    random = gp.masks.Function(lambda name, parameter, step: gp.masks.RandomMask(0, step, name, 0.5))
+    _, freezer = freezer_of(stack, {"own": gp.Freeze(random)})
+    freezer.begin_step(0)
+    saved = freezer.state_dict()
+    saved["masks"]["own"]["masks"]["head.weight"] = {"seed": 0}
+    with pytest.raises(PolicyError, match=r"policy\.own: its saved state is .*damaged"):
+        freezer.load_state_dict(saved)
+
+
 CHANGED = [
     (gp.masks.TopK(0.5), "*", gp.masks.PruneAndGrow(0.5), "*"),
     (gp.masks.PruneAndGrow(0.5), "*", gp.masks.Gradual(), "*"),
