@@ -72,7 +72,7 @@ class Audit(Callback):
         """Observe masks, now that policies are installed."""
         policies = next(iter(callbacks_of(trainer, GradientPolicies)), None)
         self._rank = trainer.global_rank
-        if policies is None or policies.freezer is None:
+        if policies is None or not policies.freezer.policies:
             return
         self._freezer = policies.freezer
         self._freezer.observers.append(self)

@@ -165,8 +165,7 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
 
     def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         """Remove everything from the model and the optimizer."""
-        if self.freezer is not None:
-            self.freezer.finish()
+        self.freezer.finish()
         self._remove(quiet=False)
 
     def remove(self) -> None:

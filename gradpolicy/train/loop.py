@@ -121,8 +121,7 @@ def training(
             run.step_in_backward()
         yield masked if several else masked[0]
         check_moves()
-        if run.freezer is not None:
-            run.freezer.finish()
+        run.freezer.finish()
         finished = True
     except RuntimeError as error:
         if is_cut(error):
@@ -203,7 +202,7 @@ def _check_parameters(run: Run, model: nn.Module) -> None:
     """
     trained = {id(parameter) for each in run.steps.masked for parameter in parameters_of(each)}
     now = named_parameters(model)
-    for name, known in run.freezer.parameters.items() if run.freezer is not None else ():
+    for name, known in run.freezer.parameters.items():
         if id(known) not in trained or (is_sharded(now.get(name, known)) and not is_sharded(known)):
             raise PolicyError(
                 f"gradpolicy.training: {name} was replaced after the block began, and the policies do "

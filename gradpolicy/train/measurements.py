@@ -28,11 +28,11 @@ class Measurements:
     """Measures policies in selected updates, and counts the entries that flip in between.
 
     Args:
-        freezer: The freezer of the freeze policies, if there are any.
+        freezer: The freezer of the freeze policies.
         installed: The flow policies, if there are any.
     """
 
-    def __init__(self, freezer: Freezer | None, installed: Installed | None) -> None:
+    def __init__(self, freezer: Freezer, installed: Installed | None) -> None:
         self._freezer, self._installed = freezer, installed
         self._active: dict[str, Ages] = {}
         # The entries that flipped since the last measurement.
@@ -43,13 +43,11 @@ class Measurements:
         # How many operations of each flow policy were counted when the update began.
         self._operations: Counter[str] | None = None
         self._restored: Counter[str] = Counter()
-        if freezer is not None:
-            freezer.observers.append(self)
+        freezer.observers.append(self)
 
-    def detach(self) -> None:
+    def remove(self) -> None:
         """Stop observing masks."""
-        if self._freezer is not None:
-            self._freezer.observers.remove(self)
+        self._freezer.observers.remove(self)
 
     # ---- masks
 
@@ -107,8 +105,6 @@ class Measurements:
             optimizer: The optimizer that is about to step.
             column: ``"gradient_norm_before"`` or ``"gradient_norm_after"`` the masks.
         """
-        if self._freezer is None:
-            return
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         parameters = {name: p for name, p in self._freezer.parameters.items() if id(p) in own}
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
@@ -129,8 +125,7 @@ class Measurements:
         Values of sharded parameters are summed over the processes. Norms of flow policies are those of the
         loss averaged over the processes.
         """
-        freeze = self._measure_freeze(self._freezer) if self._freezer is not None else {}
-        flow, rows = zip(*of_every_rank((self._measure_flow(), freeze)), strict=True)
+        flow, rows = zip(*of_every_rank((self._measure_flow(), self._measure_freeze())), strict=True)
         return self._by_policy(_add_rows(rows)) | _flow_quantities(flow)
 
     def _measure_flow(self) -> dict[str, dict[str, float]]:
@@ -149,14 +144,14 @@ class Measurements:
             found[name] |= {"before": before, "after": after, "zeros": zeros, "entries": one.entries}
         return found
 
-    def _measure_freeze(self, freezer: Freezer) -> dict[str, dict[str, Any]]:
+    def _measure_freeze(self) -> dict[str, dict[str, Any]]:
         """Return this process's values of each parameter of freeze policies, with squared norms.
 
         If several processes hold the same entries, only the first one returns values.
         """
         rows: dict[str, dict[str, Any]] = {}
         stored: dict[str, Tensor] = {}
-        for name, parameter in freezer.parameters.items():
+        for name, parameter in self._freezer.parameters.items():
             optimizer, masked = self._find(name)
             assert optimizer is not None
             assert masked is not None
@@ -189,7 +184,7 @@ class Measurements:
     def _by_policy(self, rows: Mapping[str, dict[str, Any]]) -> Measured:
         """Return the columns of each policy's parameters, and reset the counts."""
         measured: Measured = {}
-        if self._freezer is None or not rows:
+        if not rows:
             return measured
         self._flips, self._weights = {}, {}
         for policy in self._freezer.policies:
@@ -200,7 +195,6 @@ class Measurements:
 
     def _find(self, name: str) -> tuple[MaskedOptimizer | None, MaskedParameter | None]:
         """Return the first optimizer that has a mask of a parameter, and the parameter there."""
-        assert self._freezer is not None
         parameter = self._freezer.parameters[name]
         optimizers: list[Any] = self._freezer.optimizers
         for optimizer in optimizers:

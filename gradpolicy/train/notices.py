@@ -22,7 +22,6 @@ from gradpolicy.planning.plan_table import Plan
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.train.missing_gradients import MissingGradients
 from gradpolicy.train.ranks import is_first_rank
-from gradpolicy.what_trains import what_trains
 from gradpolicy.where import named_parameters, once_each
 
 
@@ -47,7 +46,6 @@ class Notices:
         self.warned_of_operations = False
         self._checked_phases: set[str] = set()
         self._installed: Installed | None = None
-        self._freezer: Freezer | None = None
         self._is_first = True
         # The optimizers, and the parameters that they train.
         self._optimizers: Sequence[Any] = ()
@@ -63,11 +61,11 @@ class Notices:
         """Set the model, and the flow policies on it."""
         self._model, self._installed = model, installed
 
-    def attach(self, freezer: Freezer | None, optimizers: Sequence[Any], *, partitioned: bool) -> None:
+    def attach(self, freezer: Freezer, optimizers: Sequence[Any], *, partitioned: bool) -> None:
         """Check that every policy is installed, and warn of what is known before training.
 
         Args:
-            freezer: The freezer of the freeze policies.
+            freezer: The freezer.
             optimizers: The optimizers.
             partitioned: True if an engine distributes parameters to the optimizers.
 
@@ -75,7 +73,7 @@ class Notices:
             PolicyError: If a policy is not installed.
         """
         self._freezer, model = freezer, self._model
-        known = {row.name for row in self._rows()} | (freezer.all_policies if freezer else set())
+        known = {row.name for row in self._rows()} | freezer.all_policies
         if missing := sorted(set(self.policies) - known):
             raise PolicyError(f"declared but not installed: policy {', '.join(missing)}")
         flow = {name: each for name, each in self.policies.items() if isinstance(each, FlowPolicy)}
@@ -102,19 +100,17 @@ class Notices:
         freezer = self._freezer
         if self._is_first and self.policies:
             self._what_trains(self._trainable)
-            policies = {} if freezer is None else freezer.policy_of
+            policies, frozen = freezer.policy_of, freezer.frozen()
             known = {n: p for n, p in self._trainable.items() if has_gradients or n in policies}
-            layers = {} if freezer is None else freezer.counted_layers()
-            self.missing = MissingGradients(known, policies, layers, self.shown_missing)
-            frozen = () if freezer is None else freezer.frozen()
+            self.missing = MissingGradients(known, policies, freezer.counted_layers(), self.shown_missing)
             active = {n: p for n, p in self._trainable.items() if n not in frozen}
             losing = losing_updates(active, self._optimizers)
             if losing and (line := lost_updates_warning(losing)) not in self.shown:
                 self.warn(line)
-        if self._is_first and freezer is not None:
+        if self._is_first and freezer.policies:
             self._what_moves(freezer)
         if self._is_first or masks_changed:
-            self.missing.follow(() if freezer is None else freezer.frozen())
+            self.missing.follow(freezer.frozen())
         self._is_first = False
 
     def late(self, freezer: Freezer) -> None:
@@ -141,10 +137,8 @@ class Notices:
         Raises:
             PolicyError: If nothing ever trains.
         """
-        freezer = self._freezer
-        layers = what_trains(named_parameters(self._model), dict.fromkeys(trainable, 1.0))
-        layers = layers if freezer is None else freezer.what_trains(trainable)
-        if freezer is None or not freezer.may_change:
+        layers = self._freezer.what_trains(trainable)
+        if not self._freezer.may_change:
             layers.check()
         shown = sys.stdout.isatty() if self.layers is None else self.layers
         # Of stage 3 of DeepSpeed without freeze policies nothing is known here.
@@ -171,8 +165,7 @@ class Notices:
         # only where a callback enables them.
         thaws = phase != "fit" or any(not p.requires_grad for p in self._model.parameters())
         # Operations behind frozen layers may run later; if not, there is a warning at the end of training.
-        frozen = self._freezer.parameters.values() if self._freezer is not None else ()
-        warns = phase == "fit" and not any(map(is_turned_off, frozen))
+        warns = phase == "fit" and not any(map(is_turned_off, self._model.parameters()))
         for row in self._rows():
             if row.active and self.policies[row.name].when.active(phase=phase):
                 message = check_operations(row, may_get_gradient=thaws)
@@ -189,8 +182,7 @@ class Notices:
         acting = [row.name for row in self._rows() if row.active and row.matched]
         flow = {name: each for name, each in self.policies.items() if isinstance(each, FlowPolicy)}
         check_cuts({name: flow[name] for name in acting})
-        if self._freezer is not None:
-            self._freezer.check_graphs()
+        self._freezer.check_graphs()
 
     def warn(self, line: str) -> None:
         """Give a warning, on one process only."""

@@ -83,12 +83,12 @@ class Steps:
         self._loaded: dict[Any, dict[str, Any]] = {}
         self._mode = ""
 
-    def hook(self, guarded: Mapping[str, Tensor], freezer: Freezer | None) -> None:
+    def hook(self, guarded: Mapping[str, Tensor], freezer: Freezer) -> None:
         """Follow the optimizers, and the gradients of freeze policies.
 
         Args:
             guarded: The parameters that no other optimizer may update, by name.
-            freezer: The freezer of the freeze policies.
+            freezer: The freezer.
         """
         self._guarded = guarded
         self.hooks.append(register_optimizer_step_pre_hook(self._refuse_other_step))
@@ -101,8 +101,7 @@ class Steps:
             if (former := _SAVING.pop(each, None)) is not None:
                 former.remove()
             _SAVING[each] = each.register_state_dict_post_hook(self._save)
-        if freezer is not None:
-            self.hook_gradients(freezer)
+        self.hook_gradients(freezer)
         if self.partitioned is not None:
             self.partitioned.hook_gradients()
 

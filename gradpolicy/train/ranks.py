@@ -27,7 +27,7 @@ class Ranks:
     Args:
         model: The model, wrapped in DistributedDataParallel if that is used.
         named: Its parameters by name.
-        freezer: The freezer of the freeze policies; None if there are none.
+        freezer: The freezer.
         optimizers: The masked optimizers.
         agreement_every: Effective steps between checks; None for no checks.
 
@@ -43,7 +43,7 @@ class Ranks:
 
     model: nn.Module | None
     named: Mapping[str, Tensor]
-    freezer: Freezer | None = None
+    freezer: Freezer
     optimizers: Sequence[MaskedOptimizer] = ()
     agreement_every: int | None = field(default=100, kw_only=True)
     reducer: ReducerUpdater | None = field(default=None, init=False)
@@ -69,7 +69,7 @@ class Ranks:
             for group, compared in self.replicated().items():
                 check_agreement(compared, group=group, moment=f"before update {step + 1}")
 
-    def release(self) -> None:
+    def remove(self) -> None:
         """Leave the model to training without policies, which have been removed from it."""
         if self.reducer is not None:
             self.reducer.release()
@@ -92,10 +92,9 @@ class Ranks:
                 signed = masked.ages.signed()
                 add(parameter, f"the mask of {name!r}", signed > 0)
                 add(parameter, f"the ages of {name!r}", signed)
-        if self.freezer is not None:
-            for name in self.freezer.parameters:
-                # Of a parameter that is distributed, a rank has no mask beside its source's.
-                found[None].setdefault(f"the mask of {name!r}", self.freezer.mask_of(name))
+        for name in self.freezer.parameters:
+            # Of a parameter that is distributed, a rank has no mask beside its source's.
+            found[None].setdefault(f"the mask of {name!r}", self.freezer.mask_of(name))
         found[None] |= self._schedules()
         for name, parameter in self.named.items():
             add(parameter, f"the weights {name!r}", local_shard(parameter))
@@ -109,8 +108,7 @@ class Ranks:
             "the learning rates": [float(group["lr"]) for group in groups if "lr" in group],
         }
         # If parameters are sharded, so is this state; the resulting masks are checked instead.
-        sharded = any(map(is_sharded, self.named.values()))
-        if self.freezer is None or sharded:
+        if any(map(is_sharded, self.named.values())):
             return schedules
         for name, remembered in self.freezer.state_dict()["sources"].items():
             leaves, _ = tree_flatten_with_path(remembered)

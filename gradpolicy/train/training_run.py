@@ -86,9 +86,9 @@ class Run:
         self._reset()
 
     def _reset(self) -> None:
-        self.freezer: Freezer | None = None
-        # The updates and the sources of an earlier training, until this one is counted.
-        self._former: tuple[int, dict[str, Any]] | None = None
+        self.freezer = Freezer(nn.Module(), [], {})
+        # The updates and the sources of an earlier training.
+        self._former: tuple[int, dict[str, Any]] = (0, {})
         self.steps = Steps(self, [])
         self.ranks: Ranks | None = None
         self.epoch = self.updates = 0
@@ -131,7 +131,7 @@ class Run:
             The optimizers to train with; those of an engine as they are.
         """
         given, masks_all = list(optimizers), masks_all or self.master_weights
-        former = (self.updates, self.freezer.state_dict()) if self.freezer is not None else None
+        former = (self.updates, self.freezer.state_dict())
         self._reset()
         self._former, self._scaler = former, scaler
         if is_engine := type(wrapped).__name__ == "DeepSpeedEngine":
@@ -155,16 +155,15 @@ class Run:
             keep_master_weights(each)
         freezes = {name: each for name, each in self.policies.items() if isinstance(each, Freeze)}
         rates = {name: each for name, each in self.policies.items() if isinstance(each, Rates)}
-        if freezes or rates:
-            self.freezer = Freezer(
-                model,
-                masked,
-                freezes,
-                rates=rates,
-                seed=self.seed,
-                toggle_requires_grad=toggle_requires_grad,
-                idle=self.idle,
-            )
+        self.freezer = Freezer(
+            model,
+            masked,
+            freezes,
+            rates=rates,
+            seed=self.seed,
+            toggle_requires_grad=toggle_requires_grad,
+            idle=self.idle,
+        )
         if masks_all:
             own = {parameter for each in masked for parameter in parameters_of(each)}
             guarded |= {name: p for name, p in named_parameters(model).items() if p in own}
@@ -172,6 +171,7 @@ class Run:
         self.notices.attach(self.freezer, wrapping, partitioned=not self.has_gradients)
         named = once_each(named_parameters(model))
         self.ranks = Ranks(wrapped, named, self.freezer, masked, agreement_every=self.agreement_every)
+        self.steps.hooks.append(self.ranks)
         for each, state in zip(wrapping, loaded, strict=True):
             if state is not None:
                 each.load_state_dict(state)
@@ -220,19 +220,13 @@ class Run:
         if self.installed is not None:
             self.installed.remove(quiet=quiet or self.notices.warned_of_operations)
             self.installed = None
+        self.freezer.restore()
         self.steps.remove()
-        if self.freezer is not None:
-            self.freezer.restore()
-            masked = set(self.freezer.parameters.values()) if clear_masks else set()
-            for each in self.steps.masked:
-                each.set_masks({parameter: None for parameter in parameters_of(each) if parameter in masked})
+        masked = set(self.freezer.parameters.values()) if clear_masks else set()
+        for each in self.steps.masked:
+            each.set_masks({parameter: None for parameter in parameters_of(each) if parameter in masked})
         self.notices.missing.finish()
-        if self.measurements is not None:
-            self.measurements.detach()
-            self.measurements = None
-        if self.ranks is not None:
-            self.ranks.release()
-            self.ranks = None
+        self.measurements = self.ranks = None
         self.has_begun = self.measures = False
 
     # ---- an update
@@ -246,7 +240,7 @@ class Run:
         """
         if not self.has_begun:
             self.has_begun = True
-            if late and self.freezer is not None:
+            if late:
                 self.notices.late(self.freezer)
             self.epoch = (
                 self.updates // (self.steps_per_epoch or self.updates + 1) if epoch is None else epoch
@@ -259,12 +253,11 @@ class Run:
                 self.installed.set_loss_scale(float(self._scaler.get_scale()))
 
     def _begin(self) -> None:
-        now, changed = (self.updates, self.epoch), False
+        now = (self.updates, self.epoch)
         if self.installed is not None:
             self.installed.update(phase="fit", step=self.updates, epoch=self.epoch)
-        if self.freezer is not None:
-            changed = self.freezer.begin_step(*now)
-            self.steps.hook_gradients(self.freezer)
+        changed = self.freezer.begin_step(*now)
+        self.steps.hook_gradients(self.freezer)
         if self.ranks is not None:
             self.ranks.begin_step(self.updates, cut=any(_cuts(each, *now) for each in self.policies.values()))
         self.measures = self._is_measured is not None and self._is_measured(self.updates)
@@ -278,7 +271,7 @@ class Run:
         masked, own = getattr(optimizer, "masked", {}), parameters_of(optimizer)
         trained = (each for each in own if each not in masked or not masked[each].frozen_everywhere)
         self.notices.missing.update(trained)
-        if self.freezer is None or optimizer not in self.steps.masked:
+        if optimizer not in self.steps.masked:
             return
         if self.measures and self.measurements is not None:
             self.measurements.take_gradients(optimizer, "gradient_norm_before")
@@ -316,19 +309,18 @@ class Run:
 
     def count_from(self, steps: int) -> None:
         """Count steps that these optimizers did not take; sources go on from those of their last training."""
-        former, self._former = self._former, None
-        if former is not None and self.freezer is not None and not self.updates and steps == former[0]:
-            self.freezer.load_state_dict(former[1])
+        updates, sources = self._former
+        if steps and steps == updates and not self.updates:
+            self.freezer.load_state_dict(sources)
         self.updates = max(self.updates, self.steps.count(steps))
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Pass the metrics of an evaluation to mask sources."""
-        if self.freezer is not None:
-            self.freezer.report(metrics)
+        self.freezer.report(metrics)
 
     def is_finished(self, epoch: int) -> bool:
         """Return True if a mask source ends the training after this number of epochs."""
-        return self.freezer is not None and self.freezer.is_finished(self.updates, epoch)
+        return self.freezer.is_finished(self.updates, epoch)
 
     # ---- evaluation and measurements
 
@@ -342,7 +334,9 @@ class Run:
         """Measure each update before which this function returns True for the number of updates so far."""
         self._is_measured = when
         # Without gradients only the active shares are known.
-        self.measurements = Measurements(self.freezer if self.has_gradients else None, self.installed)
+        freezer = self.freezer if self.has_gradients else Freezer(nn.Module(), [], {})
+        self.measurements = Measurements(freezer, self.installed)
+        self.steps.hooks.append(self.measurements)
 
     def take_measured(self) -> dict[str, float]:
         """Return the numbers of the last update that was measured, once."""
@@ -350,9 +344,8 @@ class Run:
         if measured is None:
             return {}
         numbers = summary(measured)
-        if not self.has_gradients and self.freezer is not None:
-            for name in self.freezer.policies:
-                numbers[f"policy/{name}/active_share"] = self.freezer.active_share(name)
+        for name in () if self.has_gradients else self.freezer.policies:
+            numbers[f"policy/{name}/active_share"] = self.freezer.active_share(name)
         return numbers
 
     # ---- checkpoints
@@ -361,16 +354,15 @@ class Run:
         """Return the state of the mask sources, and the policies of the run."""
         return {
             "policies": {name: repr(policy) for name, policy in self.policies.items()},
-            "freezer": pack_masks(self.freezer.state_dict()) if self.freezer is not None else {},
+            "freezer": pack_masks(self.freezer.state_dict()),
             "measured": self.measurements.state() if self.measurements is not None else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that was saved with an optimizer's; :meth:`begin` sets its masks."""
         self.updates, self.has_begun = state["updates"], False
-        if self.freezer is not None:
-            # Loading has replaced the masks that were set.
-            self.freezer.set_again()
+        # Loading has replaced the masks that were set.
+        self.freezer.set_again()
         if "policies" not in state:
             return
         saved, declared = state["policies"], {name: repr(policy) for name, policy in self.policies.items()}
@@ -379,8 +371,7 @@ class Run:
             self.notices.warn(
                 f"the checkpoint was written under other policies; changed: {', '.join(changed)}"
             )
-        if self.freezer is not None and state["freezer"]:
-            self.freezer.load_state_dict(unpack_masks(state["freezer"]))
+        self.freezer.load_state_dict(unpack_masks(state["freezer"]))
         if self.measurements is not None:
             self.measurements.load_state(state["measured"])
 
@@ -425,7 +416,7 @@ class Driven:
         return self.run.installed
 
     @property
-    def freezer(self) -> Freezer | None:
+    def freezer(self) -> Freezer:
         """The freezer, which runs the freeze policies."""
         return self.run.freezer
 

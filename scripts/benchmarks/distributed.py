@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradpolicy as gp
 from benchmarks.measure import Row, paired_ratio
+from gradpolicy.freezing import Freezer
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.tensors.seeded import RandomMask
 from gradpolicy.train.agreement import check_agreement
@@ -55,7 +56,7 @@ def _agreement() -> list[Row]:
     optimizer = MaskedOptimizer(torch.optim.AdamW(plain.parameters(), fused=True))
     for name, parameter in plain.named_parameters():
         optimizer.set_mask(parameter, RandomMask(0, 0, name, 0.5).materialize(parameter.shape))
-    ranks = Ranks(model, dict(plain.named_parameters()), None, [optimizer])
+    ranks = Ranks(model, dict(plain.named_parameters()), Freezer(plain, [optimizer], {}), [optimizer])
     step = _stepper(model, optimizer, torch.randn(64, 512))
     check = paired_ratio(
         "a check of masks, ages, weights / a step",

@@ -168,8 +168,7 @@ class GradientPolicies(Driven, AnyCallback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Have mask sources write what the end demands, such as the best weights of a phase."""
         self.run.steps.switch("eval")
-        if self.freezer is not None:
-            self.freezer.finish()
+        self.freezer.finish()
 
     def _stop_if_finished(self, trainer: Trainer, epoch: int) -> None:
         if self.run.is_finished(epoch):
