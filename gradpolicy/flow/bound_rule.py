@@ -136,16 +136,13 @@ class BoundRule:
         self.reads = self.rule.reads or ()
         if self.rule.takes_call:
             self.current = {"call": Call(self.location), **self.current}
-        # The values of the rule's parameters; where none is replaced, those of the state as they change.
-        own = self.rule.parameters
-        self.parameters: Mapping[str, Any] = {**own, **self.current} if self.current else own
 
     def with_current_numbers(self) -> "BoundRule":
         """Return the rule with the current values of scheduled and learned parameters."""
         if not self.state.changing:
             return self
-        numbers = {key: self.parameters[key].clone() for key in self.state.changing}
-        return BoundRule(self.state, self.location, self.sums_broadcast, {**self.current, **numbers})
+        numbers = {key: self.rule.parameters[key].clone() for key in self.state.changing}
+        return replace(self, current={**self.current, **numbers})
 
     def for_call(
         self, operation: str, arguments: Mapping[str, Any], derivative: RuleFunction | None = None
@@ -153,15 +150,14 @@ class BoundRule:
         """Return the rule with a call as its keyword argument ``call``, if it has one."""
         if not self.rule.takes_call:
             return self
-        current = {**self.current, "call": Call(operation, arguments, derivative)}
-        return BoundRule(self.state, self.location, self.sums_broadcast, current)
+        return replace(self, current={**self.current, "call": Call(operation, arguments, derivative)})
 
     def in_module(self, module: str | None) -> "BoundRule":
         """Return the rule with a location that includes the name of the module in whose forward it acts."""
         if module is None:
             return self
         where = f"module {module!r}" if module else "the model"
-        return BoundRule(self.state, f"{self.location} in {where}", self.sums_broadcast, self.current)
+        return replace(self, location=f"{self.location} in {where}")
 
     def gradients(
         self, grad: Any, inputs: tuple[Tensor, ...], output: Any, wanted: Sequence[bool]
@@ -202,7 +198,7 @@ class BoundRule:
             PolicyError: If it returns the wrong number of gradients, or one gradient where several inputs
                 require one.
         """
-        scale = None if "loss_scale" in self.parameters else self.state.loss_scale
+        scale = None if "loss_scale" in self.rule.parameters else self.state.loss_scale
         if scale is None:
             returned = self._call(grad, inputs, output)
         else:
@@ -219,7 +215,12 @@ class BoundRule:
             return returned
         first = list(wanted).index(True) if self.rule.own else first_index(inputs)
         if any(wanted[number] for number in range(len(inputs)) if number != first):
-            raise self.error(self._of_several_inputs(returned, inputs))
+            raise self.error(
+                f"returned one gradient ({_kind(returned)}) for {len(inputs)} inputs {_shapes(inputs)}, of "
+                "which others need one too; return a tuple with one for each, None where there is none, "
+                "change the own gradients of an operation instead (own=True), or name the input that the "
+                "gradient is for (argument=…)"
+            )
         return [returned if number == first else None for number in range(len(inputs))]
 
     def _call(self, grad: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
@@ -228,11 +229,13 @@ class BoundRule:
         Raises:
             PolicyError: If the function raises an exception; the message has the location and the shapes.
         """
+        # Where no value is current, that of the state, which changes.
+        parameters = {**self.rule.parameters, **self.current}
         with without_modes():
             if is_traced():
-                return self.rule.function(grad, inputs, output, **self.parameters)
+                return self.rule.function(grad, inputs, output, **parameters)
             try:
-                return self.rule.function(grad, inputs, output, **self.parameters)
+                return self.rule.function(grad, inputs, output, **parameters)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
@@ -241,19 +244,6 @@ class BoundRule:
                 kind = "" if isinstance(error, PolicyError) else f"{type(error).__name__}: "
                 reason = " ".join(str(error).split()).removeprefix(f"rule {self.rule.name!r}: ")
                 raise self.error(f"failed with {given}: {kind}{reason}") from error
-
-    def _of_several_inputs(self, returned: Any, inputs: tuple[Tensor, ...]) -> str:
-        """Return the message for a single gradient where several inputs require one."""
-        text = (
-            f"returned one gradient ({_kind(returned)}) for {len(inputs)} inputs {_shapes(inputs)} of which "
-            "others need one too; use a function that returns a tuple with one for each, None where there is "
-            "none"
-        )
-        if self.state.prefix:
-            text += ", or name the input that the gradient is for (argument=…)"
-        if self.rule.each and self.sums_broadcast:
-            text += "; or change the operation's own gradients, for every input (own=True)"
-        return text
 
     def _checked(self, number: int, gradient: Any, tensor: Tensor, output: Any) -> Tensor | None:
         if gradient is None:
@@ -266,9 +256,11 @@ class BoundRule:
         if gradient.shape != tensor.shape:
             is_like_output = isinstance(output, Tensor) and gradient.shape == output.shape
             if not (self.sums_broadcast and is_like_output and broadcasts(tensor.shape, gradient.shape)):
+                is_across = self.state.policy.at == "through"
+                hint = "; name outputs (output=…) and an input (argument=…) of one shape" if is_across else ""
                 raise self.error(
                     f"returned gradient {number} of shape {_shapes(gradient)} for an input of shape "
-                    f"{_shapes(tensor)}"
+                    f"{_shapes(tensor)}{hint}"
                 )
             gradient = gradient.sum_to_size(tensor.shape)
         return gradient.to(tensor.dtype)

@@ -184,27 +184,8 @@ class ThroughRule:
     def _replaced(self, tensor: Tensor, inputs: list[Tensor], bound_rule: BoundRule) -> Tensor:
         if self.detaches:
             return tensor if self.keeps_own else tensor.detach()
-        # Such a rule passes the gradient of the output, changed or not, to a single input.
-        if self.state.rule.each:
-            self._check_input(tensor, inputs)
         ruled = replace(bound_rule, tensor.detach(), inputs)
         return join(tensor, ruled) if self.keeps_own and tensor.requires_grad else ruled
-
-    def _check_input(self, tensor: Tensor, inputs: list[Tensor]) -> None:
-        """Check that one input requires a gradient, and that it has the output's shape."""
-        rule, needing = self.state.rule.name, [one for one in inputs if one.requires_grad]
-        if len(needing) > 1:
-            expected = ", ".join((*self.signature.names, "a position"))
-            raise self.error(
-                f"rule {rule!r} gives its gradient to one input, and {len(needing)} need one; name it "
-                f"(argument=…, expected one of {expected})"
-            )
-        if needing and needing[0].shape != tensor.shape:
-            raise self.error(
-                f"rule {rule!r} passes a gradient of shape {tuple(tensor.shape)} on to an input of shape "
-                f"{tuple(needing[0].shape)}; name the outputs that it is for (output=…), the input "
-                "(argument=…), or another rule"
-            )
 
     def error(self, text: str) -> PolicyError:
         """Return an error that names the policy and the module."""
