@@ -52,8 +52,9 @@ def classes_that_hide_tensors(values: Any) -> set[str]:
 
     These are iterators, and all other objects whose attributes or items are tensors that require a gradient.
     """
-    children = _items(values)
-    if isinstance(values, Tensor) or children:
+    if isinstance(values, Tensor):
+        return set()
+    if children := _items(values):
         return set().union(*map(classes_that_hide_tensors, children.values()))
     if isinstance(values, Set | deque):
         found = list(values)
