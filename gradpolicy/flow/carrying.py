@@ -199,7 +199,10 @@ def carry(
     if not torch.is_grad_enabled():
         return call(function, args, kwargs)
     carrier = _CARRIERS.get(function)
-    if carrier is not None and all(path.tensor is not None for path in paths):
+    is_complex = any(
+        each.is_complex() if isinstance(each, Tensor) else isinstance(each, complex) for each in args
+    )
+    if carrier is not None and not is_complex and all(path.tensor is not None for path in paths):
         result = carrier(call, function, args, kwargs)
         if result is not NotImplemented:
             return result
@@ -269,8 +272,7 @@ def _cast(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]
             return result
         loses_values = result.dtype == torch.bool and args[0].dtype != torch.bool
         if loses_values or (path.is_index and not is_discrete(result)):
-            _lose([path], function, result)
-            return result
+            return NotImplemented
         return _follow(result, path.tensor.to(result.device), [path])
 
 
@@ -301,15 +303,15 @@ def _multiply(call: Call, function: Function, args: tuple, kwargs: Mapping[str, 
         return NotImplemented
     with without_modes():
         dtype = args[0].dtype if is_in_place else _dtype_of(function, *args)
-        if dtype.is_complex:
-            return NotImplemented
+        pairs = list(zip(paths, args, strict=True))
         if not dtype.is_floating_point:
-            pairs = zip(paths, args, strict=True)
             values = [given if path is None else path.tensor for path, given in pairs]
-            found = [path for path in paths if path is not None]
-            return _follow(function(*args), function(*values), found)
-        operands = tuple(_in_floating_point(operand, dtype) for operand in args)
-    return call(function, operands, kwargs)
+            return _follow(function(*args), function(*values), [path for path in paths if path is not None])
+        operands = [
+            given if path is None else _follow(given.detach().to(dtype), path.tensor, [path])
+            for path, given in pairs
+        ]
+    return call(function, tuple(operands), kwargs)
 
 
 def _dtype_of(function: Function, first: Any, second: Any) -> torch.dtype:
@@ -317,15 +319,6 @@ def _dtype_of(function: Function, first: Any, second: Any) -> torch.dtype:
         # The compiler cannot trace result_type, and eliminates the unused result.
         return function(first, second).dtype
     return torch.result_type(first, second)
-
-
-def _in_floating_point(operand: Any, dtype: torch.dtype) -> Any:
-    """Return an operand in floating-point with the gradient of its path, if it has one."""
-    path = path_of(operand)
-    if path is None:
-        return operand
-    path.note_carried()
-    return join(operand.detach().to(dtype), path.tensor)
 
 
 def _choose(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -338,14 +331,18 @@ def _choose(call: Call, function: Function, args: tuple, kwargs: Mapping[str, An
         return NotImplemented
     # Detached, so that an outer block does not propagate the path again.
     result = call(function, tuple(each.detach() if each is condition else each for each in args), {})
+    return _select(result, path, path.tensor, chosen, otherwise)
+
+
+def _select(result: Tensor, path: GradientPath, share: Tensor, chosen: Any, otherwise: Any) -> Any:
+    """Propagate a path through a selection, ``y = share · chosen + (1 − share) · otherwise``."""
     with without_modes():
-        if result.is_complex():
-            return NotImplemented
-        like = result if result.is_floating_point() else path.tensor
+        like = result if result.is_floating_point() else share
         slope = (_detached(chosen, like) - _detached(otherwise, like)).expand(result.shape)
         # Finite, so that a gradient of 0 stays 0 where a branch is infinite.
-        passed = path.tensor.expand(result.shape) * slope.nan_to_num()
-        return _follow(result, join(result.detach().to(path.tensor.dtype), passed), [path])
+        passed = share.expand(result.shape) * slope.nan_to_num()
+        values = join(result.detach().to(share.dtype), passed)
+        return _follow(result, values, [GradientPath(None, path.origins)])
 
 
 def _detached(value: Any, like: Tensor) -> Tensor:
@@ -367,8 +364,7 @@ def _one_hot(call: Call, function: Function, args: tuple, kwargs: Mapping[str, A
             # The one-hot code of a bit is (1 − bit, bit).
             tensor = torch.stack([1 - path.tensor, path.tensor], -1)
         else:
-            _lose([path], function, result)
-            return result
+            return NotImplemented
         return _follow(result, tensor, [GradientPath(None, path.origins)])
 
 
@@ -382,18 +378,16 @@ def _scatter(call: Call, function: Function, args: tuple, kwargs: Mapping[str, A
         return NotImplemented
     if index.dim() and index.shape[dim] != 1:
         return NotImplemented
-    before = target.detach().clone()
+    with without_modes():
+        code = path.tensor.transpose(dim % index.dim(), -1).squeeze(-1) if index.dim() else path.tensor
+        before = target.detach().clone()
+    if code.shape != target.shape:
+        return NotImplemented
     # Detached, so that an outer block does not propagate the path again.
     result = call(function, (target, dim, index.detach(), value), {})
     with without_modes():
-        code = path.tensor.transpose(dim % index.dim(), -1).squeeze(-1) if index.dim() else path.tensor
-        if code.shape != result.shape or result.is_complex():
-            _lose([path], function, result)
-            return result
-        unchanged = _detached(before, code)
-        passed = unchanged + code * (_detached(value, code) - unchanged)
         changes = function in _WRITES and not is_discrete(result)
-        found = _follow(result.clone() if changes else result, passed, [GradientPath(None, path.origins)])
+        found = _select(result.clone() if changes else result, path, code, value, before)
         return result.copy_(found) if changes else found
 
 
