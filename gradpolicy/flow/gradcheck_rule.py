@@ -5,7 +5,7 @@ The true gradient is computed by central differences here, since torch has no pu
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,44 +111,44 @@ def gradcheck_rule(
     if not tensors_in(args):
         args = tuple(torch.from_numpy(value) if isinstance(value, np.ndarray) else value for value in args)
 
-    def outputs_at(tensors: Sequence[Tensor]) -> list[Tensor]:
-        left = iter(tensors)
-        result = apply(rule, forward, *map_tensors(lambda _: next(left), args), numpy=numpy)
-        return [one for one in tensors_in(result) if one.is_floating_point()]
+    def outputs_of(args: tuple) -> list[Tensor]:
+        return [
+            one for one in tensors_in(apply(rule, forward, *args, numpy=numpy)) if one.is_floating_point()
+        ]
 
-    def losses_at(tensors: Sequence[Tensor]) -> Tensor:
-        pairs = zip(cotangents, outputs_at(tensors), strict=True)
-        return torch.stack([one.double().flatten(1) @ two.double().flatten() for one, two in pairs]).sum(0)
-
-    points = [one.detach() for one in tensors_in(args)]
     # It fails if the forward uses other tensors of another precision.
     with contextlib.suppress(RuntimeError):
-        double = [one.double() if one.is_floating_point() else one for one in points]
-        outputs_at(double)
-        points = double
-    numbers = [n for n, point in enumerate(points) if point.is_floating_point() and point.numel()]
-    if not numbers:
+        double = map_tensors(Tensor.double, args, torch.is_floating_point)
+        outputs_of(double)
+        args = double
+    points = [one.detach() for one in tensors_in(args) if one.is_floating_point()]
+    if not sum(map(torch.numel, points)):
         raise PolicyError(f"rule {rule.name!r}: there is no floating-point input to check")
-    points = [point.requires_grad_(n in numbers) for n, point in enumerate(points)]
-    outputs, again = outputs_at(points), outputs_at(points)
-    if not all(torch.allclose(*two, 0, 0, equal_nan=True) for two in zip(outputs, again, strict=True)):
+    dtypes = [one.dtype for one in (*points, *outputs_of(args))]
+    dtype = max(dtypes, key=lambda each: torch.finfo(each).eps)
+
+    def values_at(entries: Tensor) -> Tensor:
+        """Return the entries of all outputs, at the entries of all inputs."""
+        parts = iter(entries.split(list(map(torch.numel, points))))
+        given = map_tensors(lambda one: next(parts).view_as(one).to(one.dtype), args, torch.is_floating_point)
+        return torch.cat([one.double().flatten() for one in outputs_of(given)])
+
+    entries = torch.cat([one.double().flatten() for one in points]).requires_grad_()
+    values = values_at(entries)
+    if not torch.allclose(values, values_at(entries), 0, 0, equal_nan=True):
         raise PolicyError(f"rule {rule.name!r}: the forward is random, its outputs differ from call to call")
     generator = torch.Generator("cpu").manual_seed(0)
-    cotangents = [
-        torch.randn(COTANGENTS, *one.shape, generator=generator, device="cpu").to(one) for one in outputs
+    cotangents = torch.randn(COTANGENTS, len(values), generator=generator, device="cpu").to(values)
+    pulled_back = [
+        torch.autograd.grad(values, entries, each, retain_graph=True, materialize_grads=True)[0]
+        for each in cotangents
     ]
-    rows = []
-    for incoming in zip(*cotangents, strict=True):
-        wanted = [points[n] for n in numbers]
-        found = torch.autograd.grad(outputs, wanted, incoming, retain_graph=True, materialize_grads=True)
-        rows.append(torch.cat([gradient.double().flatten() for gradient in found]))
-    dtypes = [one.dtype for one in (*points, *outputs) if one.is_floating_point()]
-    dtype = max(dtypes, key=lambda each: torch.finfo(each).eps)
     with torch.no_grad():
-        true, kinks = _differences(losses_at, points, numbers, torch.finfo(dtype).eps)
+        eps = torch.finfo(dtype).eps
+        true, kinks = _differences(lambda moved: cotangents @ values_at(moved), entries.detach(), eps)
     if kinks.all():
         raise PolicyError(f"rule {rule.name!r}: every entry is at a kink or jump of the forward; move them")
-    true, by_rule = true[:, ~kinks], torch.stack(rows)[:, ~kinks]
+    true, by_rule = true[:, ~kinks], torch.stack(pulled_back)[:, ~kinks]
     tolerance = TOLERANCES.get(dtype, COARSE) if tolerance is None else tolerance
     bound = tolerance * max(1.0, float(true.abs().max()))
     deviation = float((by_rule - true).abs().max())
@@ -166,28 +166,24 @@ def gradcheck_rule(
     )
 
 
-def _differences(
-    losses: Callable[[Sequence[Tensor]], Tensor], points: Sequence[Tensor], numbers: Sequence[int], eps: float
-) -> tuple[Tensor, Tensor]:
+def _differences(losses: Callable[[Tensor], Tensor], entries: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the Jacobian by central differences, and the mask of entries at kinks or jumps.
 
     The step is the cube root of eps, the relative rounding error, which balances rounding and truncation
     errors. Where the forward is smooth, the difference between forward and backward differences is
     proportional to the step; at a kink or jump it is not.
     """
-    centre, unit = losses(points), eps ** (1 / 3)
+    centre, unit = losses(entries), eps ** (1 / 3)
     columns, kinks = [], []
-    for number in numbers:
-        for entry, value in enumerate(points[number].flatten().tolist()):
-            gaps = []
-            for step in (unit / 4 * max(1.0, abs(value)), unit * max(1.0, abs(value))):
-                moved = [points[number].clone(memory_format=torch.contiguous_format) for _ in range(2)]
-                moved[0].view(-1)[entry] += step
-                moved[1].view(-1)[entry] -= step
-                above, below = (losses([*points[:number], one, *points[number + 1 :]]) for one in moved)
-                central = (above - below) / (2 * step)
-                gaps.append((above - 2 * centre + below).abs() / step)
-            columns.append(central)
-            large = gaps[1] > 16 * unit * central.abs().clamp(min=1.0)
-            kinks.append((large & ((4 * gaps[0] - gaps[1]).abs() >= gaps[1] / 2)).any())
+    for place, value in enumerate(entries.tolist()):
+        gaps = []
+        for step in (unit / 4 * max(1.0, abs(value)), unit * max(1.0, abs(value))):
+            move = torch.zeros_like(entries)
+            move[place] = step
+            above, below = losses(entries + move), losses(entries - move)
+            central = (above - below) / (2 * step)
+            gaps.append((above - 2 * centre + below).abs() / step)
+        columns.append(central)
+        large = gaps[1] > 16 * unit * central.abs().clamp(min=1.0)
+        kinks.append((large & ((4 * gaps[0] - gaps[1]).abs() >= gaps[1] / 2)).any())
     return torch.stack(columns, 1), torch.stack(kinks)
