@@ -30,6 +30,17 @@ NEVER_FLOATING = (
 )
 
 
+# Why the rule was not applied at a module or parameter.
+NEVER_RAN = (
+    "{} never ran through its forward; another method of it, or a function of its weights, skips the policy"
+)
+NOT_CROSSED = (
+    "no gradient crosses {}: what passes there needs none (it is data, comes from frozen modules, or runs "
+    "under torch.no_grad)"
+)
+NOT_REACHED = "no gradient came to {}: it is frozen, not used, or no backward pass ran"
+
+
 class Outcome(enum.Enum):
     """What happened at a location: an operation, a side of a module, the path across it, or a parameter."""
 
@@ -212,32 +223,18 @@ class ReportRow:
     def _about_locations(self, *ignored: Outcome) -> Iterator[str]:
         """Yield a clause for modules that never ran, and for locations that no gradient reached."""
         ran = self.locations_with(Outcome.ACTED, Outcome.WITHOUT_GRADIENT, Outcome.OFF)
-        idle = {key: at for key, at in self.expected.items() if at.module is not None and key not in ran}
+        idle = {key for key, at in self.expected.items() if at.module is not None and key not in ran}
         reached = self.locations_with(Outcome.ACTED, Outcome.OFF, *ignored)
         reached |= {call.partition(" at ")[2] for call in self.opaque_calls}
         acted = any(key in self.matched for key in self.expected)
-        missing = [
-            key
-            for key, at in self.expected.items()
-            if key not in reached and key not in idle and (at.is_named or not acted)
-        ]
-        # A glob that matches a ModuleList, which has no forward, matches its modules too.
-        has_others = len(idle) < len(self.expected)
-        never = [at.module for at in idle.values() if at.is_named or at.has_forward or not has_others]
-        if never:
-            names = [f"module {name!r}" if name else "the model" for name in never]
-            yield (
-                f"{_listed(names)} never ran through its forward; another method of it, or a function "
-                "of its weights, skips the policy"
-            )
-        if crossed := [key for key in missing if self.expected[key].module is not None]:
-            yield (
-                f"no gradient crosses {_listed(crossed)}: what passes there needs none (it is data, comes "
-                "from frozen modules, or runs under torch.no_grad)"
-            )
-        if parameters := [key for key in missing if self.expected[key].module is None]:
-            why = "it is frozen, not used, or no backward pass ran"
-            yield f"no gradient came to {_listed(parameters)}: {why}"
+        missing: dict[str, list[str]] = {NEVER_RAN: [], NOT_CROSSED: [], NOT_REACHED: []}
+        for key, at in self.expected.items():
+            # A glob that matches a ModuleList, which has no forward, matches its modules too.
+            if key in idle and (at.is_named or at.has_forward or len(idle) == len(self.expected)):
+                missing[NEVER_RAN].append(f"module {at.module!r}" if at.module else "the model")
+            elif key not in idle and key not in reached and (at.is_named or not acted):
+                missing[NOT_REACHED if at.module is None else NOT_CROSSED].append(key)
+        return (reason.format(_listed(names)) for reason, names in missing.items() if names)
 
     def _about_operations(self, unmet: list[str]) -> Iterator[str]:
         """Yield a clause for each reason why the rule was not applied to some operations."""
