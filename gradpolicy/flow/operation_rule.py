@@ -319,12 +319,6 @@ OPAQUE_CALLS: dict[Function, frozenset[str] | None] = {
 }
 
 
-@tracing.runs_while_tracing
-def _opaque_name(function: Function) -> str:
-    """Return the name of a function in ``OPAQUE_CALLS``; empty for other functions."""
-    return function.__name__.removesuffix("_impl") if function in OPAQUE_CALLS else ""
-
-
 class DispatchTable:
     """A table of rules by torch function.
 
@@ -342,20 +336,9 @@ class DispatchTable:
         for function in SHARED.keys() & self.by_function:
             rules = self.by_function[function]
             self.by_function[function] = tuple(one for one in rules if one.decides is None) or rules
-        # For functions that run operations within torch, by name: the rules' states, each with a reason.
-        self.opaque: dict[str, list[tuple[RuleState, str]]] = {}
-        for state in dict.fromkeys(rule.state for rule in self.rules):
-            own = [rule for rule in self.rules if rule.state is state]
-            for function, within in OPAQUE_CALLS.items():
-                hidden = sorted(rule.name for rule in own if within is None or rule.name in within)
-                if hidden and not any(function in rule.operation.functions for rule in own):
-                    runs = "may run" if within is None else "runs"
-                    reason = f"it {runs} {', '.join(hidden)} within torch, with the plain gradient; {ACROSS}"
-                    self.opaque.setdefault(_opaque_name(function), []).append((state, reason))
-        # Others, which hide nothing here, the compiler may trace into; control flow it knows.
-        hiding = [
-            each for each, within in OPAQUE_CALLS.items() if within and _opaque_name(each) in self.opaque
-        ]
+        # What hides nothing here, the compiler may trace into; control flow it knows.
+        names = {rule.name for rule in self.rules}
+        hiding = [function for function, within in OPAQUE_CALLS.items() if within and within & names]
         tracing.show_to_compiler([*self.by_function, *hiding])
         # The functions or operations that were called without a rule, for reports.
         self.seen: set[Function | str] = set()
@@ -364,6 +347,21 @@ class DispatchTable:
     def names_seen(self) -> set[str]:
         """The names of the operations that were called without a rule."""
         return {each if isinstance(each, str) else name_of(each) for each in self.seen}
+
+    @tracing.runs_while_tracing
+    def note_hidden(self, function: Function) -> None:
+        """Record the active rules on operations that a function runs within torch."""
+        if function not in OPAQUE_CALLS:
+            return
+        within, hidden = OPAQUE_CALLS[function], dict[RuleState, list[str]]()
+        acting = {rule.state for rule in self.by_function.get(function, ())}
+        for rule in self.rules:
+            if rule.state.active and rule.state not in acting and (within is None or rule.name in within):
+                hidden.setdefault(rule.state, []).append(rule.name)
+        for state, names in hidden.items():
+            runs = f"it {'may run' if within is None else 'runs'} {', '.join(sorted(names))}"
+            reason = f"{runs} within torch, with the plain gradient; {ACROSS}"
+            state.row.note_opaque(function.__name__.removesuffix("_impl"), reason)
 
     def __reduce__(self) -> tuple:
         # Some torch functions cannot be pickled; the rules can.
@@ -405,10 +403,7 @@ class DispatchMode(TorchFunctionMode):
     def _call(self, func: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         table = self.table
         if (is_traced() or func in OPAQUE_CALLS) and torch.is_grad_enabled():
-            name = _opaque_name(func)
-            for state, reason in table.opaque.get(name, ()):
-                if state.active:
-                    state.row.note_opaque(name, reason)
+            table.note_hidden(func)
         rules = table.by_function.get(func)
         # All rules are checked, since those with `calls=` count.
         covering = [rule for rule in rules if rule.covers(func, args, kwargs)] if rules else ()

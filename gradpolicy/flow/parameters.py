@@ -1,5 +1,6 @@
 """Rules on the gradients of parameters."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -163,9 +164,8 @@ def run_with_rules(
         for rules in all_rules:
             rules.check_traced()
         return forward(args, kwargs)
-    put_backs = [rules.put_alias() for rules in all_rules if rules.put_on()]
-    try:
+    with contextlib.ExitStack() as aliased:
+        for rules in all_rules:
+            if rules.put_on():
+                aliased.callback(rules.put_alias())
         return forward(args, kwargs)
-    finally:
-        for put_back in reversed(put_backs):
-            put_back()

@@ -159,11 +159,8 @@ class WrappedForward:
             if self.parameter_rules:
                 return run_with_rules(self.parameter_rules, self._run_in_session, args, kwargs)
             return self._run_in_session(args, kwargs)
-        # Also an exported program, which cannot have rules. Without a call of _forward, since the compiler
-        # limits the depth of nested calls.
-        if self.inner is not None:
-            return self.inner(*args, **kwargs)
-        return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
+        # Also an exported program, which cannot have rules.
+        return self.__wrapped__(*args, **kwargs)
 
     def take_off(self) -> None:
         """Restore the forward, also below the wrappers of later installations."""
@@ -264,9 +261,7 @@ class WrappedForward:
                 state.call_counts[operation] = before
 
     def _forward(self, args: tuple, kwargs: dict) -> Any:
-        if self.inner is not None:
-            return self.inner(*args, **kwargs)
-        return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
+        return self.__wrapped__(*args, **kwargs)
 
 
 def _checkpoints_within(rule: OperationRule) -> int:
