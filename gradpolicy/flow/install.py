@@ -16,12 +16,10 @@ from gradpolicy.flow.boundary import ModuleRules
 from gradpolicy.flow.locations import (
     Locations,
     RulePlacement,
-    check_cuts,
     check_policies,
     describe_location,
     find_locations,
     is_below,
-    is_cut,
     location_at,
 )
 from gradpolicy.flow.operation_rule import DispatchTable, OperationRule
@@ -119,11 +117,8 @@ class Installed(Displayed):
     def __enter__(self) -> "Installed":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         self.remove(quiet=kind is not None)
-        if isinstance(error, RuntimeError) and is_cut(error):
-            acted = [state.name for state in self._states.values() if state.row.matched]
-            check_cuts({name: self.policies[name] for name in acted})
 
     def remove(self, *, quiet: bool = False) -> None:
         """Remove the policies and restore the model. A second call does nothing.

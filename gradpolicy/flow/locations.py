@@ -145,7 +145,7 @@ def is_below(name: str, names: Collection[str]) -> bool:
     return any(".".join(parts[:end]) in names for end in range(len(parts) + 1))
 
 
-# ---- contradictions, meaningless locations, detached graphs
+# ---- contradictions, meaningless locations
 
 
 def check_policies(policies: Mapping[str, RulePlacement], locations: Mapping[str, Locations]) -> None:
@@ -175,29 +175,6 @@ def remarks(policies: Mapping[str, RulePlacement]) -> list[str]:
         for operation in [resolve_operation(operation).name for operation in policy.ops]
         if operation in STEP_OPERATIONS
     ]
-
-
-def is_cut(error: BaseException) -> bool:
-    """Return True for torch's error that a loss has no graph."""
-    return "does not require grad and does not have a grad_fn" in str(error)
-
-
-def check_cuts(policies: Mapping[str, RulePlacement]) -> None:
-    """Name the policies that cut the only path of the gradient, after a backward pass without a graph.
-
-    Raises:
-        PolicyError: If one of the policies detaches tensors, or stops the gradient within a module.
-    """
-    stops = [
-        f"policy {name!r} ({type(policy).__name__} at {describe_location(policy)})"
-        for name, policy in policies.items()
-        if policy.detaches or (policy.at == "through" and policy.inside == "none")
-    ]
-    if stops:
-        raise PolicyError(
-            f"{' and '.join(stops)} {'cuts' if len(stops) == 1 else 'cut'} the only path of the gradient: "
-            "nothing that trains gets one; cut at another location, or train something after the cut"
-        )
 
 
 def _check_rule(name: str, policy: RulePlacement) -> None:

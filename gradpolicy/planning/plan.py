@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from gradpolicy.checks import check_integer
 from gradpolicy.errors import PolicyError, shortened, shown, under
 from gradpolicy.flow.install import checked_policies
-from gradpolicy.flow.locations import check_cuts
 from gradpolicy.freezing.bound_policy import BoundPolicy, combine, layers_under, masks_never_change
 from gradpolicy.masks.base import Layer, MaskSource
 from gradpolicy.masks.layers import names_in
@@ -58,8 +57,8 @@ def plan(
 
     Raises:
         PolicyError: If an entry is not a policy, a pattern matches nothing, an operation that a policy names
-            is not called, a stop leaves no active parameter with a gradient, two policies contradict each
-            other, or the optimizer cannot freeze some entries of a tensor.
+            is not called, two policies contradict each other, or the optimizer cannot freeze some entries of
+            a tensor.
 
     Example:
         >>> import torch
@@ -74,7 +73,6 @@ def plan(
     named = checked_policies("plan", policies, Policy, "gradient policy")
     found = first_step(model, named, step, seed=check_integer("seed", seed), optimizers=optimizers)
     masks = _masks_together(found)
-    _check_path(found, masks)
     layers = _layers(model, found, masks)
     if all(masks_never_change(policy) for policy in of_kind(named, Freeze).values()):
         layers.check()
@@ -112,18 +110,6 @@ def _masks_together(found: FirstStep) -> dict[str, Mask]:
     """Return the mask of each parameter in the first step, under all policies that are active in it."""
     active = _in_first_step(found)
     return {key: combine(active, key, parameter) for key, parameter in found.parameters.items()}
-
-
-def _check_path(found: FirstStep, masks: Mapping[str, Mask]) -> None:
-    """Check that the stops leave a path to an active parameter.
-
-    Raises:
-        PolicyError: If they do not.
-    """
-    reached = [name for name, gradient in found.gradients.items() if gradient is not None]
-    if found.gradients and all(masks.get(name) is False for name in reached):
-        flow = of_kind(found.policies, FlowPolicy)
-        check_cuts({name: policy for name, policy in flow.items() if "fit" in policy.when.phases})
 
 
 def _layers(model: nn.Module, found: FirstStep, masks: Mapping[str, Mask]) -> Layers:

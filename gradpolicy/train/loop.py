@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from gradpolicy.checks import check_integer
 from gradpolicy.errors import PolicyError, shown
 from gradpolicy.flow.install import name_policies
-from gradpolicy.flow.locations import is_cut
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import deepspeed_refused, wrapper_of
 from gradpolicy.optim.optimizers import innermost, is_prepared, put_inside
@@ -124,8 +123,8 @@ def training(
         run.freezer.finish()
         finished = True
     except RuntimeError as error:
-        if is_cut(error):
-            run.notices.cuts()
+        if "does not have a grad_fn" in str(error):
+            run.freezer.check_graphs()
         raise
     finally:
         run.remove(quiet=not finished, clear_masks=True)

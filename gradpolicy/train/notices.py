@@ -11,7 +11,7 @@ from gradpolicy.display import wide_console
 from gradpolicy.errors import PolicyError
 from gradpolicy.factors import divided_factors
 from gradpolicy.flow.install import Installed
-from gradpolicy.flow.locations import check_cuts, remarks
+from gradpolicy.flow.locations import remarks
 from gradpolicy.flow.policy_report import ReportRow, check_operations
 from gradpolicy.freezing import Freezer
 from gradpolicy.freezing.moving_parts import moving_parts, moving_warnings
@@ -172,17 +172,6 @@ class Notices:
                 if message and warns and f"{row.name}: {message}" not in self.shown:
                     self.warn(f"policy {row.name!r}: {message}")
                     self.warned_of_operations = True
-
-    def cuts(self) -> None:
-        """Check that no policy cuts the loss off from all parameters; torch's own error is less clear.
-
-        Raises:
-            PolicyError: If there is such a policy, or reentrant checkpoints behind frozen layers do.
-        """
-        acting = [row.name for row in self._rows() if row.active and row.matched]
-        flow = {name: each for name, each in self.policies.items() if isinstance(each, FlowPolicy)}
-        check_cuts({name: flow[name] for name in acting})
-        self._freezer.check_graphs()
 
     def warn(self, line: str) -> None:
         """Give a warning, on one process only."""

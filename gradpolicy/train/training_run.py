@@ -202,7 +202,7 @@ class Run:
         self.has_gradients = False
 
     def check_outputs(self, model: nn.Module) -> None:
-        """Check at each forward pass that no policy cuts all outputs off; torch's own error is less clear.
+        """Check at each forward pass that layers which train are in a graph; torch's own error is less clear.
 
         Args:
             model: The model as the loop calls it, which then raises the PolicyError.
@@ -210,8 +210,9 @@ class Run:
 
         def check(module: nn.Module, inputs: Any, outputs: Any) -> None:
             found = tensors_in(outputs)  # none in an object of another kind, which may have gradients
-            if torch.is_grad_enabled() and found and not any(each.requires_grad for each in found):
-                self.notices.cuts()
+            has_graph = not torch.is_grad_enabled() or not found or any(each.requires_grad for each in found)
+            if not has_graph:
+                self.freezer.check_graphs()
 
         self.steps.hooks.append(model.register_forward_hook(ModelHook(check)))
 

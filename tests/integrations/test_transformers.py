@@ -554,7 +554,7 @@ def test_wrong_policies_are_named(train, bert):
     with pytest.raises(gp.PolicyError, match=r"policy.half.params: .*bert\.encodr\.\*"):
         train(bert, {"half": gp.Freeze(half, params="bert.encodr.*")})
     frozen = gp.Freeze(gp.masks.Fixed(), params="classifier*")
-    with pytest.raises(gp.PolicyError, match=r"policy 'cut' \(Stop"):
+    with pytest.raises(RuntimeError, match="does not require grad"):
         train(bert, {"cut": gp.Stop(modules="classifier"), "head": frozen})
     with pytest.raises(gp.PolicyError, match="round"):
         train(bert, {"rounding": gp.StraightThrough(ops=["round"])})

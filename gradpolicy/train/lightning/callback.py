@@ -131,13 +131,13 @@ class GradientPolicies(Driven, AnyCallback):
         self.run.begin(trainer.current_epoch)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Check that no policy cuts the loss off from all parameters; torch's own error is less clear.
+        """Check that layers which train are in a graph; torch's own error is less clear.
 
         Raises:
-            PolicyError: If there is such a policy.
+            PolicyError: If one is not.
         """
         if not loss.requires_grad:
-            self.run.notices.cuts()
+            self.run.freezer.check_graphs()
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer

@@ -412,11 +412,6 @@ def test_a_policy_that_cannot_act_where_it_is_is_a_warning(two_layers, train, po
         ({"a": gp.Stop(modules="haed")}, "haed.*head"),
         ({"a": gp.Freeze(half, params="trnk.*")}, r"policy\.a\.params.*trnk.*trunk"),
         ({"a": gp.Guided(), "b": gp.Deconv()}, "a.*b"),
-        # A path that is cut is seen in the first backward pass.
-        (
-            {"cut": gp.Stop(modules="head", at="output")},
-            r"policy 'cut' \(Stop at output of modules head\) cuts",
-        ),
     ],
 )
 def test_a_wrong_place_ends_the_run_before_its_first_step(train, policies, message):
