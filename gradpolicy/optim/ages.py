@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 
 import numpy as np
@@ -48,41 +48,35 @@ class Slices:
         """Number of entries in a slice."""
         return prod(self.shape[self.dims :])
 
-    def spread_flags(self) -> Tensor:
-        """Return the mask of which these are the active slices."""
-        return self.spread_numbers(torch.ones((), dtype=torch.bool, device=self.index.device))
-
-    def spread_numbers(self, numbers: Tensor) -> Tensor:
-        """Return a number for each slice of the tensor, 0 for others, with dimensions that broadcast."""
-        flat = numbers.new_zeros(prod(self.shape[: self.dims]))
-        _scatter(flat, self.index, numbers.expand(self.index.shape))
-        return flat.view(*self.shape[: self.dims], *(1,) * (len(self.shape) - self.dims))
-
     def take(self, values: Tensor) -> Tensor:
-        """Return the values of the slices, a row each; of one entry where a value is that of a slice."""
-        size = prod(values.shape[self.dims :])
-        if values.is_contiguous() and values.shape[: self.dims] == self.shape[: self.dims]:
-            # PyTorch takes single numbers in a third of the time that rows of one take.
-            rows = values.view(-1) if size == 1 else values.view(-1, size)
-            return rows.index_select(0, self.index).view(-1, size)
-        places = torch.unravel_index(self.index.long(), self.shape[: self.dims])
-        return values[places].reshape(-1, size)
+        """Return the values of the slices, a row each."""
+        rows = values.reshape(-1, self.size)
+        if self.size == 1:  # in a third of the time that rows of one take
+            return rows.view(-1).index_select(0, self.index).view(-1, 1)
+        return rows.index_select(0, self.index)
 
-    def put(self, values: Tensor, rows: Tensor) -> None:
-        """Write the values of the slices."""
-        if not values.is_contiguous():
-            places = torch.unravel_index(self.index.long(), self.shape[: self.dims])
-            values[places] = rows.view(-1, *self.shape[self.dims :])
-        elif self.size == 1 and values.element_size() >= 4:  # it changes bits of NaN in bfloat16
-            _scatter(values.view(-1), self.index, rows.view(-1))
-        else:
-            values.view(-1, self.size).index_copy_(0, self.index.long(), rows)
+    def take_numbers(self, numbers: Tensor) -> Tensor:
+        """Return the number of each slice (1-D), of a tensor that broadcasts to one for each."""
+        return numbers.expand(self._leading).reshape(-1).index_select(0, self.index)
 
     def spread(self, rows: Tensor, start: float) -> Tensor:
         """Return the values of the slices as values of all entries, of which others get a start value."""
         values = rows.new_full(self.shape, start)
-        self.put(values, rows.view(-1, self.size))
+        if self.size == 1 and values.element_size() >= 4:  # it changes bits of NaN in bfloat16
+            _scatter(values.view(-1), self.index, rows.view(-1))
+        else:
+            values.view(-1, self.size).index_copy_(0, self.index.long(), rows.view(-1, self.size))
         return values
+
+    def spread_numbers(self, numbers: Tensor) -> Tensor:
+        """Return a number for each slice of the tensor, 0 for others, with dimensions that broadcast."""
+        spread = numbers.new_zeros(self._leading)
+        _scatter(spread.view(-1), self.index, numbers.expand(self.index.shape))
+        return spread
+
+    @property
+    def _leading(self) -> tuple[int, ...]:
+        return (*self.shape[: self.dims], *(1,) * (len(self.shape) - self.dims))
 
 
 def _scatter(values: Tensor, index: Tensor, numbers: Tensor) -> None:
@@ -93,15 +87,14 @@ def _scatter(values: Tensor, index: Tensor, numbers: Tensor) -> None:
         values.scatter_(0, index[part].long(), numbers[part])
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Ages:
-    """Which entries of this process are active, and how many updates each has had: an immutable value.
+    """Which entries of this process are active, and how many updates each has had.
 
     Attributes:
         shape: Shape of the entries, with a last dimension of 2 for complex parameters.
-        mask_shape: The same with 1 where one flag of the mask is that of a whole dimension.
         active: Number of active entries.
-        youngest: The least age of an active entry.
+        youngest: The least age of an active entry; each update counts it up.
         is_even: True if that is the age of all of them.
         others: Ages of frozen entries and, unless all active ones are of one age, what an active one has
             above the youngest: one number for all, or a tensor that broadcasts to the shape; with stored
@@ -113,7 +106,6 @@ class Ages:
     """
 
     shape: tuple[int, ...]
-    mask_shape: tuple[int, ...]
     active: int
     youngest: int
     is_even: bool
@@ -126,7 +118,7 @@ class Ages:
     def all_active(cls, age: int, shape: tuple[int, ...], device: torch.device) -> Ages:
         """Return the ages of entries that are all active and of one age."""
         flags = torch.ones((1,) * len(shape), dtype=torch.bool, device=device)
-        return _under(age, flags, shape)
+        return cls(shape, prod(shape), age, True, 0, 0, flags)
 
     @classmethod
     def of(cls, signed: Tensor, mask: Tensor, shape: tuple[int, ...]) -> Ages:
@@ -139,7 +131,8 @@ class Ages:
         """
         ages = signed.to(WIDE).abs() - 1
         coarse = ages[tuple(slice(size) for size in mask.shape)]
-        return _under(coarse if torch.equal(coarse.expand_as(ages), ages) else ages, mask, shape)
+        ages = coarse if torch.equal(coarse.expand_as(ages), ages) else ages
+        return _under(ages, mask, shape, torch.zeros_like(mask[(slice(1),) * mask.dim()]))
 
     # --- properties
 
@@ -174,16 +167,15 @@ class Ages:
         if self.flags is not None:
             return self.flags
         assert self.stored is not None
-        return self.stored.spread_flags()[tuple(slice(size) for size in self.mask_shape)]
+        return self.stored.spread_numbers(torch.ones((), dtype=torch.bool, device=self.device))
 
     @property
     def dims(self) -> int:
         """Leading dimensions that mask and ages tell apart; an entry's slice is all of the others."""
         if self.stored is not None:
             return self.stored.dims
-        coarse = self.others.shape if isinstance(self.others, Tensor) else ()
-        cut = [dim + 1 for each in (self.mask_shape, coarse) for dim, size in enumerate(each) if size > 1]
-        return max(cut, default=0)
+        cutting = [each.shape for each in (self.flags, self.others) if isinstance(each, Tensor)]
+        return max((dim + 1 for shape in cutting for dim, size in enumerate(shape) if size > 1), default=0)
 
     @property
     def bytes(self) -> int:
@@ -193,33 +185,24 @@ class Ages:
 
     # --- ages
 
-    def dense(self) -> int | Tensor:
-        """Return the ages of all entries, with every update counted in: a number where they have one."""
+    def dense(self) -> Tensor:
+        """Return the ages of all entries (int32), with every update counted in."""
         # Sums do not fit into the bytes of what is above the youngest.
-        above = 0 if self.is_even or isinstance(self.others, int) else self.others.to(WIDE)
-        counted = above + self.youngest
+        others = torch.as_tensor(self.others, dtype=WIDE, device=self.device)
+        counted = self.youngest + (torch.zeros_like(others) if self.is_even else others)
         if self.stored is not None:
-            return self.stored.spread_numbers(_as_tensor(counted, self.stored.index).view(-1))
-        if not self.active:
-            return self.others
-        if self.is_even and isinstance(self.others, int) and self.others == self.youngest:
-            return self.youngest
-        if self.active == self.entries:
-            return counted
-        mask = self.mask
-        return torch.where(mask, _as_tensor(counted, mask), _as_tensor(self.others, mask))
+            return self.stored.spread_numbers(counted.view(-1))
+        return torch.where(self.mask, counted, others)
 
     def signed(self) -> Tensor:
         """Return ages with the mask in them: ``a + 1`` of an active entry, ``-(a + 1)`` of a frozen one."""
-        mask = self.mask
-        ages = _as_tensor(self.dense(), mask) + 1
+        ages = self.dense() + 1
         narrow = self.oldest < torch.iinfo(torch.int16).max - 1
-        return torch.where(mask, ages, -ages).to(torch.int16 if narrow else WIDE)
+        return torch.where(self.mask, ages, -ages).to(torch.int16 if narrow else WIDE)
 
-    def counted(self) -> Ages:
-        """Return the ages after one more update of the active entries."""
-        others = (self.is_even, self.others, self.most, self.flags, self.stored)
-        return Ages(self.shape, self.mask_shape, self.active, self.youngest + 1, *others)
+    def count(self) -> None:
+        """Count one more update of the active entries."""
+        self.youngest += 1
 
     def restarted(self) -> Ages:
         """Return the same mask with every age 0."""
@@ -237,10 +220,8 @@ class Ages:
 
     def is_mask(self, mask: Tensor) -> bool:
         """Return True if this mask is set."""
-        if int(mask.count_nonzero()) * (self.entries // max(mask.numel(), 1)) != self.active:
-            return False
-        present = self.mask
-        return torch.equal(present, mask) if present.shape == mask.shape else bool((present == mask).all())
+        count = int(mask.count_nonzero()) * (self.entries // max(mask.numel(), 1))
+        return count == self.active and bool((self.mask == mask).all())
 
     def flips(self, other: Ages) -> Tensor:
         """Return the number of entries that are active in one and not in the other."""
@@ -259,7 +240,7 @@ class Ages:
             others = self.stored.spread_numbers(others.view(-1))
         elif not isinstance(others, Tensor):  # that of frozen entries
             others = ~was * torch.tensor(others, dtype=_dtype_for(others), device=was.device)
-        return _under(others, mask, self.shape, forget=forget, was=was, youngest=self.youngest)
+        return _under(others, mask, self.shape, was, self.youngest, forget)
 
     def active_slices(self) -> Slices:
         """Return the active entries as the largest slices that mask and ages do not cut."""
@@ -271,18 +252,13 @@ class Ages:
         if self.is_even:
             return replace(self, others=0, most=0, flags=None, stored=stored)
         assert isinstance(self.others, Tensor)
-        others, most = _simplest(stored.take(self.others.expand(self.shape))[:, :1])
-        return replace(self, others=others, most=most, flags=None, stored=stored)
+        above = stored.take_numbers(self.others).view(-1, 1)
+        most = int(above.max())
+        return replace(self, others=above.to(_dtype_for(most)), most=most, flags=None, stored=stored)
 
 
 def _under(
-    ages: int | Tensor,
-    mask: Tensor,
-    shape: tuple[int, ...],
-    *,
-    forget: bool = False,
-    was: Tensor | None = None,
-    youngest: int = 0,
+    ages: Tensor, mask: Tensor, shape: tuple[int, ...], was: Tensor, youngest: int = 0, forget: bool = False
 ) -> Ages:
     """Return the given ages under a mask.
 
@@ -290,9 +266,9 @@ def _under(
         ages: The ages, of which those of entries of the earlier mask are counted from the youngest.
         mask: The mask.
         shape: Shape of the entries.
-        forget: True if frozen entries get age 0.
-        was: The earlier mask; None: ages are complete.
+        was: The earlier mask.
         youngest: The youngest age under that.
+        forget: True if frozen entries get age 0.
     """
     entries = prod(shape)
     active = int(mask.count_nonzero()) * (entries // mask.numel()) if entries else 0
@@ -300,27 +276,21 @@ def _under(
         mask = mask[(slice(1),) * mask.dim()]
     # Not the caller's, who may write to it.
     flags = mask.clone(memory_format=torch.contiguous_format)
-    made = partial(Ages, shape, tuple(mask.shape), active, flags=flags)
-    if not isinstance(ages, Tensor):
-        frozen = 0 if forget else ages
-        return made(ages if active else frozen, True, frozen, frozen)
     if not entries or (forget and not active):
-        return made(0, True, 0, 0)
-    if was is None:
-        was = torch.zeros_like(flags[(slice(1),) * flags.dim()])
+        return Ages(shape, active, 0, True, 0, 0, flags)
     least, greatest, least_frozen, greatest_frozen = _ranges(ages, was, flags, youngest)
     if not active:
         least = greatest = 0
     if forget or active == entries:
         least_frozen = greatest_frozen = 0
     if least == greatest and least_frozen == greatest_frozen:
-        return made(least, True, greatest_frozen, greatest_frozen)
+        return Ages(shape, active, least, True, greatest_frozen, greatest_frozen, flags)
     most = max(greatest - least, greatest_frozen)
     new_shape = [max(sizes) for sizes in zip(ages.shape, was.shape, flags.shape, strict=True)]
     new = torch.empty(new_shape, dtype=_dtype_for(most), device=flags.device)
     for part, some, before, now in in_parts(new, ages, was, flags):
         _count(part, some, before, now, youngest, least, forget)
-    return made(least, least == greatest, new, most)
+    return Ages(shape, active, least, least == greatest, new, most, flags)
 
 
 def _ranges(ages: Tensor, was: Tensor, now: Tensor, youngest: int) -> tuple[int, int, int, int]:
@@ -348,23 +318,6 @@ def _count(
     new.copy_(ages).add_(before, alpha=youngest & fitting).sub_(active, alpha=least & fitting)
     if forget:
         new.mul_(active)
-
-
-def _as_tensor(ages: int | Tensor, like: Tensor) -> Tensor:
-    """Return ages as a tensor of 32 bits."""
-    return ages.to(WIDE) if isinstance(ages, Tensor) else torch.tensor(ages, dtype=WIDE, device=like.device)
-
-
-def _simplest(ages: int | Tensor) -> tuple[int | Tensor, int]:
-    """Return ages as one number if they are equal, else in as few bytes as they need; and the greatest."""
-    if not isinstance(ages, Tensor):
-        return ages, ages
-    if not ages.numel():
-        return 0, 0
-    least, most = (int(each) for each in ages.aminmax())
-    if least == most:
-        return least, most
-    return ages.to(_dtype_for(most)), most
 
 
 def _dtype_for(age: int) -> torch.dtype:

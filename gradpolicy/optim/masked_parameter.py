@@ -143,7 +143,7 @@ class MaskedParameter:
     def age(self) -> Tensor:
         """Return each entry's age (int64), as coarse as the masks were."""
         self.follow()
-        return as_logical(self.ages.signed().abs().long() - 1, self.parameter, self.ages.shape)
+        return as_logical(self.ages.dense().long(), self.parameter, self.ages.shape)
 
     def signed_ages(self) -> Tensor:
         """Return signed ages, as coarse as the masks were; for each entry if the parameter is sharded."""
@@ -268,7 +268,7 @@ class MaskedParameter:
     def count_update(self) -> None:
         """Count an update of the active entries."""
         self.updates += 1
-        self.ages = self.ages.counted()
+        self.ages.count()
 
     # --- loaded state
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
+from math import prod
+from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.optim import compiling
-from gradpolicy.optim.ages import Ages, Slices
+from gradpolicy.optim.ages import Ages
 from gradpolicy.optim.update_rules import Group, State, UpdateRule
 
 CHUNK = 1 << 17
@@ -23,7 +26,7 @@ FEW = 0.25
 JOINED, SMALL = 1 << 22, 1 << 14
 """Entries that are joined for one call: of all tensors on an accelerator, of small ones on a CPU."""
 _FIRST_AGES, _MOST_TABLES = 1024, 64
-_tables: WeakKeyDictionary[UpdateRule, dict[Any, tuple[Tensor, bool]]] = WeakKeyDictionary()
+_tables: WeakKeyDictionary[UpdateRule, dict[Any, _Numbers]] = WeakKeyDictionary()
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +51,7 @@ class Entries:
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """What one call moves: views of the entries, or copies that are written back.
+    """What one call moves: views of the entries, of which an index may choose slices.
 
     Attributes:
         names: Names of the state.
@@ -58,7 +61,7 @@ class _Piece:
         index: Positions of the slices that move, a row each of the parameter and the gradient, and of the
             state unless `is_stored`; None: all move.
         is_stored: True if only these slices have state.
-        write_back: Writes the copies back.
+        write_back: Writes copies back.
     """
 
     names: tuple[str, ...]
@@ -66,7 +69,7 @@ class _Piece:
     constants: list[float]
     index: Tensor | None = None
     is_stored: bool = False
-    write_back: list[Callable[[], None]] = field(default_factory=list)
+    write_back: list[Callable[[], Any]] = field(default_factory=list)
 
     @property
     def parameter(self) -> Tensor:
@@ -74,14 +77,36 @@ class _Piece:
         assert self.tensors[0] is not None
         return self.tensors[0]
 
-    def changed(self, change: Callable[[Tensor], Tensor]) -> _Piece:
-        """Return the piece with other views of its tensors."""
-        tensors = [None if each is None else change(each) for each in self.tensors]
-        return _Piece(self.names, tensors, self.constants, self.index, self.is_stored)
+    @property
+    def shape(self) -> Sequence[int]:
+        """The shape of what moves."""
+        shape = self.parameter.shape
+        return shape if self.index is None else (len(self.index), *shape[1:])
 
-    def written(self) -> list[Tensor]:
-        """Return the tensors that a call writes: the parameter and the state."""
-        return [self.parameter, *self.tensors[3 : 3 + len(self.names)]]  # type: ignore[list-item]
+    @property
+    def size(self) -> int:
+        """The number of entries that move."""
+        return self.parameter.numel() if self.index is None else prod(self.shape)
+
+    @property
+    def indexed(self) -> int:
+        """The number of tensors, from the first on, of which the index chooses slices."""
+        return 0 if self.index is None else 2 if self.is_stored else 3 + len(self.names)
+
+    def flat(self) -> list[Tensor | None]:
+        """Return what moves of each tensor as a vector."""
+        shape, flat, indexed = self.shape, list(self.tensors), self.indexed
+        for position, tensor in enumerate(flat):
+            if tensor is not None:
+                tensor = tensor if position >= indexed else tensor.index_select(0, self.index)  # type: ignore[arg-type]
+                tensor = tensor if tensor.shape == shape else tensor.expand(shape)
+                flat[position] = tensor if tensor.dim() == 1 else tensor.reshape(-1)
+        return flat
+
+    def put(self, position: int, values: Tensor) -> None:
+        """Write a vector of what has moved to slices of a tensor."""
+        assert self.index is not None
+        self.tensors[position].index_copy_(0, self.index.long(), values.view(self.shape))  # type: ignore[union-attr]
 
 
 def update(rule: UpdateRule, group: Group, tensors: Sequence[Entries]) -> None:
@@ -97,10 +122,10 @@ def update(rule: UpdateRule, group: Group, tensors: Sequence[Entries]) -> None:
     # Inductor decides by the first tensor that it sees whether threads share the work.
     tensors = sorted(tensors, key=lambda each: -each.parameter.numel()) if compiles else tensors
     oldest = max(each.ages.oldest if each.age is None else each.age for each in tensors)
-    numbers = _Numbers(rule.bases(group), *_table(rule, group, oldest))
+    numbers = _numbers(rule, group, oldest)
     pieces = (piece for each in tensors for piece in _pieces(numbers, each, compiles))
     for piece in _joined(pieces, SMALL if on_cpu(first) else JOINED):
-        _call(rule, settings, piece, compiles and piece.parameter.numel() > 1)
+        _call(rule, settings, piece, compiles and piece.size > 1)
         for write in piece.write_back:
             write()
 
@@ -114,18 +139,31 @@ def on_cpu(tensor: Tensor) -> bool:
 
 
 class _Numbers:
-    """What a rule and a param group say of the ages of entries, as far as it was asked for.
+    """What a rule says of the ages of entries: a row of numbers (float64) for each age after an update.
 
     Args:
-        bases: The bases of moving averages.
-        table: A row of numbers (float64) for each age after an update.
+        rule: The rule.
+        bases: The bases of its moving averages.
+        settings: What its other numbers depend on.
+        length: Number of ages.
+
+    Attributes:
+        bases: As given.
         is_constant: True if all rows are the same.
     """
 
-    def __init__(self, bases: tuple[float, ...], table: Tensor, is_constant: bool) -> None:
-        self.bases, self.is_constant, self._table = bases, is_constant, table
+    def __init__(
+        self, rule: UpdateRule, bases: tuple[float, ...], settings: tuple[float, ...], length: int
+    ) -> None:
+        ages = torch.arange(1, length + 1, dtype=torch.float64, device="cpu")
+        columns = [*(1 - base**ages for base in bases), *rule.numbers(ages, *settings)]
+        self.bases, self._table = bases, torch.stack(columns, 1) if columns else ages.new_zeros(length, 0)
+        self.is_constant = bool((self._table == self._table[:1]).all())
         self._rows: dict[int, list[float]] = {}
         self._columns: dict[Any, list[Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self._table)
 
     def of(self, age: int) -> list[float]:
         """Return the numbers after one more update of an entry of an age."""
@@ -141,19 +179,15 @@ class _Numbers:
         return self._columns[dtype, device]
 
 
-def _table(rule: UpdateRule, group: Group, oldest: int) -> tuple[Tensor, bool]:
-    """Return a row of numbers (float64) for each age after an update; True if all are the same."""
+def _numbers(rule: UpdateRule, group: Group, oldest: int) -> _Numbers:
+    """Return the numbers of a rule under a param group, for ages up to the oldest."""
     bases, settings = rule.bases(group), rule.age_settings(group)
     # The default dtype is that in which torch counts some of them.
     key, known = (bases, settings, torch.get_default_dtype()), _tables.setdefault(rule, {})
-    if key not in known or len(known[key][0]) <= oldest:
-        length = max(_FIRST_AGES, 1 << oldest.bit_length())
-        ages = torch.arange(1, length + 1, dtype=torch.float64, device="cpu")
-        columns = [*(1 - base**ages for base in bases), *rule.numbers(ages, *settings)]
-        table = torch.stack(columns, 1) if columns else ages.new_zeros(length, 0)
+    if key not in known or len(known[key]) <= oldest:
         if len(known) >= _MOST_TABLES:
             known.clear()  # a scheduler may change the betas at every step
-        known[key] = table, bool((table == table[:1]).all())
+        known[key] = _Numbers(rule, bases, settings, max(_FIRST_AGES, 1 << oldest.bit_length()))
     return known[key]
 
 
@@ -216,93 +250,64 @@ def _looked_up(columns: list[Tensor], places: Tensor) -> list[Tensor]:
 
 def _pieces(numbers: _Numbers, each: Entries, compiles: bool) -> Iterator[_Piece]:
     """Yield a tensor in pieces: of some slices, or of all."""
-    ages, chunked = each.ages, on_cpu(each.parameter)
+    ages, names = each.ages, tuple(each.state)
     constants, weights = _weights(numbers, each)
-    few = chunked and ages.dims < len(ages.shape) and 0 < ages.active <= FEW * ages.entries
-    if ages.stored is None and not few:
-        active = _mask(each, compiles) if ages.is_partial else None
-        tensors = [each.parameter, each.gradient, active, *each.state.values(), *weights]
-        piece = _collapsed(_Piece(tuple(each.state), tensors, constants))
-        yield from _chunks(piece) if chunked and not compiles else [piece]
-        return
-    slices = ages.active_slices()
-    if chunked and compiles and (indexed := _indexed(each, slices, constants, weights)) is not None:
-        yield indexed
-        return
-    count = max(CHUNK // slices.size, 1) if chunked else max(len(slices.index), 1)
-    for start in range(0, len(slices.index), count):
-        yield _gathered(each, slices, slice(start, start + count), constants, weights)
-
-
-def _indexed(
-    each: Entries, slices: Slices, constants: list[float], weights: list[Tensor | None]
-) -> _Piece | None:
-    """Return a piece of some slices without copies; None if they are not rows of a view, or few entries."""
-    is_stored, size = each.ages.stored is not None, slices.size
     values = [each.parameter, each.gradient, *each.state.values()]
-    if slices.index.numel() * size <= SMALL or not all(value.is_contiguous() for value in values):
-        return None
-    rows = [value.view(-1, size) for value in values]
-    if not is_stored:
-        coarse = (*slices.shape[: slices.dims], *(1,) * (len(slices.shape) - slices.dims))
-        weights = [None if weight is None else weight.expand(coarse).reshape(-1, 1) for weight in weights]
-    tensors = [*rows[:2], None, *rows[2:], *weights]
-    return _Piece(tuple(each.state), tensors, constants, slices.index, is_stored)
+    if ages.stored is None and not _is_few(each, values):
+        active = _mask(each, compiles) if ages.is_partial else None
+        piece = _Piece(names, _collapsed([*values[:2], active, *values[2:], *weights]), constants)
+    else:
+        slices, is_stored = ages.active_slices(), ages.stored is not None
+        rows = [value.contiguous().view(-1, slices.size) for value in values]
+        if not is_stored:
+            weights = [w if w is None else slices.take_numbers(w).view(-1, 1) for w in weights]
+        piece = _Piece(names, [*rows[:2], None, *rows[2:], *weights], constants, slices.index, is_stored)
+        if not each.parameter.is_contiguous():
+            piece.write_back.append(partial(each.parameter.copy_, rows[0].view(ages.shape)))
+    cuts = on_cpu(each.parameter) and not compiles and not piece.write_back
+    yield from _chunks(piece) if cuts else [piece]
 
 
-def _gathered(
-    each: Entries, slices: Slices, part: slice, constants: list[float], weights: list[Tensor | None]
-) -> _Piece:
-    """Return a piece of copies of some slices, and of views of state that only these have."""
-    some, is_stored = replace(slices, index=slices.index[part]), each.ages.stored is not None
-
-    def rows(value: Tensor) -> Tensor:
-        return value.view(len(slices.index), -1)[part] if is_stored else some.take(value)
-
-    state = [rows(value) for value in each.state.values()]
-    if not is_stored:
-        leading = each.ages.shape[: slices.dims]
-        weights = [None if w is None else w.expand(*leading, *w.shape[slices.dims :]) for w in weights]
-    tensors = [some.take(each.parameter), some.take(each.gradient), None, *state]
-    piece = _Piece(tuple(each.state), [*tensors, *(w if w is None else rows(w) for w in weights)], constants)
-    targets = [each.parameter, *(() if is_stored else each.state.values())]
-    copies = [tensors[0], *(() if is_stored else state)]
-    piece.write_back = [functools.partial(some.put, *pair) for pair in zip(targets, copies, strict=True)]
-    return piece
+def _is_few(each: Entries, values: Sequence[Tensor]) -> bool:
+    """Return True if a CPU moves the active slices alone in less time than all."""
+    ages = each.ages
+    few = ages.dims < len(ages.shape) and 0 < ages.active <= FEW * ages.entries
+    return few and on_cpu(each.parameter) and all(value.is_contiguous() for value in values)
 
 
-def _collapsed(piece: _Piece) -> _Piece:
+def _collapsed(tensors: list[Tensor | None]) -> list[Tensor | None]:
     """Return views with as few dimensions as all tensors allow, so that few shapes are compiled."""
-    shape, tensors = piece.parameter.shape, [each for each in piece.tensors if each is not None]
-    full_ones = [each for each in tensors if each.shape == shape]
-    if not all(map(Tensor.is_contiguous, full_ones)):
-        return piece
-    if len(full_ones) == len(tensors):
-        return piece if len(shape) == 1 else piece.changed(lambda each: each.view(-1))
-    dims: list[tuple[int, list[bool]]] = []
-    for dim, size in enumerate(shape):
-        full = [each.shape[dim] == size for each in tensors]
-        if size != 1 and dims and dims[-1][1] == full:
-            dims[-1] = dims[-1][0] * size, full
-        elif size != 1:
-            dims.append((size, full))
-    views = iter(
-        each.reshape([size if full[place] else 1 for size, full in dims] or [1])
-        for place, each in enumerate(tensors)
-    )
-    return piece.changed(lambda _: next(views))
+    present = [each for each in tensors if each is not None]
+    shape = present[0].shape
+    full_ones = [each for each in present if each.shape == shape]
+    if len(shape) <= 1 or not all(map(Tensor.is_contiguous, full_ones)):
+        return tensors
+    if len(full_ones) == len(present):
+        return [None if each is None else each.view(-1) for each in tensors]
+    dims = [
+        ([each.shape[dim] == size for each in present], size) for dim, size in enumerate(shape) if size > 1
+    ]
+    merged = [(full, prod(size for _, size in some)) for full, some in groupby(dims, key=itemgetter(0))]
+    views = [
+        each.reshape([size if full[place] else 1 for full, size in merged] or [1])
+        for place, each in enumerate(present)
+    ]
+    return [None if each is None else views.pop(0) for each in tensors]
 
 
 def _chunks(piece: _Piece) -> Iterator[_Piece]:
     """Yield the piece in parts whose temporary values stay in a processor's cache."""
-    if piece.parameter.numel() <= CHUNK:
+    if piece.size <= CHUNK:
         yield piece
         return
-    rows = len(piece.parameter)
-    count = max(CHUNK * rows // piece.parameter.numel(), 1)
+    rows = piece.shape[0]
+    count = max(CHUNK * rows // piece.size, 1)
     for start in range(0, rows, count):
-        part = slice(start, start + count)
-        yield piece.changed(lambda each, part=part: each[part] if len(each) == rows else each)  # type: ignore[misc]
+        part, tensors = slice(start, start + count), list(piece.tensors)
+        for position, tensor in enumerate(tensors):
+            if tensor is not None and position >= piece.indexed and len(tensor) == rows:
+                tensors[position] = tensor[part]
+        yield replace(piece, tensors=tensors, index=None if piece.index is None else piece.index[part])
 
 
 def _joined(pieces: Iterator[_Piece], most: int) -> Iterator[_Piece]:
@@ -310,7 +315,7 @@ def _joined(pieces: Iterator[_Piece], most: int) -> Iterator[_Piece]:
     alike: dict[Any, list[_Piece]] = {}
     entries: dict[Any, int] = {}
     for piece in pieces:
-        size = piece.parameter.numel()
+        size = piece.size
         if size > most:
             yield piece
             continue
@@ -328,29 +333,26 @@ def _join(pieces: list[_Piece]) -> _Piece:
     first = pieces[0]
     if len(pieces) == 1:
         return first
-    shapes = [each.parameter.shape for each in pieces]
-    columns = zip(*(each.tensors for each in pieces), strict=True)
-    tensors = [
-        None
-        if column[0] is None
-        else torch.cat([_flat(each, shape) for each, shape in zip(column, shapes, strict=True)])
-        for column in columns
-    ]
-    joined, sizes = replace(first, tensors=tensors), [shape.numel() for shape in shapes]
+    columns = zip(*(each.flat() for each in pieces), strict=True)
+    tensors = [None if column[0] is None else torch.cat(column) for column in columns]
+    joined, sizes = _Piece(first.names, tensors, first.constants), [each.size for each in pieces]
 
     def split() -> None:
-        for values, *targets in zip(joined.written(), *(each.written() for each in pieces), strict=True):
-            parts = zip(values.split(sizes), shapes, strict=True)
-            views = [part if len(shape) == 1 else part.view(shape) for part, shape in parts]
-            torch._foreach_copy_(targets, views)
+        for position in (0, *range(3, 3 + len(first.names))):
+            parts = zip(pieces, tensors[position].split(sizes), strict=True)
+            targets, views = [], []
+            for piece, part in parts:
+                target: Any = piece.tensors[position]
+                if position < piece.indexed:
+                    piece.put(position, part)
+                else:
+                    targets.append(target)
+                    views.append(part if target.dim() == 1 else part.view(target.shape))
+            if targets:
+                torch._foreach_copy_(targets, views)
 
     joined.write_back = [split, *(write for each in pieces for write in each.write_back)]
     return joined
-
-
-def _flat(tensor: Tensor, shape: torch.Size) -> Tensor:
-    tensor = tensor if tensor.shape == shape else tensor.expand(shape)
-    return tensor if tensor.dim() == 1 else tensor.reshape(-1)
 
 
 # --- the call
@@ -402,7 +404,7 @@ def _move(
         return values if index is None or of_slices else values.index_select(0, index)
 
     numbers = tuple(
-        constant if weight is None else taken(weight) + constant * (1 - taken(weight))
+        constant if weight is None else weight + constant * (1 - weight)
         for constant, weight in zip(constants[count:], weights, strict=True)
     )
     values = {name: taken(value).to(dtype) for name, value in zip(names, state, strict=True)}
