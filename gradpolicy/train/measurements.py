@@ -29,10 +29,10 @@ class Measurements:
 
     Args:
         freezer: The freezer of the freeze policies.
-        installed: The flow policies, if there are any.
+        installed: The flow policies.
     """
 
-    def __init__(self, freezer: Freezer, installed: Installed | None) -> None:
+    def __init__(self, freezer: Freezer, installed: Installed) -> None:
         self._freezer, self._installed = freezer, installed
         self._active: dict[str, Ages] = {}
         # The entries that flipped since the last measurement.
@@ -85,14 +85,14 @@ class Measurements:
 
     def begin(self) -> None:
         """Start counting for an update."""
-        self._operations = Counter(self._installed.operation_counts if self._installed is not None else {})
+        self._operations = Counter(self._installed.operation_counts)
         self._operations.subtract(self._restored)
         self._weights, self._gradients, self._restored = {}, {}, Counter()
 
     def _met(self) -> Counter[str]:
         """Return the number of operations of each flow policy since an update that is measured began."""
         counts: Counter[str] = Counter()
-        if self._installed is not None and self._operations is not None:
+        if self._operations is not None:
             counts.update(self._installed.operation_counts)
             counts.subtract(self._operations)
         return counts
@@ -130,8 +130,6 @@ class Measurements:
 
     def _measure_flow(self) -> dict[str, dict[str, float]]:
         """Return this process's counts, squared norms and zeros of each flow policy."""
-        if self._installed is None:
-            return {}
         counts, self._operations = self._met(), None
         found: dict[str, dict[str, float]] = {
             name: {"operations": counts[name], "active": self._installed.is_active(name)}

@@ -12,7 +12,7 @@ from gradpolicy.errors import PolicyError
 from gradpolicy.factors import divided_factors
 from gradpolicy.flow.install import Installed
 from gradpolicy.flow.locations import remarks
-from gradpolicy.flow.policy_report import ReportRow, check_operations
+from gradpolicy.flow.policy_report import check_operations
 from gradpolicy.freezing import Freezer
 from gradpolicy.freezing.moving_parts import moving_parts, moving_warnings
 from gradpolicy.freezing.requires_grad import is_turned_off
@@ -45,7 +45,6 @@ class Notices:
         self.shown_missing: Collection[str] = ()
         self.warned_of_operations = False
         self._checked_phases: set[str] = set()
-        self._installed: Installed | None = None
         self._is_first = True
         # The optimizers, and the parameters that they train.
         self._optimizers: Sequence[Any] = ()
@@ -57,7 +56,7 @@ class Notices:
         self.shown, self.layers = frozenset(plan.warnings), False
         self.shown_missing = {*plan.without_gradient, *plan.zero_gradient}
 
-    def follow(self, model: nn.Module, installed: Installed | None) -> None:
+    def follow(self, model: nn.Module, installed: Installed) -> None:
         """Set the model, and the flow policies on it."""
         self._model, self._installed = model, installed
 
@@ -73,7 +72,7 @@ class Notices:
             PolicyError: If a policy is not installed.
         """
         self._freezer, model = freezer, self._model
-        known = {row.name for row in self._rows()} | freezer.all_policies
+        known = {row.name for row in self._installed.report().rows} | freezer.all_policies
         if missing := sorted(set(self.policies) - known):
             raise PolicyError(f"declared but not installed: policy {', '.join(missing)}")
         flow = {name: each for name, each in self.policies.items() if isinstance(each, FlowPolicy)}
@@ -158,7 +157,7 @@ class Notices:
         Raises:
             PolicyError: If none of a policy's operations was. If only some were, a warning is given.
         """
-        if self._installed is None or phase in self._checked_phases:
+        if phase in self._checked_phases:
             return
         self._checked_phases.add(phase)
         # Parameters that are frozen in this batch may train in later ones. In a test gradients are recorded
@@ -166,7 +165,7 @@ class Notices:
         thaws = phase != "fit" or any(not p.requires_grad for p in self._model.parameters())
         # Operations behind frozen layers may run later; if not, there is a warning at the end of training.
         warns = phase == "fit" and not any(map(is_turned_off, self._model.parameters()))
-        for row in self._rows():
+        for row in self._installed.report().rows:
             if row.active and self.policies[row.name].when.active(phase=phase):
                 message = check_operations(row, may_get_gradient=thaws)
                 if message and warns and f"{row.name}: {message}" not in self.shown:
@@ -183,6 +182,3 @@ class Notices:
         for line in lines:
             if line not in self.shown:
                 self.warn(f"policy {line}")
-
-    def _rows(self) -> Sequence[ReportRow]:
-        return self._installed.report().rows if self._installed is not None else ()

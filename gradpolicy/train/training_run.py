@@ -81,7 +81,7 @@ class Run:
         self.notices = Notices(self.policies, layers)
         self.sinks: list[Callable[[int, Measured], None]] = []
         self.steps_per_epoch: int | None = None
-        self.installed: Installed | None = None
+        self.installed = install(nn.Module(), {})
         self.idle: Collection[str] = ()
         self._reset()
 
@@ -135,7 +135,9 @@ class Run:
         self._reset()
         self._former, self._scaler = former, scaler
         if is_engine := type(wrapped).__name__ == "DeepSpeedEngine":
-            optimizers = self._of_engine(wrapped, given)
+            optimizers = _of_engine(wrapped, given, self.policies)
+            zero = getattr(wrapped, "optimizer", None)
+            self._scaler = SimpleNamespace(get_scale=lambda: getattr(zero, "loss_scale", 1.0))
             toggle_requires_grad &= all(each.allows_unused_parameters for each in optimizers)
         self.install_flow(model, entry_points)
         # A plain optimizer that has loaded a state with masks keeps it in its param groups.
@@ -177,21 +179,10 @@ class Run:
                 each.load_state_dict(state)
         return given if is_engine else wrapping
 
-    def _of_engine(self, engine: Any, given: list[Any]) -> list[Any]:
-        """Return the optimizer of an engine's partitions, if there is one or a policy acts in it."""
-        self._scaler = SimpleNamespace(get_scale=lambda: getattr(engine.optimizer, "loss_scale", 1.0))
-        if any(isinstance(each, MaskedOptimizer) for each in given):
-            return given
-        if not any(isinstance(policy, Freeze | Rates) for policy in self.policies.values()):
-            return []
-        from gradpolicy.train.partitioned_optimizer import partitioned  # takes seconds
-
-        return [partitioned(engine, self.policies)]
-
     def install_flow(self, model: nn.Module, entry_points: Mapping[str, Sequence[str]] | None = None) -> None:
         """Install the flow policies alone, for an evaluation."""
         flow = {name: each for name, each in self.policies.items() if isinstance(each, FlowPolicy)}
-        if self.installed is None and flow:
+        if flow and not self.installed.policies:
             self.installed = install(model, flow, entry_points=entry_points)
         self.notices.follow(model, self.installed)
 
@@ -218,9 +209,8 @@ class Run:
 
     def remove(self, *, quiet: bool = True, clear_masks: bool = False) -> None:
         """Remove everything from the model and the optimizers, masks only with ``clear_masks``."""
-        if self.installed is not None:
-            self.installed.remove(quiet=quiet or self.notices.warned_of_operations)
-            self.installed = None
+        self.installed.remove(quiet=quiet or self.notices.warned_of_operations)
+        self.installed = install(nn.Module(), {})
         self.freezer.restore()
         self.steps.remove()
         masked = set(self.freezer.parameters.values()) if clear_masks else set()
@@ -247,16 +237,14 @@ class Run:
                 self.updates // (self.steps_per_epoch or self.updates + 1) if epoch is None else epoch
             )
             self._begin()
-        if self.installed is not None:
-            self.installed.measure_norms(self.measures)
-            if self._scaler is not None and not late:
-                # The batch may be one more attempt after an overflow.
-                self.installed.set_loss_scale(float(self._scaler.get_scale()))
+        self.installed.measure_norms(self.measures)
+        if self._scaler is not None and not late:
+            # The batch may be one more attempt after an overflow.
+            self.installed.set_loss_scale(float(self._scaler.get_scale()))
 
     def _begin(self) -> None:
         now = (self.updates, self.epoch)
-        if self.installed is not None:
-            self.installed.update(phase="fit", step=self.updates, epoch=self.epoch)
+        self.installed.update(phase="fit", step=self.updates, epoch=self.epoch)
         changed = self.freezer.begin_step(*now)
         self.steps.hook_gradients(self.freezer)
         if self.ranks is not None:
@@ -303,10 +291,9 @@ class Run:
             for sink in self.sinks:
                 sink(self.updates, self._measured)
         self.has_begun = self.measures = False
-        if self.installed is not None:
-            # No hook runs if the next forward pass is compiled.
-            epoch = self.epoch if self.steps_per_epoch is None else self.updates // self.steps_per_epoch
-            self.installed.update(phase="fit", step=self.updates, epoch=epoch)
+        # No hook runs if the next forward pass is compiled.
+        epoch = self.epoch if self.steps_per_epoch is None else self.updates // self.steps_per_epoch
+        self.installed.update(phase="fit", step=self.updates, epoch=epoch)
 
     def count_from(self, steps: int) -> None:
         """Count steps that these optimizers did not take; sources go on from those of their last training."""
@@ -327,9 +314,8 @@ class Run:
 
     def evaluate(self, phase: str, epoch: int) -> None:
         """Switch flow policies to an evaluation, or back to ``"fit"``."""
-        if self.installed is not None:
-            self.installed.update(phase=phase, step=self.updates, epoch=epoch)
-            self.installed.measure_norms(False)
+        self.installed.update(phase=phase, step=self.updates, epoch=epoch)
+        self.installed.measure_norms(False)
 
     def measure(self, when: Callable[[int], bool]) -> None:
         """Measure each update before which this function returns True for the number of updates so far."""
@@ -412,8 +398,8 @@ class Driven:
         return self.run.policies
 
     @property
-    def installed(self) -> Installed | None:
-        """The flow policies on the model, while they are."""
+    def installed(self) -> Installed:
+        """The flow policies that are on the model."""
         return self.run.installed
 
     @property
@@ -465,6 +451,17 @@ def _matched(model: nn.Module, policies: Mapping[str, Policy]) -> dict[str, Tens
         raise flat_parameters_refused()
     matched = pick_each(named_parameters(model), params)
     return {name: p for parameters in matched.values() for name, p in parameters.items()}
+
+
+def _of_engine(engine: Any, given: list[Any], policies: Mapping[str, Policy]) -> list[Any]:
+    """Return the optimizer of an engine's partitions, if there is one or a policy acts in it."""
+    if any(isinstance(each, MaskedOptimizer) for each in given):
+        return given
+    if not any(isinstance(policy, Freeze | Rates) for policy in policies.values()):
+        return []
+    from gradpolicy.train.partitioned_optimizer import partitioned  # takes seconds
+
+    return [partitioned(engine, policies)]
 
 
 def _masked(optimizer: Any, *, again: bool) -> MaskedOptimizer:
