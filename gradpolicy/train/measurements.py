@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gradpolicy.flow.install import Installed
 from gradpolicy.freezing import Freezer
@@ -54,20 +55,18 @@ class Measurements:
     @torch.no_grad()
     def before_masks(self, names: Collection[str]) -> None:
         """Store which entries are active before new masks are set."""
-        for name in names:
+        known = {parameter for each in self._freezer.optimizers for parameter in each.masked}
+        for name in (name for name in names if self._freezer.parameters[name] in known):
             _, masked = self._find(name)
-            if masked is not None and masked.mask_shape is not None and masked.ages.entries:
+            if masked.mask_shape is not None and masked.ages.entries:
                 self._active[name] = masked.ages
 
     @torch.no_grad()
     def after_masks(self, names: Collection[str]) -> None:
         """Count the entries that flipped."""
-        for name in names:
-            _, masked = self._find(name)
-            before = self._active.pop(name, None)
-            if before is not None and masked is not None:
-                flips = masked.ages.flips(before)
-                self._flips[name] = self._flips.get(name, 0) + flips
+        for name in self._active.keys() & set(names):
+            flips = self._find(name)[1].ages.flips(self._active.pop(name))
+            self._flips[name] = self._flips.get(name, 0) + flips
 
     def state(self) -> dict[str, Any]:
         """Return the counts so far, for a checkpoint."""
@@ -125,21 +124,20 @@ class Measurements:
         Values of sharded parameters are summed over the processes. Norms of flow policies are those of the
         loss averaged over the processes.
         """
-        flow, rows = zip(*of_every_rank((self._measure_flow(), self._measure_freeze())), strict=True)
+        measured = _as_numbers((self._measure_flow(), self._measure_freeze()))
+        flow, rows = zip(*of_every_rank(measured), strict=True)
         return self._by_policy(_add_rows(rows)) | _flow_quantities(flow)
 
-    def _measure_flow(self) -> dict[str, dict[str, float]]:
+    def _measure_flow(self) -> dict[str, dict[str, Any]]:
         """Return this process's counts, squared norms and zeros of each flow policy."""
         counts, self._operations = self._met(), None
-        found: dict[str, dict[str, float]] = {
+        found: dict[str, dict[str, Any]] = {
             name: {"operations": counts[name], "active": self._installed.is_active(name)}
             for name in self._installed.operation_counts
         }
-        norms = self._installed.gradient_norms
-        values = iter(_numbers([n for one in norms.values() for n in (one.before, one.after, one.zeros)]))
-        for name, one in norms.items():
-            before, after, zeros = next(values), next(values), next(values)
-            found[name] |= {"before": before, "after": after, "zeros": zeros, "entries": one.entries}
+        for name, one in self._installed.gradient_norms.items():
+            of_gradients = {"before": one.before, "after": one.after, "zeros": one.zeros}
+            found[name] |= {**of_gradients, "entries": one.entries}
         return found
 
     def _measure_freeze(self) -> dict[str, dict[str, Any]]:
@@ -150,12 +148,10 @@ class Measurements:
         rows: dict[str, dict[str, Any]] = {}
         stored: dict[str, Tensor] = {}
         for name, parameter in self._freezer.parameters.items():
-            optimizer, masked = self._find(name)
-            assert optimizer is not None
-            assert masked is not None
             if not _is_first_replica(parameter):
                 rows[name] = {}
                 continue
+            optimizer, masked = self._find(name)
             stored[name], parts = local_shard(parameter), 2 if parameter.is_complex() else 1
             rows[name] = {
                 "entries": masked.ages.entries // parts,
@@ -173,17 +169,14 @@ class Measurements:
         norms["update_norm"] = _norms(moved)
         for column, taken in self._gradients.items():
             norms[column] = {name: local_shard(norm) for name, norm in taken.items() if name in stored}
-        values = iter(_numbers([norm for each in norms.values() for norm in each.values()]))
         for column, each in norms.items():
-            for name in each:
-                rows[name][column] = next(values) ** 2
+            for name, norm in each.items():
+                rows[name][column] = norm.double() ** 2
         return rows
 
     def _by_policy(self, rows: Mapping[str, dict[str, Any]]) -> Measured:
         """Return the columns of each policy's parameters, and reset the counts."""
         measured: Measured = {}
-        if not rows:
-            return measured
         self._flips, self._weights = {}, {}
         for policy in self._freezer.policies:
             names = [name for name in rows if name in self._freezer.parameters_of(policy)]
@@ -191,14 +184,11 @@ class Measurements:
             measured[policy] = {"kind": "freeze", "parameter": names, **columns}
         return measured
 
-    def _find(self, name: str) -> tuple[MaskedOptimizer | None, MaskedParameter | None]:
+    def _find(self, name: str) -> tuple[MaskedOptimizer, MaskedParameter]:
         """Return the first optimizer that has a mask of a parameter, and the parameter there."""
         parameter = self._freezer.parameters[name]
-        optimizers: list[Any] = self._freezer.optimizers
-        for optimizer in optimizers:
-            if (masked := optimizer.masked.get(parameter)) is not None:
-                return optimizer, masked
-        return None, None
+        optimizers = (each for each in self._freezer.optimizers if parameter in each.masked)
+        return next((each, each.masked[parameter]) for each in optimizers)
 
 
 def summary(measured: Measured) -> dict[str, float]:
@@ -270,13 +260,11 @@ def _norms(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(zip(tensors, norms, strict=True))
 
 
-def _numbers(values: Sequence[Tensor]) -> list[float]:
-    """Return tensors of one element as numbers, with a single transfer from the accelerator."""
-    if not values:
-        return []
-    device = values[0].device
-    found: list[float] = torch.stack([value.double().to(device) for value in values]).tolist()
-    return found
+def _as_numbers(tree: Any) -> Any:
+    """Return a tree with numbers in place of its tensors, by a single transfer from the accelerator."""
+    tensors = [each.double() for each in tree_leaves(tree) if isinstance(each, Tensor)]
+    numbers = iter(torch.stack([each.to(tensors[0].device) for each in tensors]).tolist() if tensors else ())
+    return tree_map_only(Tensor, lambda _: next(numbers), tree)
 
 
 def _is_first_replica(parameter: Tensor) -> bool:
