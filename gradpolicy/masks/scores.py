@@ -52,13 +52,11 @@ class Score:
         name: The name in reports.
         formula: The function, which returns the scores in the weight's shape.
         asks: The names of its inputs.
-        by_rows: True if the scores of a row depend on the inputs of this row alone, which saves memory.
     """
 
     name: str
     formula: Callable[..., Tensor]
     asks: tuple[str, ...]
-    by_rows: bool
 
 
 def as_score(key: str, by: object, named: Mapping[str, Callable[..., Tensor]]) -> Score:
@@ -86,7 +84,7 @@ def as_score(key: str, by: object, named: Mapping[str, Callable[..., Tensor]]) -
     for each in asks:
         if each not in INPUTS:
             raise unknown("input", each, INPUTS, key=f"score {name}")
-    return Score(name, formula, asks, formula in BY_ROWS)
+    return Score(name, formula, asks)
 
 
 # ---- formulas
@@ -210,8 +208,6 @@ SCORES: dict[str, Callable[..., Tensor]] = {
     "lift": LIFT(),
 }
 """All scores by their names for ``by``."""
-BY_ROWS = tuple(score for score in SCORES.values() if not isinstance(score, LIFT))
-"""Scores by one formula: those of a row depend on the inputs of this row alone."""
 
 
 # ---- norms of the inputs of layers

@@ -1,6 +1,5 @@
 """Densities, and exact selection of the highest scores."""
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -15,10 +14,10 @@ from gradpolicy.tensors.pattern import pattern_of
 Density = Callable[[int], float]
 """A schedule of the density by the count of effective steps (or epochs, by the source's ``unit``)."""
 DISTRIBUTIONS = ("uniform", "erk")
-Parts = Callable[[], Iterator[Tensor]]
-"""A function that computes a tensor's scores in flat chunks, from first to last."""
+Scores = Callable[[], Tensor]
+"""A function that computes the scores of a tensor."""
 CHUNK = 1 << 16
-"""The number of scores in memory at a time."""
+"""The number of scores that are compared at a time, which stay in a core's cache."""
 DIGIT = 16
 """The number of bits of a score that are found by a pass over all scores."""
 ROUNDING = 1e-14
@@ -135,27 +134,27 @@ def highest(scores: Tensor, kept: int) -> Tensor:
 
 
 def marks_of_highest(
-    parts: Mapping[str, Parts], kept: int, total: int, dtype: torch.dtype = torch.float32
-) -> Iterator[tuple[str, list[Tensor]]]:
-    """Return masks of the highest scores of all tensors together, with only a chunk in memory at a time.
+    scores: Mapping[str, Scores], kept: int, total: int, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[str, Tensor]]:
+    """Return masks of the highest scores of all tensors together, with those of one in memory at a time.
 
     Args:
-        parts: For each tensor a function that computes its scores in flat chunks.
+        scores: For each tensor a function that computes its scores.
         kept: The number of highest scores.
         total: The number of scores.
         dtype: The dtype of comparisons: float64 or, for all others, float32.
 
     Yields:
-        Each name with the masks of its chunks.
+        Each name with the mask of its scores (1-D).
     """
     bits = 64 if dtype == torch.float64 else 32
     least, above = 0, 0
     if 0 < kept < total:
-        least, above = _least_key(parts, kept, bits)
+        least, above = _least_key(scores, kept, bits)
     ties = kept - above
-    for name, scores in parts.items():
+    for name, compute in scores.items():
         marks = []
-        for keys in _keys(scores, bits):
+        for keys in _keys(compute(), bits):
             if not 0 < kept < total:
                 marks.append(torch.full_like(keys, kept > 0, dtype=torch.bool))
                 continue
@@ -164,10 +163,10 @@ def marks_of_highest(
             chosen[equal[max(ties, 0) :]] = False
             ties -= len(equal)
             marks.append(chosen)
-        yield name, marks
+        yield name, torch.cat(marks)
 
 
-def _least_key(parts: Mapping[str, Parts], kept: int, bits: int) -> tuple[int, int]:
+def _least_key(scores: Mapping[str, Scores], kept: int, bits: int) -> tuple[int, int]:
     """Return the key of the ``kept``-th highest score, and the number of higher keys.
 
     Each pass over the scores finds the next 16 bits of the key, from counts of keys with the same prefix.
@@ -176,8 +175,8 @@ def _least_key(parts: Mapping[str, Parts], kept: int, bits: int) -> tuple[int, i
     for shift in range(bits - DIGIT, -1, -DIGIT):
         first = shift == bits - DIGIT
         counts = torch.zeros(1 << DIGIT, dtype=torch.int64, device="cpu")
-        for scores in parts.values():
-            for keys in _keys(scores, bits):
+        for compute in scores.values():
+            for keys in _keys(compute(), bits):
                 if not first:
                     keys = keys[(keys >> (shift + DIGIT)) == found]
                 # The highest digit includes the sign.
@@ -191,13 +190,13 @@ def _least_key(parts: Mapping[str, Parts], kept: int, bits: int) -> tuple[int, i
     return found, above
 
 
-def _keys(parts: Parts, bits: int) -> Iterator[Tensor]:
+def _keys(scores: Tensor, bits: int) -> Iterator[Tensor]:
     """Yield integers in the order of the scores: their bits, inverted for negative scores."""
     floats, integers = (torch.float64, torch.int64) if bits == 64 else (torch.float32, torch.int32)
-    for scores in itertools.chain.from_iterable(part.split(CHUNK) for part in parts()):
+    for part in scores.flatten().split(CHUNK):
         # Negative zero becomes zero, and NaN the lowest score.
-        scores = torch.nan_to_num(scores.to(floats), nan=-math.inf, posinf=math.inf, neginf=-math.inf) + 0.0
-        keys = scores.view(integers)
+        part = torch.nan_to_num(part.to(floats), nan=-math.inf, posinf=math.inf, neginf=-math.inf) + 0.0
+        keys = part.view(integers)
         yield keys ^ ((keys >> (bits - 1)) & ((1 << (bits - 1)) - 1))
 
 

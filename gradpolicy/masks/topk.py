@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,17 +14,17 @@ from gradpolicy.masks.gradient_source import STATISTICS, GradientSource, wide
 from gradpolicy.masks.layers import Groups, layers_of, read_groups
 from gradpolicy.masks.scores import GATHERED, SCORES, ActivationNorms, as_score
 from gradpolicy.masks.selection import (
-    CHUNK,
     Density,
     density_at,
     density_of_level,
+    highest,
     kept_count,
     marks_of_highest,
 )
 from gradpolicy.schedules import Constant
 from gradpolicy.tensors.checkpoint_file import check_saved
 from gradpolicy.tensors.mask import Mask, pack, unpack
-from gradpolicy.tensors.pattern import Pattern, pattern_of
+from gradpolicy.tensors.pattern import pattern_of
 from gradpolicy.tensors.seeded import check_level
 from gradpolicy.tensors.sharding import full_tensor
 
@@ -204,27 +204,29 @@ class TopK(GradientSource):
         """Return the marks of the chosen units of each parameter as bits."""
         if self._norms is not None:
             self.sums["activation_norm"] = self._norms.taken()
-        doubles = {torch.float64, torch.complex128} & {p.dtype for p in self.parameters.values()}
-        dtype = torch.float64 if doubles else torch.float32
         chosen: dict[str, Tensor] = {}
         for names in self._scopes():
-            total = sum(math.prod(self._shape(name)) for name in names)
-            parts = {name: functools.partial(self._units, name) for name in names}
-            if len(names) == 1 and not self.score.by_rows:
-                # Scores of a single tensor are computed once.
-                scores = list(self._units(names[0]))
-                parts = {names[0]: functools.partial(iter, scores)}
-            found = (
-                ((name, self._best_of_rows(name, density)) for name in names)
-                if self._in_rows
-                else marks_of_highest(parts, kept_count(density, total), total, dtype)
-            )
-            for name, marks in found:
-                chosen[name] = pack(torch.cat(marks))
+            for name, marks in self._marks(names, density):
+                chosen[name] = pack(marks)
                 # Free the memory of sums that are no longer needed.
                 for sums in self.sums.values():
                     sums.pop(name, None)
         return chosen
+
+    def _marks(self, names: Sequence[str], density: float) -> Iterator[tuple[str, Tensor]]:
+        """Yield the marks of parameters whose units, or those of their rows, are compared with each other."""
+        scores = {name: functools.partial(self._units, name) for name in names}
+        if self._in_rows:
+            for name in names:
+                yield name, self._best_of_rows(scores[name](), density)
+        elif len(names) == 1:
+            found = scores[names[0]]()
+            yield names[0], highest(found, kept_count(density, found.numel()))
+        else:
+            total = sum(math.prod(self._shape(name)) for name in names)
+            doubles = {torch.float64, torch.complex128} & {self.parameters[name].dtype for name in names}
+            dtype = torch.float64 if doubles else torch.float32
+            yield from marks_of_highest(scores, kept_count(density, total), total, dtype)
 
     def _scopes(self) -> list[list[str]]:
         """Return the names of the parameters that are compared with each other."""
@@ -249,55 +251,41 @@ class TopK(GradientSource):
             return bool(marks)
         return marks if self._pattern is None else self._pattern.spread(marks, shape)
 
-    def _best_of_rows(self, name: str, density: float) -> list[Tensor]:
+    def _best_of_rows(self, scores: Tensor, density: float) -> Tensor:
         """Return the marks of the best N of every M entries, or of the best entries of each row."""
-        width = math.prod(self._shape(name)[1:])
-        pattern = self._pattern or Pattern(kept_count(density, width), 1, width)
-        return [pattern.best(part) for part in self._units(name)]
+        if self._pattern is not None:
+            return self._pattern.best(scores)
+        width = math.prod(scores.shape[1:])
+        kept = kept_count(density, width)
+        return torch.stack([highest(row, kept) for row in scores.reshape(-1, width)])
 
-    def _units(self, name: str) -> Iterator[Tensor]:
-        """Yield the flat scores of the units, for a chunk of the tensor at a time."""
-        parts = self._entries(name)
+    def _units(self, name: str) -> Tensor:
+        """Return the scores of the units of a parameter."""
+        scores = self._entries(name)
         if self._by_entry:
-            yield from (part.flatten() for part in parts)
-        elif self.level == "row":
-            yield from (part.flatten(1).mean(1) if part.dim() > 1 else part.flatten() for part in parts)
-        elif self._pattern is not None:
-            yield from (self._pattern.pooled(part).flatten() for part in parts)
-        else:
-            sums = [(part.sum(dtype=torch.float64), part.dtype, part.numel()) for part in parts]
-            mean = sum(each[0] for each in sums) / sum(each[2] for each in sums)
-            yield torch.as_tensor(mean, dtype=sums[0][1])[None]
+            return scores
+        if self.level == "row":
+            return scores.flatten(1).mean(1) if scores.dim() > 1 else scores
+        if self._pattern is not None:
+            return self._pattern.pooled(scores)
+        return scores.mean(dtype=torch.float64).to(scores.dtype)
 
-    def _entries(self, name: str) -> Iterator[Tensor]:
-        """Yield the scores of the entries, for some rows at a time; −∞ without a gradient."""
+    def _entries(self, name: str) -> Tensor:
+        """Return the scores of the entries of a parameter; −∞ without a gradient."""
         weight = full_tensor(self.parameters[name].detach())
-        inputs: dict[str, Tensor | None] = {"weight": weight}
-        for kind in self.score.asks:
-            if kind != "weight":
-                found = self._initial.get(name) if kind == "initial" else self.sums.get(kind, {}).get(name)
-                inputs[kind] = None if found is None else full_tensor(found)
-        if inputs.get("activation_norm", weight) is None:
+        known = {"initial": self._initial, **self.sums}
+        others = {kind: known.get(kind, {}).get(name) for kind in self.score.asks if kind != "weight"}
+        found = {kind: full_tensor(each) for kind, each in others.items() if each is not None}
+        if "activation_norm" in others.keys() - found:
             raise PolicyError(f"activation_norm: the layer of {shown(name)} did not run through its forward")
-        rows = len(weight) if weight.dim() else 1
-        height = self._pattern.rows if self._pattern is not None else 1
-        step = max(rows, 1)
-        if self.score.by_rows:
-            step = max(CHUNK * rows // max(weight.numel(), 1) // height, 1) * height
-        for start in range(0, max(rows, 1), step):
-            own = {
-                kind: each[start : start + step] if each.dim() and len(each) == rows else each
-                for kind, each in inputs.items()
-                if each is not None
-            }
-            if len(own) < len(inputs):
-                yield torch.full_like(wide(own["weight"]).real, -math.inf)
-                continue
-            with under(f"TopK.by: {self.by} of {name}"):
-                scores = self.score.formula(**{kind: wide(own[kind]) for kind in self.score.asks})
-                if scores.shape != own["weight"].shape or not scores.is_floating_point():
-                    raise PolicyError(
-                        f"must give a real number for each entry, of shape {tuple(weight.shape)}; got "
-                        f"{scores.dtype} of {tuple(scores.shape)}"
-                    )
-            yield scores if self.largest else -scores
+        if len(found) < len(others):
+            return torch.full_like(wide(weight).real, -math.inf)
+        inputs = {"weight": weight, **found}
+        with under(f"TopK.by: {self.by} of {name}"):
+            scores = self.score.formula(**{kind: wide(inputs[kind]) for kind in self.score.asks})
+            if scores.shape != weight.shape or not scores.is_floating_point():
+                raise PolicyError(
+                    f"must give a real number for each entry, of shape {tuple(weight.shape)}; got "
+                    f"{scores.dtype} of {tuple(scores.shape)}"
+                )
+        return scores if self.largest else -scores

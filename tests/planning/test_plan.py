@@ -90,7 +90,10 @@ def test_a_freeze_policy_shows_its_source_its_timetable_and_its_state(plan_of):
             {"one": gp.Freeze(gp.masks.Random(0.5), frozen_state="zero"), "two": gp.Freeze(gp.masks.Fixed())},
             "policy.one wants frozen_state='zero', policy.two frozen_state='keep'",
         ),
-        ({"file": gp.Freeze(gp.masks.Fixed("nothing.safetensors"))}, "policy.file: Fixed.mask: nothing.safetensors cannot be read"),
+        (
+            {"file": gp.Freeze(gp.masks.Fixed("nothing.safetensors"))},
+            "policy.file: Fixed.mask: nothing.safetensors cannot be read",
+        ),
         ({"wrong": gp.StraightThrough(ops=["floor"])}, r"policy\.wrong\.ops.*floor.*round"),
     ],
 )
