@@ -2,23 +2,31 @@
 
 import json
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import optuna
 from omegaconf import OmegaConf
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
 from optuna.trial import Trial, TrialState
 from optuna_integration import PyTorchLightningPruningCallback
 
-from gradpolicy.app.config import Source, check_job, compose_job, hydra_at
+from gradpolicy.app.config import Settings, Source, check_job, compose_job, hydra_at
 from gradpolicy.app.launch import main as train
 from gradpolicy.app.messages import INTERRUPTED, TERMINATED, WRONG_INPUT
 from gradpolicy.app.processes import quoted, termination_exits
 from gradpolicy.errors import PolicyError, shown, unknown
 from gradpolicy.insight.run_files import RESULT, Result
 from gradpolicy.insight.sweep_summary import summarize
+
+# The exit codes after which no other trial may follow.
+ENDING = (INTERRUPTED, TERMINATED, WRONG_INPUT)
 
 
 def make_pruner() -> optuna.pruners.BasePruner:
@@ -44,40 +52,6 @@ class PruneTrial(PyTorchLightningPruningCallback):
         super().__init__(Trial(opened, trial), monitor)
 
 
-class SearchEndedError(Exception):
-    """Raised if no other trial may follow, with the exit code: after Ctrl-C, SIGTERM or invalid input."""
-
-
-class TrialFailedError(Exception):
-    """Raised if a trial failed; the search continues."""
-
-
-@dataclass(frozen=True)
-class Search:
-    """The settings of a search, which all its trials share.
-
-    Args:
-        study: The study.
-        url: The storage of the study.
-        parameters: The values that are drawn, by key: a list, or a mapping of ``min``, ``max`` and perhaps
-            ``log: true``, of two integers or two numbers.
-        overrides: The overrides of all trials.
-        directory: The directory of the trials.
-        metric: The metric that is optimized.
-        mode: ``"min"`` or ``"max"``.
-        config_dir: The directory of configs.
-    """
-
-    study: optuna.Study
-    url: str
-    parameters: Mapping[str, Any]
-    overrides: list[str]
-    directory: Path
-    metric: str
-    mode: str
-    config_dir: Path
-
-
 def search(config_dir: Path, overrides: list[str], directory: Path, trials: int, seed: int) -> int:
     """Search the space that the overrides name.
 
@@ -89,22 +63,33 @@ def search(config_dir: Path, overrides: list[str], directory: Path, trials: int,
         seed: The seed of the sampler.
 
     Returns:
-        The exit code: 0, 2 for invalid input, 143 for SIGTERM.
+        The exit code: 0, 2 for invalid input, 130 for Ctrl-C, 143 for SIGTERM.
 
     Raises:
         PolicyError: For invalid input.
     """
+    directory, code = directory.absolute(), 0
     with termination_exits():
-        found = prepare(config_dir, overrides, directory.absolute(), seed)
-        code = run_trials(found, trials)
+        name, space, settings = read_space(Source(config_dir), overrides)
+        metric, mode = settings.optimized_metric, settings.optimized_mode
+        if metric is None:
+            raise PolicyError("optimized_metric: must name the metric that the search compares, got None")
+        directory.mkdir(parents=True, exist_ok=True)
+        url = f"sqlite:///{directory / 'study.db'}"
+        study = open_study(url, name, metric, mode, seed)
+        words = [*overrides, *_pruned_in(url, name, metric)]
+        good = (TrialState.COMPLETE, TrialState.PRUNED)
+        for _ in range(trials - len(study.get_trials(states=good))):
+            code = run_trial(study, space, metric, config_dir, words, directory / name)
+            if code in ENDING:
+                break
     if code != WRONG_INPUT:
-        summarize(found.directory, found.metric, found.mode, report=True)
-    return code
+        summarize(directory / name, metric, mode, report=True)
+    return code if code in ENDING else 0
 
 
-def prepare(config_dir: Path, overrides: list[str], directory: Path, seed: int) -> Search:
-    """Read the search space, and open the study or create it."""
-    source = Source(config_dir)
+def read_space(source: Source, overrides: list[str]) -> tuple[str, dict[str, BaseDistribution], Settings]:
+    """Return the name of the search space, its distributions by key, and the settings of a first trial."""
     with hydra_at(source):
         config = compose_job(source, overrides)
         sweep = config.get("sweep")
@@ -115,114 +100,98 @@ def prepare(config_dir: Path, overrides: list[str], directory: Path, seed: int) 
                 "sweep: name one search space, a config of the group sweep with parameters, such as"
                 " sweep=learning_rate"
             )
+        found = {str(key): distribution(str(key), each) for key, each in parameters.items()}
         # Check the overrides with one value of each parameter.
-        first = [f"{key}={json.dumps(check_space(key, each))}" for key, each in parameters.items()]
+        first = [f"{key}={json.dumps(_first(each))}" for key, each in found.items()]
         settings = check_job(compose_job(source, [*overrides, *first]))
-        name = str(config.hydra.runtime.choices.sweep)
-    metric, mode = settings.optimized_metric, settings.optimized_mode
-    if metric is None:
-        raise PolicyError("optimized_metric: must name the metric that the search compares, got None")
-    directory.mkdir(parents=True, exist_ok=True)
-    url = f"sqlite:///{directory / 'study.db'}"
-    study = open_study(url, name, metric, mode, seed)
-    return Search(study, url, parameters, overrides, directory / name, metric, mode, config_dir)
+        return str(config.hydra.runtime.choices.sweep), found, settings
 
 
-def check_space(key: str, space: Any) -> Any:
-    """Return one of the values of a parameter.
+def distribution(key: str, space: Any) -> BaseDistribution:
+    """Return the distribution of a parameter.
+
+    Args:
+        key: The parameter.
+        space: A list of values, or a mapping of ``min``, ``max`` and perhaps ``log: true``, of two integers
+            or two numbers.
 
     Raises:
-        PolicyError: If it is neither a list of values nor an interval.
+        PolicyError: If it is neither.
     """
-    if isinstance(space, list) and space:
-        return space[0]
-    if isinstance(space, dict) and {"min", "max"} <= space.keys() <= {"min", "max", "log"}:
-        low, high = space["min"], space["max"]
-        numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in (low, high))
-        if numbers and low <= high and (low > 0 or not space.get("log")):
-            return low
-    raise PolicyError(
-        f"sweep.parameters.{key}: must be a list of values, or numbers min and max and perhaps log: true,"
-        f" got {shown(space)}"
-    )
+    try:
+        if isinstance(space, list):
+            return CategoricalDistribution(space)
+        limits = {{"min": "low", "max": "high", "log": "log"}[name]: value for name, value in space.items()}
+        integers = isinstance(space["min"], int) and isinstance(space["max"], int)
+        return IntDistribution(**limits) if integers else FloatDistribution(**limits)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise PolicyError(
+            f"sweep.parameters.{key}: must be a list of values, or numbers min and max and perhaps log: true,"
+            f" got {shown(space)}"
+        ) from error
 
 
-def draw(trial: Trial, key: str, space: Any) -> Any:
-    """Draw the value of a trial."""
-    if isinstance(space, list):
-        return trial.suggest_categorical(key, space)
-    integers = isinstance(space["min"], int) and isinstance(space["max"], int)
-    suggest: Any = trial.suggest_int if integers else trial.suggest_float
-    return suggest(key, space["min"], space["max"], log=bool(space.get("log")))
+def _first(space: Any) -> Any:
+    return space.choices[0] if isinstance(space, CategoricalDistribution) else space.low
 
 
 def open_study(url: str, name: str, metric: str, mode: str, seed: int) -> optuna.Study:
-    """Open or create a study; trials whose process is gone count as failed.
-
-    In dashboards the objective is named after the metric.
-    """
+    """Open or create a study; in dashboards the objective is named after the metric."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-    storage = optuna.storages.RDBStorage(url, heartbeat_interval=30, grace_period=120)
-    known = name in optuna.get_all_study_names(storage)
-    done = len(optuna.load_study(study_name=name, storage=storage).trials) if known else 0
     study = optuna.create_study(
         study_name=name,
-        storage=storage,
+        storage=url,
         direction="minimize" if mode == "min" else "maximize",
-        # The same seed would repeat the first trials.
-        sampler=optuna.samplers.TPESampler(seed=seed + done),
         pruner=make_pruner(),
         load_if_exists=True,
     )
+    # The same seed would repeat the first trials.
+    study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials))
     study.set_metric_names([metric])
-    optuna.storages.fail_stale_trials(study)
     return study
 
 
-def run_trials(search: Search, wanted: int) -> int:
-    """Run trials until the study has the given number, and return the exit code."""
-    good = (TrialState.COMPLETE, TrialState.PRUNED)
-    missing = wanted - len(search.study.get_trials(states=good))
-    if missing > 0:
-        try:
-            search.study.optimize(lambda trial: run_trial(trial, search), missing, catch=(TrialFailedError,))
-        except SearchEndedError as ended:
-            return int(ended.args[0])
-    return 0
-
-
-def run_trial(trial: Trial, search: Search) -> float:
-    """Train once with drawn values, and return the value that is optimized."""
-    directory = search.directory / str(trial.number)
+def _pruned_in(url: str, study: str, metric: str) -> list[str]:
+    """Return the overrides by which a trial reports to a study; its number follows."""
     report = {
         "_target_": "gradpolicy.app.sweep.PruneTrial",
-        "storage": search.url,
-        "study": search.study.study_name,
-        "trial": trial._trial_id,
-        "monitor": search.metric.removesuffix("_best"),
+        "storage": url,
+        "study": study,
+        "monitor": metric.removesuffix("_best"),
     }
-    words = [
-        *search.overrides,
-        *(f"{key}={json.dumps(draw(trial, key, each))}" for key, each in search.parameters.items()),
-        *(f"+callbacks.study.{key}={json.dumps(value)}" for key, value in report.items()),
-        f"hydra.run.dir={quoted(str(directory))}",
-    ]
+    return [f"+callbacks.study.{key}={json.dumps(value)}" for key, value in report.items()]
+
+
+def run_trial(
+    study: optuna.Study,
+    space: dict[str, BaseDistribution],
+    metric: str,
+    config_dir: Path,
+    words: list[str],
+    directory: Path,
+) -> int:
+    """Train once with drawn values, tell the study the value that is optimized, and return the exit code."""
+    trial = study.ask(space)
+    directory = directory / str(trial.number)
+    drawn = [f"{key}={json.dumps(value)}" for key, value in trial.params.items()]
+    own = [f"+callbacks.study.trial={trial._trial_id}", f"hydra.run.dir={quoted(str(directory))}"]
+    state, value = TrialState.FAIL, None
     try:
-        code = train(search.config_dir, words)
+        code = train(config_dir, [*words, *drawn, *own])
+        # With several processes the callback ends the training as usual and stores this note.
+        if study.trials[trial.number].system_attrs.get("ddp_pl:pruned"):
+            state = TrialState.PRUNED
+        elif not code:
+            result = Result.load(directory / RESULT)
+            if (value := result.optimized) is None:
+                raise unknown("metric", metric, result.metrics, key="optimized_metric")
+            state = TrialState.COMPLETE
     except optuna.TrialPruned:
+        code, state = 0, TrialState.PRUNED
         replace(Result.load(directory / RESULT), status="pruned", error="").save(directory / RESULT)
-        raise
+    finally:
+        study.tell(trial, value, state)
     if code in (INTERRUPTED, TERMINATED):
-        search.study.enqueue_trial(trial.params)
-    if code in (INTERRUPTED, TERMINATED, WRONG_INPUT):
-        raise SearchEndedError(code)
-    if code:
-        raise TrialFailedError(f"trial {trial.number} ended with code {code}")
-    # With several processes the callback ends the training as usual and stores this note.
-    if search.study.trials[trial.number].system_attrs.get("ddp_pl:pruned"):
-        raise optuna.TrialPruned
-    result = Result.load(directory / RESULT)
-    if result.optimized is None:
-        raise unknown("metric", search.metric, result.metrics, key="optimized_metric")
-    return result.optimized
+        study.enqueue_trial(trial.params)
+    return code

@@ -12,7 +12,7 @@ import pandas
 import pytest
 import torch
 
-from gradpolicy.app.sweep import PruneTrial, check_space, draw
+from gradpolicy.app.sweep import PruneTrial, distribution
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight.run_files import RESULT, Result
 from gradpolicy.insight.sweep_summary import SUMMARY, collect
@@ -195,14 +195,14 @@ def test_a_job_of_a_sweep_is_recorded_as_one(train) -> None:
 )
 def test_an_interval_or_a_list_gives_values(space: object, drawn: set) -> None:
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    assert {draw(study.ask(), "key", space) for _ in range(40)} == drawn
-    assert check_space("key", space) in drawn
+    asked = {"key": distribution("key", space)}
+    assert {study.ask(asked).params["key"] for _ in range(40)} == drawn
 
 
 @pytest.mark.parametrize(
     "space",
-    [3, [], {"min": 1}, {"min": 2, "max": 1}, {"min": 0, "max": 1, "log": True}, {"min": 0, "max": "x"}],
+    [3, [], {"min": 1}, {"min": 0, "max": 1, "lg": True}, {"min": 2, "max": 1}, {"min": 0, "max": 1, "log": True}, {"min": 0, "max": "x"}],
 )
 def test_what_is_no_space_is_refused_by_its_key(space: object) -> None:
     with pytest.raises(PolicyError, match=r"^sweep\.parameters\.optimizer\.lr: must be a list of values, or"):
-        check_space("optimizer.lr", space)
+        distribution("optimizer.lr", space)
