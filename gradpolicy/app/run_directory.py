@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from gradpolicy.app.messages import wrong_input_errors
 from gradpolicy.app.processes import is_first_rank
-from gradpolicy.atomic_file import is_inside
 from gradpolicy.errors import PolicyError, brief, warn_user
 
 KEY = "hydra.run.dir"
@@ -23,10 +21,6 @@ KEY = "hydra.run.dir"
 TIME_IN_NAME = ("${started:", "${now:")
 # The lock file, which exists as long as a process writes to the directory.
 LOCK = ".lock"
-# What a run writes into its directory.
-WRITTEN = re.compile(
-    r".*\.(csv|db|html|jsonl?|log|safetensors|txt|yaml)|\.hydra|checkpoints|csv|masks|mlflow|pictures|tensorboard"
-)
 _locked: set[Path] = set()
 
 
@@ -42,7 +36,7 @@ def locked(directory: Path, key: str, *, keeps: bool = True) -> Iterator[Path]:
         keeps: False to remove at the end what was written into it, as by Hydra for a plan.
 
     Raises:
-        PolicyError: If another process has locked it, it cannot be created, or a link in it leads out of it.
+        PolicyError: If another process has locked it, or it cannot be created.
     """
     directory = directory.absolute()
     is_first = is_first_rank() and os.environ.get("NODE_RANK", "0") == "0"
@@ -63,7 +57,6 @@ def locked(directory: Path, key: str, *, keeps: bool = True) -> Iterator[Path]:
             block.callback(_remove_others, directory, {path.name for path in directory.iterdir()})
         block.callback(_locked.discard, directory)
         _locked.add(directory)
-        check_links(directory, key)
         yield directory
 
 
@@ -97,20 +90,6 @@ def _lock(directory: Path, key: str) -> IO[bytes]:
     except OSError as error:
         warn_user(f"{key}: {directory} cannot be locked ({error.strerror}): start no other run in it")
     return file
-
-
-def check_links(directory: Path, key: str) -> None:
-    """Check that a run writes to its directory alone, and not through links or into pipes in it.
-
-    Raises:
-        PolicyError: For a link that leads out of the directory, and for what is no file.
-    """
-    written = (path for path in directory.iterdir() if WRITTEN.fullmatch(path.name))
-    for path in (below for each in written for below in (each, *each.rglob("*"))):
-        inside = is_inside(path, directory)
-        if not inside or (os.path.exists(path) and not (path.is_file() or path.is_dir())):
-            what = "is neither a file nor a directory" if inside else "is a link out of the directory"
-            raise PolicyError(f"{key}: {brief(str(path), most=160)} {what}; a run would write to it")
 
 
 @dataclass
