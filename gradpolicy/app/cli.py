@@ -247,28 +247,27 @@ def delta(words: Sequence[str], configs: Path) -> int:
         from gradpolicy import delta as files
         from gradpolicy.delta.file import check_replaceable, read_weights, write_weights
         from gradpolicy.display import wide_console
-    console = wide_console()
+    told: object = None
     match options.action:
         case "info":
-            console.print(files.info(options.delta))
+            told = files.info(options.delta)
         case "save":
             model, base = read_weights(options.model), read_weights(options.base)
-            console.print(files.save(options.out, model, base, replaces=options.replaces))
+            told = files.save(options.out, model, base, replaces=options.replaces)
         case "merge":
             factors = options.weights or [1.0] * len(options.deltas)
-            console.print(files.merge(options.deltas, factors, options.out))
+            told = files.merge(options.deltas, factors, options.out)
         case "to-peft":
             files.to_peft(options.delta, options.out)
-            console.print(f"wrote {options.out}", highlight=False)
         case "from-peft":
             weights = read_weights(options.base) if options.base else None
-            console.print(files.from_peft(options.directory, options.out, weights))
+            told = files.from_peft(options.directory, options.out, weights)
         case action:
             check_replaceable(options.out, None)
             model = read_weights(options.model)
             (files.apply if action == "apply" else files.revert)(model, options.delta)
             write_weights(options.out, model)
-            console.print(f"wrote {options.out}", highlight=False)
+    wide_console().print(told or f"wrote {options.out}", highlight=told is not None)
     return 0
 
 

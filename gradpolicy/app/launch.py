@@ -76,7 +76,7 @@ def main(config_dir: Path, words: Sequence[str]) -> int:
         if options.config_dir:
             options.overrides.append(search_path(given[-1]))
         if any(getattr(options, name) for name in INFORMATION):
-            run_by_hydra(Job(), source, options)
+            run_by_hydra(source, options)
             return 0
         with hydra_at(source):
             config = compose_job(source, fixed_overrides(options.overrides))
@@ -158,15 +158,32 @@ def search_path(directory: Path) -> str:
     return f"hydra.searchpath=[{quoted(f'file://{directory}')},'pkg://gradpolicy.conf']"
 
 
-def run_by_hydra(job: "Job", source: Source, options: argparse.Namespace, *overrides: str) -> None:
-    """Call `hydra.main`, which creates the directories, sets up logging, and calls the job.
+def run_by_hydra(source: Source, options: argparse.Namespace, *overrides: str) -> None:
+    """Call `hydra.main`, which creates the directories, sets up logging, and runs each job.
 
     Args:
-        job: The function that Hydra calls.
         source: The directories of configs.
         options: The command line.
         *overrides: Further overrides.
+
+    Raises:
+        Exception: The first error of a job in this process.
     """
+    errors, process = [], os.getpid()
+
+    def run_one(config: DictConfig) -> float | None:
+        from gradpolicy.app.run import run
+
+        try:
+            return run(config, list(HydraConfig.get().overrides.task)).optimized
+        except Exception as error:
+            if os.getpid() != process:
+                # A launcher's worker, which has a copy of this function.
+                raise
+            # Hydra would print a line of its own before an error that it gets.
+            errors.append(error)
+            return None
+
     given = {name: value for name, value in vars(options).items() if value and name != "overrides"}
     flags = [
         f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
@@ -181,11 +198,11 @@ def run_by_hydra(job: "Job", source: Source, options: argparse.Namespace, *overr
     sys.argv = [former[0], *flags, *options.overrides, *overrides]
     try:
         program = hydra.main(str(source.directory), source.name, VERSION_BASE)
-        program(job)()
+        program(run_one)()
     finally:
         sys.argv = former
-    if job.error is not None:
-        raise job.error
+    if errors:
+        raise errors[0]
 
 
 def run_job(source: Source, options: argparse.Namespace, config: DictConfig, settings: Settings) -> None:
@@ -199,7 +216,7 @@ def run_job(source: Source, options: argparse.Namespace, config: DictConfig, set
         # Hydra's own files remain those of the original command.
         more.append("hydra.output_subdir=null")
     with locked(directory, KEY, keeps=not settings.plan_only) as own:
-        run_by_hydra(Job(), source, options, *more, f"{KEY}={quoted(str(own))}")
+        run_by_hydra(source, options, *more, f"{KEY}={quoted(str(own))}")
 
 
 def resumed_job(config: DictConfig, settings: Settings) -> "Resumed | None":
@@ -225,36 +242,11 @@ def run_sweep(source: Source, options: argparse.Namespace, config: DictConfig) -
     with locked(Path(config.hydra.sweep.dir), key, keeps=keeps) as directory, termination_exits():
         try:
             more = [] if keeps else ["hydra.output_subdir=null"]
-            run_by_hydra(Job(), source, options, f"{key}={quoted(str(directory))}", *more)
+            run_by_hydra(source, options, f"{key}={quoted(str(directory))}", *more)
         finally:
             if is_first_rank():
                 metric, mode = config.get("optimized_metric"), config.get("optimized_mode") or "max"
                 summarize(directory, metric, mode, report=OmegaConf.select(config, "extras.report") is True)
-
-
-class Job:
-    """The function that Hydra calls for each job.
-
-    Attributes:
-        error: The first error of a job in this process. Hydra would print a line of its own before it.
-    """
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-        self._process = os.getpid()
-
-    def __call__(self, config: DictConfig) -> float | None:
-        """Run a job."""
-        from gradpolicy.app.run import run
-
-        try:
-            return run(config, list(HydraConfig.get().overrides.task)).optimized
-        except Exception as error:
-            if os.getpid() != self._process:
-                # A launcher's worker has a copy of this object.
-                raise
-            self.error = self.error or error
-            return None
 
 
 def _how_to_resume(words: Sequence[str]) -> str:

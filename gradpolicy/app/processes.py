@@ -21,8 +21,6 @@ from gradpolicy.app.messages import TERMINATED
 
 # Arguments of a sweep that its jobs must not get, since a job runs alone in the directory of its first rank.
 SWEEP_ONLY = re.compile(r"[+~]*hydra(/launcher|/sweeper|\.launcher|\.sweeper|\.sweep|\.mode|\.run)\b")
-# Lightning sets these for the processes that it starts; the next job of a sweep must not inherit them.
-LAUNCHED_BY_LIGHTNING = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Where launchers write the rank of a process, in the order in which Lightning reads them.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 COMMAND = "gradpolicy"
@@ -142,7 +140,7 @@ def own_command_line(checkpoint: Path | None = None) -> Iterator[None]:
 
     main: Any = sys.modules["__main__"]
     argv, spec = sys.argv, getattr(main, "__spec__", None)
-    environment = {name: os.environ.get(name) for name in LAUNCHED_BY_LIGHTNING}
+    environment = dict(os.environ)
     hydra: Any = HydraConfig.get()
     sys.argv = [str(program(hydra)), *job_arguments(hydra)]
     if checkpoint is not None:
@@ -157,11 +155,9 @@ def own_command_line(checkpoint: Path | None = None) -> Iterator[None]:
         sys.argv, main.__spec__ = argv, spec
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
-        for name, value in environment.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        # Lightning writes ranks and addresses there, which the next job of a sweep must not inherit.
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 def job_arguments(hydra: Any) -> list[str]:
