@@ -128,7 +128,7 @@ def plan_and_run(settings: Settings, result: Result, directory: RunDirectory, co
         console: The console.
     """
     container = settings.model_dump(exclude_unset=True)
-    name_loggers(dict(settings), result.overrides, sweep_name(settings))
+    name_loggers(dict(settings), result.overrides, sweep_name())
     seed_everything(settings.seed, workers=True, verbose=False)
     own = None if settings.plan_only else directory.path
     checkpoint = chosen_checkpoint(settings, own)
@@ -207,8 +207,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 def record_of(settings: Settings, directory: RunDirectory, resumed: Resumed | None) -> RunRecord:
     """Return the record of a new or continued run."""
     former = RunRecord.load(directory.path) if resumed is not None and resumed.directory is not None else None
-    kind: Kind = "sweep" if in_sweep() or "WANDB_SWEEP_ID" in os.environ else "run"
-    kind = "trial" if "study" in (settings.callbacks or {}) else kind
+    kind: Kind = "sweep" if sweep_name() or "WANDB_SWEEP_ID" in os.environ else "run"
     command = job_arguments(HydraConfig.get())
     record = RunRecord.begin(directory.path, settings.task_name, former.kind if former else kind, command)
     return replace(record, checkpoints=former.checkpoints) if former else record
@@ -220,10 +219,10 @@ def optimized_metrics(settings: Settings) -> list[str]:
     return [] if name is None else list(dict.fromkeys((name, name.removesuffix("_best"))))
 
 
-def sweep_name(settings: Settings) -> str | None:
-    """Return the name of the run's sweep or study."""
-    study = ((settings.callbacks or {}).get("study") or {}).get("study")
-    return Path(HydraConfig.get().sweep.dir).name if in_sweep() else study
+def sweep_name() -> str | None:
+    """Return the name of the sweep or study whose directory this run is in; None if there is none."""
+    sweep, directory = Path(HydraConfig.get().sweep.dir), Path(HydraConfig.get().runtime.output_dir)
+    return sweep.name if in_sweep() or directory.parent == sweep else None
 
 
 def optimized_value(settings: Settings, metrics: Mapping[str, float]) -> float | None:

@@ -2,7 +2,6 @@
 
 import json
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from optuna.distributions import (
     FloatDistribution,
     IntDistribution,
 )
-from optuna.trial import Trial, TrialState
-from optuna_integration import PyTorchLightningPruningCallback
+from optuna.trial import TrialState
 
 from gradpolicy.app.config import Settings, Source, check_job, compose_job, hydra_at
 from gradpolicy.app.launch import main as train
@@ -27,29 +25,6 @@ from gradpolicy.insight.sweep_summary import summarize
 
 # The exit codes after which no other trial may follow.
 ENDING = (INTERRUPTED, TERMINATED, WRONG_INPUT)
-
-
-def make_pruner() -> optuna.pruners.BasePruner:
-    """Return the pruner of every study: after two reports, a trial below the median of five others ends.
-
-    A study does not store its pruner, so each process that opens it creates one.
-    """
-    return optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=2)
-
-
-class PruneTrial(PyTorchLightningPruningCallback):
-    """Optuna's pruning callback, with arguments that a config can have.
-
-    Args:
-        storage: The storage of the study, such as ``sqlite:///study.db``.
-        study: The study's name.
-        trial: The trial's number in the storage.
-        monitor: The metric that is reported after each validation.
-    """
-
-    def __init__(self, storage: str, study: str, trial: int, monitor: str) -> None:
-        opened = optuna.load_study(study_name=study, storage=storage, pruner=make_pruner())
-        super().__init__(Trial(opened, trial), monitor)
 
 
 def search(config_dir: Path, overrides: list[str], directory: Path, trials: int, seed: int) -> int:
@@ -75,11 +50,9 @@ def search(config_dir: Path, overrides: list[str], directory: Path, trials: int,
         if metric is None:
             raise PolicyError("optimized_metric: must name the metric that the search compares, got None")
         directory.mkdir(parents=True, exist_ok=True)
-        url = f"sqlite:///{directory / 'study.db'}"
-        study = open_study(url, name, metric, mode, seed)
-        words = [*overrides, *_pruned_in(url, name, metric)]
-        good = (TrialState.COMPLETE, TrialState.PRUNED)
-        for _ in range(trials - len(study.get_trials(states=good))):
+        study = open_study(f"sqlite:///{directory / 'study.db'}", name, metric, mode, seed)
+        words = [*overrides, f"hydra.sweep.dir={quoted(str(directory / name))}"]
+        for _ in range(trials - len(study.get_trials(states=[TrialState.COMPLETE]))):
             code = run_trial(study, space, metric, config_dir, words, directory / name)
             if code in ENDING:
                 break
@@ -143,24 +116,12 @@ def open_study(url: str, name: str, metric: str, mode: str, seed: int) -> optuna
         study_name=name,
         storage=url,
         direction="minimize" if mode == "min" else "maximize",
-        pruner=make_pruner(),
         load_if_exists=True,
     )
     # The same seed would repeat the first trials.
     study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials))
     study.set_metric_names([metric])
     return study
-
-
-def _pruned_in(url: str, study: str, metric: str) -> list[str]:
-    """Return the overrides by which a trial reports to a study; its number follows."""
-    report = {
-        "_target_": "gradpolicy.app.sweep.PruneTrial",
-        "storage": url,
-        "study": study,
-        "monitor": metric.removesuffix("_best"),
-    }
-    return [f"+callbacks.study.{key}={json.dumps(value)}" for key, value in report.items()]
 
 
 def run_trial(
@@ -172,26 +133,17 @@ def run_trial(
     directory: Path,
 ) -> int:
     """Train once with drawn values, tell the study the value that is optimized, and return the exit code."""
-    trial = study.ask(space)
+    trial, value = study.ask(space), None
     directory = directory / str(trial.number)
     drawn = [f"{key}={json.dumps(value)}" for key, value in trial.params.items()]
-    own = [f"+callbacks.study.trial={trial._trial_id}", f"hydra.run.dir={quoted(str(directory))}"]
-    state, value = TrialState.FAIL, None
     try:
-        code = train(config_dir, [*words, *drawn, *own])
-        # With several processes the callback ends the training as usual and stores this note.
-        if study.trials[trial.number].system_attrs.get("ddp_pl:pruned"):
-            state = TrialState.PRUNED
-        elif not code:
+        code = train(config_dir, [*words, *drawn, f"hydra.run.dir={quoted(str(directory))}"])
+        if not code:
             result = Result.load(directory / RESULT)
             if (value := result.optimized) is None:
                 raise unknown("metric", metric, result.metrics, key="optimized_metric")
-            state = TrialState.COMPLETE
-    except optuna.TrialPruned:
-        code, state = 0, TrialState.PRUNED
-        replace(Result.load(directory / RESULT), status="pruned", error="").save(directory / RESULT)
     finally:
-        study.tell(trial, value, state)
+        study.tell(trial, value, TrialState.FAIL if value is None else None)
     if code in (INTERRUPTED, TERMINATED):
         study.enqueue_trial(trial.params)
     return code

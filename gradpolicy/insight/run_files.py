@@ -16,8 +16,6 @@ from gradpolicy.train.json_file import read_json, write_json
 
 PLAN, PLAN_TEXT, RESULT, AUDIT, REPORT = "plan.json", "plan.txt", "result.json", "audit.json", "report.html"
 STOPPED = "stopped before its end"
-# Overrides that a search adds to the command line of each trial.
-ADDED_BY_SEARCH = ("+callbacks.study.", "hydra.run.dir=")
 
 # A float represents integers up to this one exactly.
 Count = Annotated[int, Field(ge=0, le=2**53)]

@@ -14,7 +14,7 @@ from rich.table import Table
 from gradpolicy.display import three_digits, wide_console
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight.report import write_report
-from gradpolicy.insight.run_files import ADDED_BY_SEARCH, REPORT, RESULT, Result
+from gradpolicy.insight.run_files import REPORT, RESULT, Result
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -56,10 +56,7 @@ class SweepSummary:
         """The overrides of each job, with a column for each key that any job set."""
         import pandas as pd
 
-        given = [
-            dict(_key_and_value(each) for each in result.overrides if not each.startswith(ADDED_BY_SEARCH))
-            for result in self.results
-        ]
+        given = [dict(_key_and_value(each) for each in result.overrides) for result in self.results]
         table = pd.DataFrame(given, index=range(len(given)), dtype=object)
         return table.drop(columns=[*OWN_COLUMNS], errors="ignore")
 

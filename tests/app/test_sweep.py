@@ -5,14 +5,12 @@ import signal
 import sys
 from pathlib import Path
 from subprocess import Popen
-from types import SimpleNamespace
 
 import optuna
 import pandas
 import pytest
-import torch
 
-from gradpolicy.app.sweep import PruneTrial, distribution
+from gradpolicy.app.sweep import distribution
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight.run_files import RESULT, Result
 from gradpolicy.insight.sweep_summary import SUMMARY, collect
@@ -82,8 +80,10 @@ def test_a_search_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     study = optuna.load_study(study_name="learning_rate", storage=f"sqlite:///{tmp_path}/study.db")
     assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 3
     assert study.best_value == max(trial.value for trial in study.trials)
-    assert all(trial.intermediate_values for trial in study.trials)
     assert "best" in done.out
+    first = tmp_path / "learning_rate/0"
+    assert not [word for word in Result.load(first / RESULT).overrides if word.startswith("hydra.")]
+    assert RunRecord.load(first).kind == "sweep"
 
 
 @pytest.mark.slow
@@ -92,40 +92,6 @@ def test_wrong_input_ends_a_search_before_it_begins(tmp_path: Path) -> None:
     assert ended.code == 2
     assert "random_freeze" in ended.err
     assert not (tmp_path / "none").exists()
-
-
-def test_a_pruned_trial_is_that_of_the_study_and_number(tmp_path: Path) -> None:
-    storage = f"sqlite:///{tmp_path}/study.db"
-    study = optuna.create_study(storage=storage, study_name="some")
-    other, own = study.ask(), study.ask()
-    pruning = PruneTrial(storage, "some", own._trial_id, "val/loss")
-    metrics = {"val/loss": torch.tensor(0.5)}
-    module = SimpleNamespace(current_epoch=3)
-    trainer = SimpleNamespace(
-        sanity_checking=False,
-        callback_metrics=metrics,
-        is_global_zero=True,
-        should_stop=False,
-        strategy=SimpleNamespace(broadcast=lambda value: value),
-    )
-    pruning.on_validation_end(trainer, module)
-    reported = [study.trials[each.number].intermediate_values for each in (other, own)]
-    assert reported == [{}, {3: 0.5}]
-
-
-@pytest.mark.slow
-def test_a_trial_below_the_median_of_five_others_is_pruned(tmp_path: Path) -> None:
-    study = optuna.create_study(
-        study_name="learning_rate", storage=f"sqlite:///{tmp_path}/study.db", direction="maximize"
-    )
-    for _ in range(5):
-        study.add_trial(
-            optuna.trial.create_trial(value=1.0, intermediate_values=dict.fromkeys(range(9), 1.0))
-        )
-    assert search(tmp_path, "--trials", "6", "trainer.max_epochs=9").completed
-    assert study.trials[5].state.name == "PRUNED"
-    assert len(study.trials[5].intermediate_values) == 3
-    assert Result.load(tmp_path / "learning_rate/5" / RESULT).status == "pruned"
 
 
 LONG = ("trainer.max_epochs=1000", "trainer.limit_train_batches=5")
@@ -201,7 +167,15 @@ def test_an_interval_or_a_list_gives_values(space: object, drawn: set) -> None:
 
 @pytest.mark.parametrize(
     "space",
-    [3, [], {"min": 1}, {"min": 0, "max": 1, "lg": True}, {"min": 2, "max": 1}, {"min": 0, "max": 1, "log": True}, {"min": 0, "max": "x"}],
+    [
+        3,
+        [],
+        {"min": 1},
+        {"min": 0, "max": 1, "lg": True},
+        {"min": 2, "max": 1},
+        {"min": 0, "max": 1, "log": True},
+        {"min": 0, "max": "x"},
+    ],
 )
 def test_what_is_no_space_is_refused_by_its_key(space: object) -> None:
     with pytest.raises(PolicyError, match=r"^sweep\.parameters\.optimizer\.lr: must be a list of values, or"):

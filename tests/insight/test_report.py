@@ -147,12 +147,6 @@ def test_constants_are_in_a_table_and_not_in_charts(run: Path) -> None:
     assert flow(read) is None
 
 
-def test_the_command_that_repeats_a_trial_has_no_keys_of_the_search(run: Path) -> None:
-    added = ["+callbacks.study._target_=x", "+callbacks.study.trial=3", "hydra.run.dir='/a b'"]
-    edit_json(run / "result.json", overrides=["optimizer.lr=0.00375619614449984", *added])
-    assert read_run(run).command == "python train.py optimizer.lr=0.00375619614449984"
-
-
 def test_an_empty_directory_gives_a_report_that_says_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     page = page_of([tmp_path / "empty"], tmp_path / "report.html")

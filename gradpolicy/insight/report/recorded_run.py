@@ -17,7 +17,7 @@ from gradpolicy.atomic_file import is_inside
 from gradpolicy.display import three_digits
 from gradpolicy.errors import brief
 from gradpolicy.insight import record
-from gradpolicy.insight.run_files import ADDED_BY_SEARCH, AUDIT, PLAN, RESULT, AuditFile, Result, flat
+from gradpolicy.insight.run_files import AUDIT, PLAN, RESULT, AuditFile, Result, flat
 from gradpolicy.planning.plan_table import Plan
 from gradpolicy.train.json_file import read_json
 from gradpolicy.train.lightning.runs import RunRecord
@@ -88,9 +88,8 @@ class Run:
 
     @property
     def command(self) -> str:
-        """The command that repeats the run, without the overrides added by a search."""
-        words = [word for word in self.overrides if not word.startswith(ADDED_BY_SEARCH)]
-        return f"{self.result.get('program', 'python train.py')} {shlex.join(words)}".rstrip()
+        """The command that repeats the run."""
+        return f"{self.result.get('program', 'python train.py')} {shlex.join(self.overrides)}".rstrip()
 
     def rows(self, kind: str) -> pd.DataFrame:
         """Return the rows of one kind in the record; an empty table if there are none."""
@@ -197,7 +196,7 @@ def _read_record(path: Path) -> pd.DataFrame:
 # ---- comparison
 
 # Keys that always differ between runs.
-BOOKKEEPING = ("paths.", "hydra.", "logger.", "extras.", "ckpt_path", "tags", "task_name", "callbacks.study.")
+BOOKKEEPING = ("paths.", "hydra.", "logger.", "extras.", "ckpt_path", "tags", "task_name")
 # The value of a key that a config does not have.
 ABSENT = "–"
 

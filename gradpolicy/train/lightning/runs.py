@@ -25,7 +25,7 @@ from gradpolicy.train.lightning.trainer_parts import callbacks_of
 
 RECORD = "run.json"
 LAST = "last"
-Kind = Literal["run", "sweep", "trial"]
+Kind = Literal["run", "sweep"]
 RUN: Kind = "run"
 # A time in the year 3058, the latest that is accepted.
 LAST_MOMENT = 2**35
@@ -39,7 +39,7 @@ class RunRecord:
 
     Args:
         task: The config's ``task_name``.
-        kind: ``"run"``, ``"sweep"`` for a job of a sweep, ``"trial"`` for a trial of a study.
+        kind: ``"run"``, or ``"sweep"`` for a job of a sweep or a trial of a study.
         started: The last time at which it started to train or test, in seconds since 1970.
         directory: The directory of the run; in a copy of the run, that of the original.
         versions: Versions of Python and of the packages that affect results.
