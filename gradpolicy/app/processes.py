@@ -4,11 +4,11 @@ import os
 import re
 import signal
 import sys
-import sysconfig
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -75,8 +75,7 @@ def _now() -> str:
 
 def program_name() -> str:
     """Return the command that runs this job again, without its arguments."""
-    started = program(HydraConfig.get()) if HydraConfig.initialized() else Path(sys.argv[0])
-    return "python train.py" if started.name == "train.py" else COMMAND
+    return "python train.py" if Path(sys.argv[0]).name == "train.py" else COMMAND
 
 
 OmegaConf.register_new_resolver("started", started, use_cache=True, replace=True)
@@ -139,14 +138,15 @@ def own_command_line(checkpoint: Path | None = None) -> Iterator[None]:
     import torch.distributed as dist
 
     main: Any = sys.modules["__main__"]
-    argv, spec = sys.argv, getattr(main, "__spec__", None)
-    environment = dict(os.environ)
+    argv, spec, environment = sys.argv, getattr(main, "__spec__", None), dict(os.environ)
     hydra: Any = HydraConfig.get()
-    sys.argv = [str(program(hydra)), *job_arguments(hydra)]
+    configs = next(source.path for source in hydra.runtime.config_sources if source.provider == "main")
+    sys.argv = [argv[0], "--config-path", configs, *job_arguments(hydra)]
     if checkpoint is not None:
         sys.argv.append(f"ckpt_path={quoted(str(checkpoint.absolute()))}")
-    # Lightning uses `python -m` again if the program was started so.
-    main.__spec__ = spec if getattr(spec, "name", "") == f"{COMMAND}.__main__" else None
+    # Lightning starts the script again if it has no spec. In a launcher's worker it is the launcher's.
+    is_own = Path(argv[0]).name in (f"{hydra.job.name}.py", COMMAND)
+    main.__spec__ = None if is_own else find_spec(f"{COMMAND}.__main__")
     with read_write(hydra), open_dict(hydra):
         hydra.run.dir = hydra.runtime.output_dir
     try:
@@ -165,16 +165,3 @@ def job_arguments(hydra: Any) -> list[str]:
     arguments = ["--config-name", hydra.job.config_name] if hydra.job.config_name else []
     kept = [line for line in hydra.overrides.hydra if not SWEEP_ONLY.match(line)]
     return [*arguments, *hydra.overrides.task, *kept]
-
-
-def program(hydra: Any) -> Path:
-    """Return the path of ``train.py`` or of the command.
-
-    In a launcher's worker, the command line is the launcher's.
-    """
-    started = Path(sys.argv[0])
-    if started.name in (f"{hydra.job.name}.py", COMMAND):
-        return started.absolute()
-    configs = next(Path(source.path) for source in hydra.runtime.config_sources if source.provider == "main")
-    beside = configs.parent / "train.py"
-    return beside if beside.is_file() else Path(sysconfig.get_path("scripts")) / COMMAND
