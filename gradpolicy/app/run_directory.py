@@ -21,14 +21,13 @@ KEY = "hydra.run.dir"
 TIME_IN_NAME = ("${started:", "${now:")
 # The lock file, which exists as long as a process writes to the directory.
 LOCK = ".lock"
-_locked: set[Path] = set()
 
 
 @contextmanager
 def locked(directory: Path, key: str, *, keeps: bool = True) -> Iterator[Path]:
     """Create the directory of a run or of a sweep, and lock it as long as this process lives.
 
-    Only the first rank does, for all ranks; a process that has locked it may do so again.
+    Only the first rank does, for all ranks.
 
     Args:
         directory: The directory; removed at the end, with its new parents, if it is empty then.
@@ -40,7 +39,7 @@ def locked(directory: Path, key: str, *, keeps: bool = True) -> Iterator[Path]:
     """
     directory = directory.absolute()
     is_first = is_first_rank() and os.environ.get("NODE_RANK", "0") == "0"
-    if not is_first or directory in _locked:
+    if not is_first:
         yield directory
         return
     # Not Path.exists, which raises if a name is too long for the file system.
@@ -55,8 +54,6 @@ def locked(directory: Path, key: str, *, keeps: bool = True) -> Iterator[Path]:
         block.callback((directory / LOCK).unlink, missing_ok=True)
         if not keeps:
             block.callback(_remove_others, directory, {path.name for path in directory.iterdir()})
-        block.callback(_locked.discard, directory)
-        _locked.add(directory)
         yield directory
 
 
@@ -107,7 +104,7 @@ class RunDirectory:
 
 @contextmanager
 def run_directory(path: Path) -> Iterator[RunDirectory]:
-    """Lock a run's directory, and remove what it writes if it ends before it has started.
+    """Remove what a run writes into its directory, which is locked, if it ends before it has started.
 
     A directory that was not empty before keeps its files, as does that of a run that fails for another reason
     than invalid input.
@@ -115,17 +112,15 @@ def run_directory(path: Path) -> Iterator[RunDirectory]:
     Args:
         path: The directory.
     """
-    with locked(path, KEY):
-        directory, was_unused = RunDirectory(path), is_unused(path)
-        keeps = False
-        try:
-            yield directory
-        except BaseException as error:
-            keeps = not isinstance(error, wrong_input_errors())
-            raise
-        finally:
-            if was_unused and is_first_rank() and not (directory.started or keeps):
-                _remove_others(path, {LOCK})
+    directory, was_unused, keeps = RunDirectory(path), is_unused(path), False
+    try:
+        yield directory
+    except BaseException as error:
+        keeps = not isinstance(error, wrong_input_errors())
+        raise
+    finally:
+        if was_unused and is_first_rank() and not (directory.started or keeps):
+            _remove_others(path, {LOCK})
 
 
 def is_unused(path: Path) -> bool:
