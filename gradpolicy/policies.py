@@ -201,20 +201,17 @@ class FlowPolicy(Policy, RulePlacement):
 
     def describe(self) -> list[str]:
         """Return the arguments that distinguish this policy from others of its class, as code."""
-        where = (("modules", self.modules), ("ops", self.ops), ("params", self.params))
         parameters = [f"{key}={_described(value)}" for key, value in self.rule.parameters.items()]
-        written = [
-            f"{key}={[getattr(item, '__name__', item) for item in chosen]}" for key, chosen in where if chosen
-        ]
-        settings: tuple[tuple[str, Any, Any], ...] = (
-            ("at", self.at, LOCATIONS[0]),
-            ("argument", self.argument[0] if len(self.argument) == 1 else list(self.argument), []),
-            ("output", list(self.output), []),
-            ("inside", self.inside, self.INSIDE[0]),
-            ("calls", list(self.calls), []),
-        )
-        unusual = [f"{key}={value!r}" for key, value, usual in settings if value != usual]
-        return [f"rule={self.rule.name!r}", *parameters, *written, *unusual]
+        where = []
+        for key in ("modules", "ops", "params", "at", "argument", "output", "inside", "calls"):
+            value = getattr(self, key)
+            if value in ((), LOCATIONS[0], self.INSIDE[0]):
+                continue
+            if isinstance(value, tuple):
+                names = [getattr(item, "__name__", item) for item in value]
+                value = names[0] if key == "argument" and len(names) == 1 else names
+            where.append(f"{key}={value!r}")
+        return [f"rule={self.rule.name!r}", *parameters, *where]
 
 
 class Stop(FlowPolicy):
@@ -377,12 +374,8 @@ class Clip(FlowPolicy):
         bound = check_number(f"Clip.{key}", bound, above=0.0)
         if per_sample and norm is None:
             raise PolicyError("Clip.per_sample: goes with norm=; clipping by value acts on each entry anyway")
-        rule = (
-            get_rule("clip_value", value=bound)
-            if norm is None
-            else get_rule("clip_norm", norm=bound, per_sample=per_sample)
-        )
-        super().__init__(rule, **where_and_when)
+        parameters = {"value": bound} if norm is None else {"norm": bound, "per_sample": per_sample}
+        super().__init__(get_rule(f"clip_{key}", **parameters), **where_and_when)
 
 
 class UseRule(FlowPolicy):

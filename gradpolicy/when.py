@@ -1,5 +1,6 @@
 """Times: when a policy is active, and when masks may change."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self
@@ -56,9 +57,8 @@ class Window:
         """Return True if a count is in both windows; windows of different units are assumed to overlap."""
         if self.unit != other.unit:
             return True
-        return (self.stop is None or other.start < self.stop) and (
-            other.stop is None or self.start < other.stop
-        )
+        ends = [each.stop for each in (self, other) if each.stop is not None]
+        return max(self.start, other.start) < min(ends, default=math.inf)
 
 
 @dataclass(frozen=True)
