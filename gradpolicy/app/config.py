@@ -71,7 +71,6 @@ class Settings(Strict):
     callbacks: Group | None = None
     logger: Group | None = None
     paths: Paths
-    sweep: Any = None
 
     task_name: str = "train"
     tags: Names = Field(default_factory=list)
@@ -91,10 +90,10 @@ def check_config(config: DictConfig) -> Settings:
     """Check a job's config: references, keys, types, targets and their arguments; build only policies.
 
     Args:
-        config: The config, without Hydra's own part.
+        config: The config.
 
     Returns:
-        The config with every reference in it resolved.
+        The config without Hydra's own part, with every reference in it resolved.
 
     Raises:
         PolicyError: For invalid input.
@@ -127,12 +126,11 @@ def check_config(config: DictConfig) -> Settings:
 def resolved(config: DictConfig) -> dict[str, Any]:
     """Return a config as plain containers, with every reference in it resolved.
 
-    `sweep`, the search space of `gradpolicy sweep`, is left out. A policy's `when` needs no `_target_`.
+    Hydra's own part, and `sweep`, the search space of `gradpolicy sweep`, are left out. A policy's `when`
+    needs no `_target_`.
     """
-    plain = config.copy()
-    with read_write(plain), open_dict(plain):
-        plain.pop("sweep", None)
-    container = OmegaConf.to_container(plain, resolve=True, throw_on_missing=True)
+    kept = OmegaConf.masked_copy(config, [str(key) for key in config if key not in ("hydra", "sweep")])
+    container = OmegaConf.to_container(kept, resolve=True, throw_on_missing=True)
     assert isinstance(container, dict)
     for node in (container.get("policy") or {}).values():
         when = node.get("when") if isinstance(node, dict) else None
@@ -190,15 +188,12 @@ def hydra_at(source: Source) -> Iterator[None]:
 
 
 def check_job(config: DictConfig) -> Settings:
-    """Return the part of a composed job without Hydra's, resolved and checked.
+    """Return the settings of a composed job, resolved and checked.
 
     Raises:
         PolicyError: For invalid input.
     """
-    job = config.copy()
-    with read_write(job), open_dict(job):
-        del job["hydra"]
-    settings = check_config(job)
+    settings = check_config(config)
     if settings.paths.output_dir != config.hydra.runtime.output_dir:
         raise PolicyError("paths.output_dir: is the directory of the run; name it by hydra.run.dir=…")
     return settings
@@ -230,11 +225,7 @@ def compose_job(source: Source, overrides: list[str]) -> DictConfig:
 
 def fixed_overrides(overrides: list[str]) -> list[str]:
     """Return the overrides without sweeps, which all jobs have in common."""
-    return [
-        line
-        for line, override in zip(overrides, parsed(overrides), strict=True)
-        if not override.is_sweep_override()
-    ]
+    return [str(each.input_line) for each in parsed(overrides) if not each.is_sweep_override()]
 
 
 def sweep_values(config: DictConfig, overrides: list[str]) -> Iterator[str]:

@@ -95,7 +95,8 @@ def first_step(
     params = {name: getattr(policy, "params", ()) for name, policy in policies.items()}
     matched = pick_each(named_parameters(model), {name: globs for name, globs in params.items() if globs})
     flow, freeze = of_kind(policies, FlowPolicy), of_kind(policies, Freeze)
-    with torch.random.fork_rng(devices=_cuda_devices(model)):
+    devices = sorted({each.device.index for each in model.parameters() if each.is_cuda})
+    with torch.random.fork_rng(devices=devices):
         duplicate = _duplicate(model, flow)
         optimized = named_parameters(duplicate if optimizers is None else model)
         made = _optimizers(duplicate, optimizers)
@@ -272,8 +273,3 @@ def _partly_frozen(bound: Mapping[str, BoundPolicy]) -> dict[str, list[str]]:
 def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     named = model.named_parameters()
     return {plain_name(name): parameter for name, parameter in named if parameter.requires_grad}
-
-
-def _cuda_devices(model: nn.Module) -> list[int]:
-    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
-    return sorted(device.index for device in devices if device.index is not None)

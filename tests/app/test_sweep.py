@@ -132,7 +132,7 @@ def test_a_sweep_that_is_told_to_stop_stops_and_says_what_was_done(
     assert not list(sweep.glob("3/checkpoints/*"))
 
 
-@pytest.mark.parametrize("command", ["", "sweep"])
+@pytest.mark.parametrize("command", ["", "sweep sweep=learning_rate"])
 def test_ctrl_c_while_a_program_imports_ends_it_without_a_traceback(tmp_path: Path, command: str) -> None:
     (tmp_path / "torch.py").write_text(
         "import pathlib, time\npathlib.Path('importing').touch()\ntime.sleep(100)\n"

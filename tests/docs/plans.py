@@ -1,7 +1,5 @@
 """Plans of the commands that pages show."""
 
-from omegaconf import open_dict, read_write
-
 from gradpolicy.app.build import build_subject
 from gradpolicy.app.config import Source, check_job, compose_job, fixed_overrides, hydra_at, resolved
 from gradpolicy.app.run import make_run_plan
@@ -13,6 +11,4 @@ def planned(configs: Source, words: list[str]) -> Plan:
     with hydra_at(configs):
         job = compose_job(configs, fixed_overrides(words))
         check_job(job)
-        with read_write(job), open_dict(job):
-            del job["hydra"]
         return make_run_plan(build_subject(resolved(job)), seed=0)
