@@ -151,7 +151,6 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         except PolicyError:
             self.remove()
             raise
-        self.run.check_outputs(wrapped)
         if not _is_deepspeed(trainer):
             put_inside(trainer.optimizer, *optimizers)
             self._observe_before_clipping(trainer)

@@ -122,10 +122,6 @@ def training(
         check_moves()
         run.freezer.finish()
         finished = True
-    except RuntimeError as error:
-        if "does not have a grad_fn" in str(error):
-            run.freezer.check_graphs()
-        raise
     finally:
         run.remove(quiet=not finished, clear_masks=True)
         _TRAINING.difference_update(run.steps.masked)

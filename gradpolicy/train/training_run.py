@@ -4,13 +4,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from gradpolicy.checks import check_flag, check_integer
 from gradpolicy.errors import PolicyError, check_named
 from gradpolicy.flow import install
-from gradpolicy.flow.containers import tensors_in
 from gradpolicy.flow.install import Installed, name_policies
 from gradpolicy.freezing import Freezer
 from gradpolicy.optim import MaskedOptimizer
@@ -23,7 +21,7 @@ from gradpolicy.train.notices import Notices
 from gradpolicy.train.optimizer_steps import STATE, Steps, parameters_of
 from gradpolicy.train.ranks import Ranks
 from gradpolicy.train.step_in_backward import StepInBackward
-from gradpolicy.where import ModelHook, named_parameters, once_each, pick_each
+from gradpolicy.where import named_parameters, once_each, pick_each
 
 
 class Run:
@@ -191,21 +189,6 @@ class Run:
         each = StepInBackward(self.steps.masked, self.policies, allow_closures=allow_closures)
         self.steps.hooks.append(each)
         self.has_gradients = False
-
-    def check_outputs(self, model: nn.Module) -> None:
-        """Check at each forward pass that layers which train are in a graph; torch's own error is less clear.
-
-        Args:
-            model: The model as the loop calls it, which then raises the PolicyError.
-        """
-
-        def check(module: nn.Module, inputs: Any, outputs: Any) -> None:
-            found = tensors_in(outputs)  # none in an object of another kind, which may have gradients
-            has_graph = not torch.is_grad_enabled() or not found or any(each.requires_grad for each in found)
-            if not has_graph:
-                self.freezer.check_graphs()
-
-        self.steps.hooks.append(model.register_forward_hook(ModelHook(check)))
 
     def remove(self, *, quiet: bool = True, clear_masks: bool = False) -> None:
         """Remove everything from the model and the optimizers, masks only with ``clear_masks``."""

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 
 from gradpolicy.train.lightning.trainer_parts import (
     DEEPSPEED,
@@ -129,15 +128,6 @@ class GradientPolicies(Driven, AnyCallback):
         # Only here, so that checkpoints after a validation have the weights that it saw.
         self.run.steps.switch("train")
         self.run.begin(trainer.current_epoch)
-
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Check that layers which train are in a graph; torch's own error is less clear.
-
-        Raises:
-            PolicyError: If one is not.
-        """
-        if not loss.requires_grad:
-            self.run.freezer.check_graphs()
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
