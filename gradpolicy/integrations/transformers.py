@@ -55,9 +55,9 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
 
     Raises:
         PolicyError: If an entry is not a policy; when training starts, if a pattern matches nothing, two
-            policies contradict each other, the Trainer uses version 1 of FSDP, tensor parallelism or
-            ``nn.DataParallel``, or a policy or setting does not work with DeepSpeed; after the first update,
-            if an operation that a policy names never ran.
+            policies contradict each other, the Trainer uses version 1 of FSDP or ``nn.DataParallel``, or a
+            policy or setting does not work with DeepSpeed; in the first update, if the Trainer clips
+            gradients in a way of its own, or an operation that a policy names never ran.
 
     Example:
         >>> import gradpolicy as gp
@@ -230,11 +230,11 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         names = datasets if isinstance(datasets, dict) else ()
         if all(f"eval_{name}_runtime" in self._evaluated for name in names):
             metrics, self._evaluated = self._evaluated, {}
-            self.run.report(metrics)
+            self.freezer.report(metrics)
             self._stop_if_finished(state, control)
 
     def _stop_if_finished(self, state: TrainerState, control: TrainerControl) -> None:
-        if self.run.is_finished(int(state.epoch or 0)):
+        if self.freezer.is_finished(self.run.updates, int(state.epoch or 0)):
             control.should_training_stop = True
 
     def on_log(
@@ -315,11 +315,6 @@ def _check_supported(trainer: Trainer, *, step_in_backward: bool) -> None:
     instead = "use DDP: accelerate launch --multi_gpu, or torchrun"
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise flat_parameters_refused()
-    if getattr(trainer, "is_distributed_loading_by_transformers", False):
-        raise PolicyError(
-            f"GradientPoliciesCallback: the model was sharded as it was loaded (DistributedConfig), and the "
-            f"Trainer then clips gradients where mask sources cannot see them before; {instead}"
-        )
     if args.n_gpu > 1:
         raise PolicyError(
             "GradientPoliciesCallback: nn.DataParallel copies the model for each forward pass, without its "

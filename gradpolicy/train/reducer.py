@@ -105,7 +105,9 @@ def rebuild_reducer(model: DistributedDataParallel) -> None:
     if not trained_parameters(model.module.parameters()):
         raise RuntimeError("no parameter of the model trains: there is nothing to reduce")
     parameters, expects_sparse = model._build_params_for_reducer()
-    _drop_reducer(model)
+    # Deleted first, which removes its hooks from the parameters.
+    model.__dict__.pop("reducer", None)
+    model.__dict__.pop("logger", None)
     names = model._build_debug_param_to_name_mapping(parameters)
     model._ddp_init_helper(parameters, expects_sparse, names, model.static_graph)
     if model.static_graph:
@@ -115,9 +117,3 @@ def rebuild_reducer(model: DistributedDataParallel) -> None:
     model._has_rebuilt_buckets = False
     for hook, state in model._comm_hooks:
         _register_comm_hook(model.reducer, state, hook)
-
-
-def _drop_reducer(model: DistributedDataParallel) -> None:
-    """Delete the old reducer, which removes its hooks from the parameters. That must come first."""
-    model.__dict__.pop("reducer", None)
-    model.__dict__.pop("logger", None)

@@ -48,31 +48,23 @@ class StepInBackward:
         _check_optimizers(optimizers)
         _check_sources(policies)
         self._optimizers, self._allow_closures = optimizers, allow_closures
-        self._hooked: set[Tensor] = set()
         self._updated: set[Tensor] = set()
         self._handles: list[RemovableHandle] = []
         for each in optimizers:
             each.sees_loss_scale = True
             self._handles.append(each.register_step_pre_hook(self._before_step))
             self._handles.append(each.register_step_post_hook(self._after_step))
-            self._hook(each)
+            for parameter in parameters_of(each):
+                update = torch.compiler.disable(partial(self._update, each))
+                trains = parameter.requires_grad
+                # Torch takes hooks only of tensors that require a gradient.
+                self._handles.append(parameter.requires_grad_().register_post_accumulate_grad_hook(update))
+                parameter.requires_grad_(trains)
 
     def remove(self) -> None:
         """Update parameters only in ``step()`` again."""
         while self._handles:
             self._handles.pop().remove()
-
-    def _hook(self, optimizer: MaskedOptimizer) -> None:
-        """Register hooks on parameters, including ones that were added later and frozen ones."""
-        for parameter in parameters_of(optimizer):
-            if parameter not in self._hooked:
-                self._hooked.add(parameter)
-                update = torch.compiler.disable(partial(self._update, optimizer))
-                trains = parameter.requires_grad
-                # Torch takes hooks only of tensors that require a gradient.
-                handle = parameter.requires_grad_().register_post_accumulate_grad_hook(update)
-                parameter.requires_grad_(trains)
-                self._handles.append(handle)
 
     def _update(self, optimizer: MaskedOptimizer, parameter: Tensor) -> None:
         if parameter.grad is None:
@@ -97,7 +89,6 @@ class StepInBackward:
     @torch.compiler.disable
     def _after_step(self, optimizer: MaskedOptimizer, *_: Any) -> None:
         self._updated.difference_update(parameters_of(optimizer))
-        self._hook(optimizer)
 
 
 def refused(found: str, expected: str) -> PolicyError:

@@ -285,14 +285,6 @@ class Run:
             self.freezer.load_state_dict(sources)
         self.updates = max(self.updates, self.steps.count(steps))
 
-    def report(self, metrics: Mapping[str, Any]) -> None:
-        """Pass the metrics of an evaluation to mask sources."""
-        self.freezer.report(metrics)
-
-    def is_finished(self, epoch: int) -> bool:
-        """Return True if a mask source ends the training after this number of epochs."""
-        return self.freezer.is_finished(self.updates, epoch)
-
     # ---- evaluation and measurements
 
     def evaluate(self, phase: str, epoch: int) -> None:

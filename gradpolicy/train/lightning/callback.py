@@ -161,7 +161,7 @@ class GradientPolicies(Driven, AnyCallback):
         self.freezer.finish()
 
     def _stop_if_finished(self, trainer: Trainer, epoch: int) -> None:
-        if self.run.is_finished(epoch):
+        if self.freezer.is_finished(self.run.updates, epoch):
             trainer.should_stop = True
 
     # ---- evaluation
@@ -189,7 +189,7 @@ class GradientPolicies(Driven, AnyCallback):
         """Pass the metrics to mask sources, and switch back from validation within a fit."""
         if trainer.state.fn == TrainerFn.FITTING:
             if not trainer.sanity_checking:
-                self.run.report(trainer.callback_metrics)
+                self.freezer.report(trainer.callback_metrics)
                 self._stop_if_finished(trainer, trainer.current_epoch)
             self.run.evaluate("fit", trainer.current_epoch)
 

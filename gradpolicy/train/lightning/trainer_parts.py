@@ -45,20 +45,15 @@ def check_weight_averaging(given: Iterable[object], policies: Mapping[str, Polic
         PolicyError: If a callback averages weights whose masks change; or if it is EMAWeightAveraging, which
             rounds averages of equal values to others.
     """
-    averaging = [type(callback).__name__ for callback in given if isinstance(callback, AVERAGING)]
+    averaging = [callback for callback in given if isinstance(callback, AVERAGING)]
     freezing = {name: policy for name, policy in policies.items() if isinstance(policy, Freeze)}
-    if not averaging or not freezing:
-        return
-    changing = [name for name, policy in freezing.items() if not masks_never_change(policy)]
-    if changing:
+    rounds = any(isinstance(callback, EMA) for callback in averaging)
+    moving = [name for name, policy in freezing.items() if rounds or not masks_never_change(policy)]
+    if averaging and moving:
         raise PolicyError(
-            f"policy.{changing[0]}: {averaging[0]} averages over steps in which entries are frozen and moves "
-            "these; leave it out, give the policy masks that never change, or average active entries alone "
-            "in a loop of your own (docs/python.md, Averaged weights)"
-        )
-    if any(isinstance(callback, EMA) for callback in given):
-        raise PolicyError(
-            f"policy.{next(iter(freezing))}: {averaging[0]} rounds the average of equal values, which moves "
-            "frozen entries; use WeightAveraging("
-            "multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay)), which does not"
+            f"policy.{moving[0]}: {type(averaging[0]).__name__} averages over steps in which entries are "
+            "frozen and moves these; leave it out, give the policy masks that never change and use "
+            "WeightAveraging(multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay)), which does not "
+            "round averages of equal values, or average active entries alone in a loop of your own "
+            "(docs/python.md, Averaged weights)"
         )

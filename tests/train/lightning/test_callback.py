@@ -755,7 +755,7 @@ def test_trainers_of_both_lightning_packages_take_it_and_report_after_each_valid
     head = {"params": "head.*", "until": {"metric": "val/loss", "patience": 1, "min_delta": 9.0}}
     phases = gp.masks.Phases([head, {"params": "*"}])
     callback, seen = gp.GradientPolicies({"thaw": gp.Freeze(phases), **ROUNDING}, log=False), []
-    callback.run.report, report = lambda metrics: [seen.append(metrics), report(metrics)], callback.run.report
+    phases.report, report = lambda metrics: [seen.append(metrics), report(metrics)], phases.report
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = lightning.Trainer(accelerator="cpu", max_epochs=3, callbacks=[callback], **quiet)
     trainer.fit(Twin(), loader, loader)
