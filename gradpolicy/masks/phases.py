@@ -90,15 +90,6 @@ class Phase:
             settings,
         )
 
-    def is_better(self, value: float, than: float, by: float = 0.0) -> bool:
-        """Return True if a value of the metric is better than another. NaN is never better."""
-        return value < than - by if self.mode == "min" else value > than + by
-
-    @property
-    def worst(self) -> float:
-        """The initial value: infinity for ``"min"``, minus infinity for ``"max"``."""
-        return math.inf if self.mode == "min" else -math.inf
-
 
 class Phases(LayerSource):
     """Trains in consecutive phases, each with its own parameters.
@@ -143,6 +134,7 @@ class Phases(LayerSource):
         [False, False, True, True]
     """
 
+    phase = 0
     remembered = {"phase": 0, "_began": None, "_reports": [None, None, 0], "_kept": {}}
 
     def __init__(self, phases: Sequence[Mapping[str, Any]], **wrong: Any) -> None:
@@ -162,35 +154,32 @@ class Phases(LayerSource):
                         "until: is missing, so that the phases after it are never reached; name steps, "
                         "epochs or a metric"
                     )
-        self._settings: list[dict[str, Mapping[str, Any]]] = []
         self.writes_weights = self.restores_weights = any(each.best for each in self._read)
         self.setting_names = {name for each in self._read for own in each.settings.values() for name in own}
         self.metrics = [each.metric for each in self._read if each.metric is not None]
         counts_epochs = any(each.limits.keys() - {"steps"} for each in self._read)
         self.timetable = Timetable(unit="epoch" if counts_epochs else "step", every=1)
-        self._reset()
-
-    def _reset(self) -> None:
-        self.phase = 0
-        # The step and epoch at the start of the phase.
-        self._began: list[int] | None = None
-        self._begin_reports()
-
-    def _begin_reports(self) -> None:
-        worst = self._read[self.phase].worst
-        # The reference of improvements, the best value, and the reports since the last improvement.
-        self._reports: list[Any] = [worst, worst, 0]
-        self._kept: dict[str, Tensor] = {}
 
     def prepare(self) -> None:
         """Find the parameters of each phase, and start with the first phase."""
-        self.layer_groups, self._settings = [], []
+        self.layer_groups = []
+        self._settings: list[dict[str, Mapping[str, Any]]] = []
         for index, phase in enumerate(self._read):
             with under(f"Phases.phases[{index}].params"):
                 names = tuple(match_names(phase.params, self.parameters, "parameter"))
                 self._settings.append(_by_name(phase.settings, names))
             self.layer_groups.append(Layer(shortened(list(phase.params), most=2), names, True))
-        self._reset()
+        self._begin(0)
+
+    def _begin(self, phase: int, step: int | None = None, epoch: int = 0) -> None:
+        """Begin a phase; without a step the first one begins with the first masks."""
+        self.phase = phase
+        # The step and epoch at the start of the phase.
+        self._began: list[int] | None = None if step is None else [step, epoch]
+        # The reference of improvements and the best value, of which lower ones are better, and the reports
+        # since the last improvement.
+        self._reports: list[Any] = [math.inf, math.inf, 0]
+        self._kept: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
@@ -198,8 +187,7 @@ class Phases(LayerSource):
         self._began = self._began or [step, epoch]
         while self.overdue(step, epoch):
             self._put_back()
-            self.phase, self._began = self.phase + 1, [step, epoch]
-            self._begin_reports()
+            self._begin(self.phase + 1, step, epoch)
         return super().masks(step, epoch)
 
     def frozen_names(self, step: int, epoch: int) -> set[str]:
@@ -249,14 +237,14 @@ class Phases(LayerSource):
                 f"Phases.phases[{self.phase}].until.metric: {shown(phase.metric)} was not logged; "
                 f"{nearest(phase.metric, map(str, metrics))}"
             )
-        value = mean_of_ranks(float(metrics[phase.metric]))
+        value = mean_of_ranks(float(metrics[phase.metric])) * (1 if phase.mode == "min" else -1)
         reference, best, waited = self._reports
-        if phase.is_better(value, best):
+        if value < best:
             best = value
             if phase.best:
                 own = self.layer_groups[self.phase].parameters
                 self._kept = {name: self.parameters[name].detach().clone() for name in own}
-        improved = phase.is_better(value, reference, phase.min_delta)
+        improved = value < reference - phase.min_delta
         self._reports = [value if improved else reference, best, 0 if improved else waited + 1]
 
     def finish(self) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradpolicy.checks import check_choice, check_share
 from gradpolicy.errors import PolicyError, shown
-from gradpolicy.masks.gradient_source import GradientSource, wide
+from gradpolicy.masks.gradient_source import GradientSource
 from gradpolicy.masks.selection import (
     DISTRIBUTIONS,
     ROUNDING,
@@ -119,10 +119,6 @@ class PruneAndGrow(GradientSource):
         self.fraction = check_share("PruneAndGrow.fraction", fraction)
         self.fraction_at = self._annealed()
         self.needs_gradients = grow == "gradient"
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._active: dict[str, Tensor] = {}
-        self._deviations: dict[str, float] = {}
-        self._first_values: dict[str, tuple[Tensor, Tensor]] = {}
 
     def prepare(self) -> None:
         """Compute the initial masks."""
@@ -139,16 +135,16 @@ class PruneAndGrow(GradientSource):
             raise PolicyError(f"PruneAndGrow: {unordered[0]!r} is complex; it takes grow='gradient'")
         for name, shape in shapes.items():
             self._pattern.check(name, shape)
-        self._active = {}
+        self._active: dict[str, Tensor] = {}
         for name, target in self.targets(self.timetable.begins(0)).items():
             nothing = torch.zeros(shapes[name], dtype=torch.bool, device=self.parameters[name].device)
             grown = self._grown(name, self._pattern.blocks(nothing), -1, target, None)
             self._active[name] = self._pattern.spread(grown, shapes[name])
-        self._first_values = {}
-        self._deviations = {}
-        if self.grow == "random":
-            weights = {name: wide(full_tensor(self.parameters[name].detach())) for name in shapes}
-            self._deviations = {name: float(w.double().std(correction=0)) for name, w in weights.items()}
+        self._first_values: dict[str, tuple[Tensor, Tensor]] = {}
+        self._deviations = {
+            name: float(full_tensor(self.parameters[name].detach()).double().std(correction=0))
+            for name in (shapes if self.grow == "random" else ())
+        }
         known = {"_active": self._active, "_deviations": dict.fromkeys(self._deviations)}
         self.remembered = {**GradientSource.remembered, **known}
         # The initial masks are those of period 0, unless it starts later than at count 0.

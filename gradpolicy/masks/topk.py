@@ -123,23 +123,20 @@ class TopK(GradientSource):
         self.density = density_of_level("TopK", density, level)
         self.statistics = [each for each in asks if each in STATISTICS]
         self.needs_gradients = any(each in GATHERED for each in asks)
-        self._masks: dict[str, Mask] = {}
-        # The marks of the next choice, as bits, if it is already made.
-        self._next: dict[str, Tensor] = {}
-        self._initial: dict[str, Tensor] = {}
         self._norms: ActivationNorms | None = None
 
     def prepare(self) -> None:
         """Copy the initial weights, and register hooks on layers, if the score needs them."""
         super().prepare()
-        self._masks = dict.fromkeys(self.parameters, self.before == "train")
-        self._next, self._initial = {}, {}
+        self._masks: dict[str, Mask] = dict.fromkeys(self.parameters, self.before == "train")
+        # The marks of the next choice, as bits, if it is already made.
+        self._next: dict[str, Tensor] = {}
         if self._pattern is not None:
             for name, parameter in self.parameters.items():
                 self._pattern.check(name, tuple(parameter.shape))
         self._scopes()
-        if "initial" in self.score.asks:
-            self._initial = {name: p.detach().clone() for name, p in self.parameters.items()}
+        compared = self.parameters if "initial" in self.score.asks else {}
+        self._initial = {name: parameter.detach().clone() for name, parameter in compared.items()}
         self.release()
         if "activation_norm" in self.score.asks:
             if self.model is None:
