@@ -53,14 +53,10 @@ class Bindings:
         """The policies that are active in the current step."""
         return [each for each in self.policies.values() if each.in_effect]
 
-    def holders(self, parameter: Tensor) -> list[MaskedOptimizer]:
-        """Return the optimizers that update a parameter."""
-        return [optimizer for optimizer, own in self.optimized.items() if parameter in own]
-
     def trainable(self) -> set[Tensor]:
         """Return the parameters that an optimizer updates at some time."""
-        optimized = set().union(*self.optimized.values())
-        return {p for p in optimized if p.requires_grad or is_turned_off(p)}.union(self.parameters.values())
+        able = {p for p in self._in_any if p.requires_grad or is_turned_off(p)}
+        return able.union(self.parameters.values())
 
     def check_optimizers(self) -> None:
         """Check that no parameter which a policy restricts was added to an optimizer during training.
@@ -73,7 +69,7 @@ class Bindings:
         self._find_parameters()
         for policy, each in self.policies.items():
             others = pick(self.named, each.policy.restricts).keys() - each.parameters.keys()
-            if joined := sorted(name for name in others if self.holders(self.named[name])):
+            if joined := sorted(name for name in others if self.named[name] in self._in_any):
                 raise PolicyError(
                     f"policy.{policy}: {shortened(joined, most=5)} joined the optimizer during training; "
                     "give it all parameters from the start (Phases and Gradual freeze them until later), or "
@@ -147,6 +143,7 @@ class Bindings:
             each: {parameter for group in each.param_groups for parameter in group["params"]}
             for each in self.optimizers
         }
+        self._in_any: set[Tensor] = set().union(*self.optimized.values())
         self._counted = self.count_optimized()
 
     def count_optimized(self) -> int:
@@ -181,14 +178,13 @@ class Bindings:
             parameters = self._optimized_of(pick(self.named, policy.restricts))
             policy.mask.model, policy.mask.idle = self.model, self.idle
             policy.mask.setup(own, seed=self.seed)
-            holders = {each for p in parameters.values() for each in self.holders(p)}
-            known = {key for each in holders for group in each.param_groups for key in group}
+            known = {key for each in self.optimizers for group in each.param_groups for key in group}
             check_settings(policy.mask.setting_names, known)
             return BoundPolicy(name, policy, parameters)
 
     def _optimized_of(self, matched: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the parameters that an optimizer updates."""
-        parameters = {key: p for key, p in matched.items() if self.holders(p)}
+        parameters = {key: p for key, p in matched.items() if p in self._in_any}
         if not parameters:
             raise PolicyError(f"no optimizer holds what it matches: {shortened(list(matched), most=5)}")
         return parameters

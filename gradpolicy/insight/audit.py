@@ -61,7 +61,7 @@ class Audit(Callback):
         self._freezer: Freezer | None = None
         self._snapshots: dict[str, Snapshot] = {}
         self._next_copy = 0
-        self._counted, self._rank, self._is_over = merged([]), 0, False
+        self._counted, self._rank = merged([]), 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Reset all counts for a fit."""
@@ -126,15 +126,14 @@ class Audit(Callback):
             if self._freezer is not None:
                 say(f"frozen entries: {total.intervals:,} intervals, {total.changed:,} changed")
         self._detach()
-        self._is_over = True
         _raise_if(total)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write the counts of this process; others may be gone, so nothing is gathered."""
-        self._detach()
         # After the fit the file has the counts of all processes.
-        if not self._is_over and (self._counted.differences or trainer.world_size == 1):
+        if self._freezer is not None and (self._counted.differences or trainer.world_size == 1):
             self._write(trainer, self._counted)
+        self._detach()
 
     def _detach(self) -> None:
         if self._freezer is not None:

@@ -35,13 +35,8 @@ class SweepSummary:
     """
 
     results: Sequence[Result]
-    metric: str | None = None
+    metric: str = "metric"
     mode: str = "max"
-
-    @property
-    def heading(self) -> str:
-        """The heading of the metric's column."""
-        return self.metric or "metric"
 
     @property
     def best(self) -> int | None:
@@ -65,16 +60,11 @@ class SweepSummary:
         """The keys that not all jobs set to the same value."""
         return [key for key in self.settings if self.settings[key].nunique(dropna=False) > 1]
 
-    @property
-    def runs(self) -> list[Path]:
-        """The directories of the runs that were completed."""
-        return [Path(each.directory) for each in self.results if each.status == "completed"]
-
     def frame(self) -> "pd.DataFrame":
         """Return a row for each job, with a column for each key that any job set."""
         table = self.settings.copy()
         table.insert(0, "job", range(len(table)))
-        table[self.heading] = [result.optimized for result in self.results]
+        table[self.metric] = [result.optimized for result in self.results]
         table["best"] = table["job"] == self.best
         for column in ("status", "error", "directory"):
             table[column] = [getattr(result, column) for result in self.results]
@@ -92,9 +82,9 @@ class SweepSummary:
             return None
         import pandas as pd
 
-        frame = self.frame().astype({self.heading: float})
+        frame = self.frame().astype({self.metric: float})
         by = others or pd.Series(0, frame.index)
-        folded = frame.groupby(by, sort=False, dropna=False)[self.heading].agg(["mean", "std", "count"])
+        folded = frame.groupby(by, sort=False, dropna=False)[self.metric].agg(["mean", "std", "count"])
         return folded.reset_index()[[*others, "mean", "std", "count"]]
 
     # ---- printing and writing
@@ -103,7 +93,7 @@ class SweepSummary:
         """Print a table of the jobs, and one of means over seeds."""
         frame = self.frame()
         shown = frame[["job"]].join(frame[self.varied].fillna("–").map(three_digits))
-        shown[self.heading] = [result.error or _number(result.optimized) for result in self.results]
+        shown[self.metric] = [result.error or _number(result.optimized) for result in self.results]
         shown["best"] = ["*" if is_best else "" for is_best in frame["best"]]
         _print(shown, "Sweep", console)
         folded = self.over_seeds()
@@ -111,7 +101,7 @@ class SweepSummary:
             spread = [f" ± {std:.2g}" if std >= 0 else "" for std in folded["std"]]
             means = [_number(mean) + text for mean, text in zip(folded["mean"], spread, strict=True)]
             settings = folded.drop(columns=["mean", "std", "count"]).fillna("–").map(three_digits)
-            shown = settings.assign(**{self.heading: means, "seeds": folded["count"]})
+            shown = settings.assign(**{self.metric: means, "seeds": folded["count"]})
             _print(shown, "Over seeds: mean ± standard deviation", console)
 
     def write(self, path: Path, console: Console) -> None:
@@ -132,11 +122,12 @@ def summarize(directory: Path, metric: str | None, mode: str, *, report: bool) -
     results = collect(directory)
     if not results:
         return
-    summary, console = SweepSummary(results, metric, mode), wide_console()
+    summary, console = SweepSummary(results, metric or "metric", mode), wide_console()
     summary.show(console)
     summary.write(directory / SUMMARY, console)
-    if report and summary.runs:
-        write_report(summary.runs, directory / REPORT, console, names_it=True)
+    completed = [Path(each.directory) for each in results if each.status == "completed"]
+    if report and completed:
+        write_report(completed, directory / REPORT, console, names_it=True)
 
 
 def collect(directory: Path) -> list[Result]:
