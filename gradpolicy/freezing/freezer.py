@@ -15,7 +15,7 @@ from gradpolicy.freezing.requires_grad import ComputedGradients
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.policies import Freeze
 from gradpolicy.rates import Rates
-from gradpolicy.tensors.mask import Mask, active_entries
+from gradpolicy.tensors.mask import Mask, active_share
 from gradpolicy.tensors.sharding import finite_everywhere
 from gradpolicy.what_trains import Layers
 
@@ -222,10 +222,10 @@ class Freezer:
         return self._bindings.frozen_tensors()
 
     def active_share(self, policy: str) -> float:
-        """Return the share of the entries of a policy's parameters that train."""
+        """Return the share of a policy's entries that train; of a seeded mask, the expected one."""
         with self._bindings.gathered():
             own = self.parameters_of(policy)
-            active = sum(active_entries(self.mask_of(name), p.shape, p.device) for name, p in own.items())
+            active = sum(p.numel() * active_share(self.mask_of(name)) for name, p in own.items())
             return active / max(sum(p.numel() for p in own.values()), 1)
 
     def what_trains(self, trainable: Collection[str]) -> Layers:

@@ -94,15 +94,6 @@ def unite(first: Mask, second: Mask, shape: Sequence[int], device: torch.device 
     return as_tensor(first, shape, device) | as_tensor(second, shape, device)
 
 
-def active_entries(mask: Mask, shape: Sequence[int], device: torch.device | str = "cpu") -> int:
-    """Return the number of entries of a parameter that train under a mask, which is drawn on the device."""
-    entries = math.prod(shape)
-    if isinstance(mask, bool):
-        return entries if mask else 0
-    drawn = as_tensor(mask, shape, device)
-    return int(drawn.sum()) * (entries // max(drawn.numel(), 1))
-
-
 def active_share(mask: Mask) -> float:
     """Return the share of entries that train under a mask; the expected share of a random mask."""
     if isinstance(mask, Tensor):
