@@ -39,23 +39,22 @@ def wide_console() -> "Console":
 
 def as_text(shown: "RenderableType") -> str:
     """Render something as plain text, 120 columns wide."""
-    from rich.console import Console
-
-    console = Console(
-        file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False, force_jupyter=False
-    )
-    with console.capture() as captured:
-        console.print(shown)
-    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+    lines = _printed(shown).export_text().rstrip().splitlines()
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def as_html(shown: "RenderableType") -> str:
     """Render something as HTML, without a style of its own for the page around it."""
+    return _printed(shown).export_html(code_format=HTML, inline_styles=True)
+
+
+def _printed(shown: "RenderableType") -> "Console":
+    """Return a console that has recorded something."""
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=WIDTH, record=True, force_terminal=False, force_jupyter=False)
     console.print(shown)
-    return console.export_html(code_format=HTML, inline_styles=True)
+    return console
 
 
 def three_digits(value: Any) -> str:

@@ -39,7 +39,7 @@ def divided_factors(
         parameters: The model's parameters by name.
         optimizers: The optimizers, without wrappers.
     """
-    dividing: dict[int, str] = {
+    dividing = {
         id(parameter): type(optimizer).__name__
         for optimizer in optimizers
         if divides_out(optimizer)
@@ -47,25 +47,15 @@ def divided_factors(
         for parameter in group["params"]
     }
     for name, policy in policies.items():
-        factor = _factor(policy)
-        if factor is None:
+        if not isinstance(policy, FlowPolicy) or not policy.params or policy.rule.name not in _RULES:
             continue
-        matched = pick(parameters, policy.params).values()  # type: ignore[attr-defined]
-        kind = next((dividing[id(p)] for p in matched if id(p) in dividing), None)
-        if kind is not None:
-            yield f"{name}: {kind} divides {factor}"
-
-
-def _factor(policy: Policy) -> str | None:
-    """Return a description of the factor of a policy on gradients of parameters, and an alternative."""
-    if not isinstance(policy, FlowPolicy) or not policy.params or policy.rule.name not in _RULES:
-        return None
-    factor = policy.rule.parameters["factor"]
-    learnt = isinstance(factor, Tensor)
-    if not (learnt or callable(factor)) and abs(float(factor)) in (0.0, 1.0):
-        return None
-    shown = "the scheduled factor" if callable(factor) else f"the factor{'' if learnt else f' {factor:g}'}"
-    return (
-        f"{shown} on the gradients of parameters out again; give these parameters a learning rate of their "
-        "own (gradpolicy.Rates), or train with SGD"
-    )
+        factor = policy.rule.parameters["factor"]
+        changes = callable(factor) or isinstance(factor, Tensor)
+        matched = [p for p in pick(parameters, policy.params).values() if id(p) in dividing]
+        if matched and (changes or abs(factor) not in (0.0, 1.0)):
+            kind = "scheduled factor" if callable(factor) else "factor" if changes else f"factor {factor:g}"
+            yield (
+                f"{name}: {dividing[id(matched[0])]} divides the {kind} on the gradients of parameters out "
+                "again; give these parameters a learning rate of their own (gradpolicy.Rates), or train with "
+                "SGD"
+            )

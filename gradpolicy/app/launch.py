@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 # Options of Hydra that print something instead of running a job.
 INFORMATION = ("help", "hydra_help", "version", "cfg", "info", "shell_completion")
+# What a command line has for this program, not for Hydra.
+READ_HERE = ("overrides", "config_path", "config_name", "config_dir")
 # Errors of a full disk, a quota and a limit on the size of files.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -96,11 +98,9 @@ def main(config_dir: Path, words: Sequence[str]) -> int:
             print(f"{said}; {_how_to_resume(words)}", file=sys.stderr)
         return code if isinstance(code, int) else FAILED
     except wrong_input_errors() as error:
-        # Under srun the first rank alone: all have made the same checks.
-        if show_traceback or is_first_rank() or not under_srun():
-            if show_traceback:
-                traceback.print_exception(error)
-            print(f"error: {explain(error)}", file=sys.stderr)
+        if show_traceback:
+            traceback.print_exception(error)
+        print(f"error: {explain(error)}", file=sys.stderr)
         return getattr(error, "exit_code", WRONG_INPUT)
     except OSError as error:
         if show_traceback or error.errno not in NO_ROOM:
@@ -184,11 +184,10 @@ def run_by_hydra(source: Source, options: argparse.Namespace, *overrides: str) -
             errors.append(error)
             return None
 
-    given = {name: value for name, value in vars(options).items() if value and name != "overrides"}
     flags = [
         f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
-        for name, value in given.items()
-        if name not in ("config_path", "config_name", "config_dir")
+        for name, value in vars(options).items()
+        if value and name not in READ_HERE
     ]
     # Hydra is initialised again, by `hydra.main`.
     GlobalHydra.instance().clear()

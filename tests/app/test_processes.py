@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from gradpolicy.app.processes import exit_with_ranks, termination_exits
 from gradpolicy.app.run import RunBegins
 from tests.app.own_callbacks import chosen
 
-from .conftest import QUICK, ROOT, start, stop_when
+from .conftest import CONF, QUICK, ROOT, start, stop_when
 
 PROBE = chosen("Probe", directory="${paths.output_dir}")
 
@@ -31,8 +32,11 @@ def said(run: Path) -> list[list[dict]]:
 
 
 @pytest.mark.slow
-def test_in_a_sweep_each_rank_trains_its_own_job_once(train_process) -> None:
-    ended = train_process("-m", "optimizer.lr=0.001,0.002", "trainer=ddp_sim", *PROBE).completed
+def test_in_a_sweep_each_rank_trains_its_own_job_once(train_process, tmp_path: Path) -> None:
+    mine = shutil.copytree(CONF, tmp_path / "conf")
+    (mine / "policy/mine.yaml").write_text("cut: {_target_: gradpolicy.Stop, modules: model.probe}\n")
+    configs = ("--config-path", str(mine), "policy=mine")
+    ended = train_process(*configs, "-m", "optimizer.lr=0.001,0.002", "trainer=ddp_sim", *PROBE).completed
     (sweep,) = ended.folder.glob("train/sweeps/*")
     for job, rate in (("0", 0.001), ("1", 0.002)):
         assert said(sweep / job) == [[{"rank": rank, "lr": rate}] for rank in (0, 1)]
