@@ -72,8 +72,10 @@ def plan(
         raise PolicyError(f"plan: needs a function from the model's copy to the loss, got {shown(step)}")
     named = checked_policies("plan", policies, Policy, "gradient policy")
     found = first_step(model, named, step, seed=check_integer("seed", seed), optimizers=optimizers)
-    masks = _masks_together(found)
-    layers = _layers(model, found, masks)
+    # Of the first step: the policies that are active, and the masks of parameters under all of them.
+    active = [each for each in found.bound.values() if each.policy.when.active()]
+    masks = {key: combine(active, key, parameter) for key, parameter in found.parameters.items()}
+    layers = _layers(model, found, masks, active)
     if all(masks_never_change(policy) for policy in of_kind(named, Freeze).values()):
         layers.check()
     sizes = {name: parameter.numel() for name, parameter in found.parameters.items()}
@@ -101,20 +103,10 @@ def plan(
     )
 
 
-def _in_first_step(found: FirstStep) -> list[BoundPolicy]:
-    """Return the freeze policies that are active in the first step."""
-    return [each for each in found.bound.values() if each.policy.when.active()]
-
-
-def _masks_together(found: FirstStep) -> dict[str, Mask]:
-    """Return the mask of each parameter in the first step, under all policies that are active in it."""
-    active = _in_first_step(found)
-    return {key: combine(active, key, parameter) for key, parameter in found.parameters.items()}
-
-
-def _layers(model: nn.Module, found: FirstStep, masks: Mapping[str, Mask]) -> Layers:
+def _layers(
+    model: nn.Module, found: FirstStep, masks: Mapping[str, Mask], active: Sequence[BoundPolicy]
+) -> Layers:
     """Return what trains in the first step, layer by layer."""
-    active = _in_first_step(found)
     settings = [each.source.settings(0, 0) for each in active]
     settings += [
         {
