@@ -8,7 +8,7 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,15 +43,6 @@ class Patch(dict[str, tuple[Tensor, Tensor]]):
     ) -> None:
         super().__init__(entries)
         self.shapes = {name: tuple(shapes[name]) for name in entries}
-
-
-class SparseWeightPatch(NamedTuple):
-    """A patch of one parameter with the fields of vLLM's class of this name."""
-
-    name: str
-    indices: Tensor
-    values: Tensor
-    full_shape: tuple[int, ...]
 
 
 @torch.no_grad()
@@ -211,8 +202,11 @@ def _read(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Patch:
 # ---- inference engines
 
 
-def to_vllm(patch: Patch) -> list[SparseWeightPatch]:
+def to_vllm(patch: Patch) -> list[tuple[str, Tensor, Tensor, tuple[int, ...]]]:
     """Return a patch in the form that vLLM's sparse weight transfer takes (``send_weights``).
+
+    Returns:
+        The fields of vLLM's ``SparseWeightPatch`` of each parameter: name, indices, values and full shape.
 
     Raises:
         PolicyError: If a value is NaN, with which vLLM marks entries that stay, or is no floating number.
@@ -220,7 +214,7 @@ def to_vllm(patch: Patch) -> list[SparseWeightPatch]:
     for name, (_, values) in patch.items():
         if not values.is_floating_point() or bool(values.isnan().any()):
             raise PolicyError(f"delta.to_vllm: {name} has NaN or {values.dtype}; expected floats without NaN")
-    return [SparseWeightPatch(name, *entries, patch.shapes[name]) for name, entries in patch.items()]
+    return [(name, *entries, patch.shapes[name]) for name, entries in patch.items()]
 
 
 def to_sglang(patch: Patch, model: nn.Module | State, directory: str | Path, version: int) -> Path:

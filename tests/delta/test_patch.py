@@ -229,14 +229,14 @@ def stepped(dtype: torch.dtype = torch.bfloat16) -> tuple[State, nn.Module, gp.d
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_vllm_gets_the_new_weights_by_its_own_rules(dtype: torch.dtype) -> None:
     before, model, patch = stepped(dtype)
-    for each in gp.delta.to_vllm(patch):
-        assert (each.indices.dtype, each.indices.dim(), each.values.dim()) == (torch.int32, 1, 1)
-        assert len(each.indices.unique()) == len(each.values)
+    for name, indices, values, full_shape in gp.delta.to_vllm(patch):
+        assert (indices.dtype, indices.dim(), values.dim()) == (torch.int32, 1, 1)
+        assert len(indices.unique()) == len(values)
         # vLLM: a tensor of NaN with the new values, of which NaN leaves an entry.
-        new = torch.full((torch.Size(each.full_shape).numel(),), torch.nan, dtype=each.values.dtype)
-        new.index_copy_(0, each.indices.long(), each.values)
-        new = new.view(each.full_shape)
-        before[each.name] = torch.where(new.isnan(), before[each.name], new)
+        new = torch.full((torch.Size(full_shape).numel(),), torch.nan, dtype=values.dtype)
+        new.index_copy_(0, indices.long(), values)
+        new = new.view(full_shape)
+        before[name] = torch.where(new.isnan(), before[name], new)
     before["3.weight"] = before["0.weight"]
     assert same_bits(before, state(model))
     for wrong in (torch.tensor([torch.nan, 1.0]), torch.tensor([1, 2])):
