@@ -57,7 +57,7 @@ class RuleState:
         self.row = ReportRow(name) if row is None else row
         # The number of calls of each operation in the current forward, for policies with `calls=`; None
         # outside of the forward.
-        self.call_counts: dict[str, int | None] = {}
+        self.call_counts: dict[str, int] | None = None
         # Set at every run of compiled code, unlike counts of the row: blocks share compiled code, and each
         # needs to know if its rule acted there. A set or dict of names would make the compiler recompile.
         self.acted_in_compiled_code = False
@@ -71,9 +71,9 @@ class RuleState:
 
     def count_call(self, operation: str) -> bool:
         """Count a call of an operation, and return True if the rule, which counts calls, applies to it."""
-        number = self.call_counts.get(operation)
-        if number is None:
+        if self.call_counts is None:
             return False
+        number = self.call_counts.get(operation, 0)
         self.call_counts[operation] = number + 1
         return number in self.policy.calls
 

@@ -166,9 +166,10 @@ class AdoptHistory(Function):
 @skip_alone
 def may_have_gradient(tensor: Tensor) -> bool:
     """Return True if a gradient may reach a tensor; under transforms ``requires_grad`` does not say."""
-    if not is_differentiable(tensor):
-        return False
-    return tensor.requires_grad or in_functorch() or (not is_compiling() and forward_ad._current_level >= 0)
+    if tensor.requires_grad:
+        return True
+    in_eager_transform = in_functorch() or (not is_compiling() and forward_ad._current_level >= 0)
+    return in_eager_transform and is_differentiable(tensor)
 
 
 def run_function(function: type[Function], *args: Any) -> Any:

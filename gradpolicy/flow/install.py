@@ -272,6 +272,11 @@ class Installed(Displayed):
             has_forward = getattr(type(module), "forward", None) is not nn.Module.forward
             expected = policy_report.Expected(name, is_named, has_forward)
             state.row.expected[location_at(state.policy.at, name)] = expected
+        counted = [
+            self._states[policy]
+            for policy, at in self._locations.items()
+            if self.policies[policy].calls and any(module is each for each in at.modules.values())
+        ]
         for method in methods:
             signature = Signature(getattr(module, method))
             wrap = WrappedForward(
@@ -281,20 +286,11 @@ class Installed(Displayed):
                 name=name,
                 table=table,
                 at_module=ModuleRules(name, signature, states) if states else None,
-                counted=self._counted(module),
+                counted=counted,
                 parameter_rules=tuple(rules),
             )
             module.__dict__[method] = wrap
             self._removal.callback(wrap.take_off)
-
-    def _counted(self, module: nn.Module) -> list[tuple[RuleState, str]]:
-        """Return the policies with ``calls=`` that match a module, each with its operations."""
-        return [
-            (self._states[policy], operation.name)
-            for policy, locations in self._locations.items()
-            if self.policies[policy].calls and any(module is one for one in locations.modules.values())
-            for operation in locations.operations
-        ]
 
     def _table(self, module: nn.Module) -> DispatchTable | None:
         """Return the table of rules on operations inside a module; None without policies on operations."""

@@ -22,7 +22,7 @@ from gradpolicy.flow import carrying, operations, tracing
 from gradpolicy.flow.arguments import arguments_of, in_order_of_parameters
 from gradpolicy.flow.bound_rule import BoundRule, RuleState
 from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
-from gradpolicy.flow.edges import insert_rule, replace, tap
+from gradpolicy.flow.edges import insert_rule, may_have_gradient, replace, tap
 from gradpolicy.flow.operations import SHARED, Operation, name_of, name_of_call
 from gradpolicy.flow.policy_report import ACROSS, Outcome
 from gradpolicy.flow.tracing import Function, in_transform, is_traced, without_modes
@@ -63,7 +63,7 @@ class OperationRule:
         native.inputs = self.operation.inputs(native.function, native.args, native.kwargs)
         if self.state.policy.argument:
             native.inputs = self._named_inputs(native)
-        if not _need_gradient(native.inputs):
+        if not (torch.is_grad_enabled() and any(map(may_have_gradient, native.inputs))):
             self.state.note(self.name, Outcome.WITHOUT_GRADIENT)
             return native.run()
         # An outer override of the same operation must not act on this call too.
@@ -108,7 +108,7 @@ class OperationRule:
 
     def _filtered(self, result: Any, inputs: Sequence[Tensor]) -> Any:
         """Return the result of the native operation with the rule's filter on its gradient."""
-        if not _has_gradient(result):
+        if not any(map(may_have_gradient, tensors_in(result))):
             self.state.note(self.name, Outcome.WITHOUT_GRADIENT)
             return result
         self.state.note(self.name, Outcome.ACTED)
@@ -165,7 +165,7 @@ class OperationRule:
         result = native.mapped(replacement).run()
         if result is None:
             raise PolicyError(f"operation {self.name!r} gives no result, and a rule cannot be put on it")
-        if not (self.state.policy.detaches or _has_gradient(result)):
+        if not (self.state.policy.detaches or any(map(may_have_gradient, tensors_in(result)))):
             self.state.note(self.name, Outcome.WITHOUT_GRADIENT)
             return result
         self.state.note(self.name, Outcome.ACTED)
@@ -248,21 +248,6 @@ class NativeCall:
         """Return the call with each tensor of its arguments replaced."""
         args, kwargs = map_tensors(change, (self.args, dict(self.kwargs)))
         return dataclasses.replace(self, args=args, kwargs=kwargs)
-
-
-def _need_gradient(inputs: Sequence[Tensor]) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    for tensor in inputs:
-        if tensor.requires_grad:
-            return True
-    return in_transform() and any(tensor.is_floating_point() for tensor in inputs)
-
-
-def _has_gradient(result: Any) -> bool:
-    if isinstance(result, Tensor):
-        return result.requires_grad or in_transform()
-    return isinstance(result, tuple | list) and any(_has_gradient(item) for item in result)
 
 
 # Rules that take logits where the operation takes probabilities.

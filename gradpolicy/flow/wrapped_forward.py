@@ -55,6 +55,10 @@ class InstallSession:
         if not self.has_run and tracing.graph_task() != -1:
             raise _changed("put on", _RUNS_AGAIN)
         self.has_run = self.in_forward = True
+        self.note_forward()
+
+    def note_forward(self) -> None:
+        """Record for each rule a forward pass."""
         for state in self.states:
             state.row.note_forward(state.active, tracing.is_compiling())
 
@@ -115,7 +119,7 @@ class WrappedForward:
         name: The module's name.
         table: The rules on operations inside the module.
         at_module: The rules at the module's input and output, and across it.
-        counted: The rules with ``calls=``, each with the name of an operation whose calls are counted.
+        counted: The rules with ``calls=``, whose operations are counted.
         parameter_rules: The rules on the module's parameters; for the root module, on all parameters.
     """
 
@@ -125,7 +129,7 @@ class WrappedForward:
     name: str
     table: DispatchTable | None
     at_module: ModuleRules | None
-    counted: Sequence[tuple[RuleState, str]]
+    counted: Sequence[RuleState]
     parameter_rules: Sequence[ParameterRules]
 
     def __post_init__(self) -> None:
@@ -184,8 +188,7 @@ class WrappedForward:
     def _run_in_session(self, args: tuple, kwargs: dict) -> Any:
         session = self.session
         if in_transform():
-            for state in session.states:
-                state.row.note_forward(state.active, tracing.is_compiling())
+            session.note_forward()
             return self._run_at_module(args, kwargs)
         is_outermost = torch.is_grad_enabled() and not session.in_forward
         if is_outermost:
@@ -241,13 +244,13 @@ class WrappedForward:
         Raises:
             PolicyError: If an operation ran less often than ``calls=`` requires.
         """
-        outer = [state.call_counts.get(operation) for state, operation in self.counted]
-        for state, operation in self.counted:
-            state.call_counts[operation] = 0
+        outer = [state.call_counts for state in self.counted]
+        for state in self.counted:
+            state.call_counts = {}
         try:
             result = self._forward(args, kwargs)
-            for state, operation in self.counted:
-                count, last = state.call_counts[operation] or 0, max(state.policy.calls)
+            for state, operation in [(each, name) for each in self.counted for name in each.row.operations]:
+                count, last = (state.call_counts or {}).get(operation, 0), max(state.policy.calls)
                 if state.active and count <= last:
                     times = "once" if count == 1 else f"{count} times"
                     where = f"module {self.name!r}" if self.name else "the model"
@@ -257,8 +260,8 @@ class WrappedForward:
                     )
             return result
         finally:
-            for (state, operation), before in zip(self.counted, outer, strict=True):
-                state.call_counts[operation] = before
+            for state, before in zip(self.counted, outer, strict=True):
+                state.call_counts = before
 
     def _forward(self, args: tuple, kwargs: dict) -> Any:
         return self.__wrapped__(*args, **kwargs)
