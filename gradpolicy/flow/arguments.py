@@ -29,13 +29,9 @@ def arguments_of(function: Callable[..., Any], name: str, args: tuple, kwargs: M
         args: The positional arguments.
         kwargs: The keyword arguments.
     """
-    found: dict[str, Any] = {}
-    for parameter, position, default in _sources_in_call(function, name, args, kwargs):
-        if position is None:
-            found[parameter] = default
-        else:
-            found[parameter] = args[position] if isinstance(position, int) else kwargs[position]
-    return found
+    sources = _sources_in_call(function, name, args, kwargs)
+    given: dict[int | str | None, Any] = {**dict(enumerate(args)), **kwargs}
+    return {parameter: given.get(place, default) for parameter, place, default in sources}
 
 
 def in_order_of_parameters(
@@ -123,9 +119,9 @@ def _signature_in_python(function: Callable[..., Any]) -> inspect.Signature | No
 
 
 def _renamed(signature: inspect.Signature) -> inspect.Signature:
-    listed = signature.parameters.values()
+    parameters = signature.parameters.values()
     return signature.replace(
-        parameters=[one.replace(name=_ALSO_CALLED.get(one.name, one.name)) for one in listed]
+        parameters=[one.replace(name=_ALSO_CALLED.get(one.name, one.name)) for one in parameters]
     )
 
 
@@ -147,10 +143,9 @@ def _schemas(name: str) -> list[inspect.Signature]:
     """Return the signatures of an operation's overloads that take tensors."""
     packet: Any = getattr(torch.ops.aten, name, None)
     signatures = get_signature_for_torch_op(packet) if hasattr(packet, "overloads") else None
-    renamed = [_renamed(signature) for signature in signatures or ()]
     return [
-        signature
-        for signature in renamed
+        _renamed(signature)
+        for signature in signatures or ()
         if any("Tensor" in str(one.annotation) for one in signature.parameters.values())
     ]
 

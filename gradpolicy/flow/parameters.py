@@ -57,34 +57,23 @@ class ParameterRules:
             True if the rules need an alias instead, because it is not a parameter but another tensor.
 
         Raises:
-            PolicyError: If the module no longer has the parameter.
+            PolicyError: If the module no longer has the parameter; in compiled code, if it is not the one
+                with the hook. Without fullgraph, the compiler then runs the module in eager mode.
         """
         current = self._in_module()
         if current is self._current and current is not None:
             return False
-        if current is None:
+        if current is None or torch.compiler.is_compiling():
             raise PolicyError(
-                f"policy {self.policy!r}: parameter {self.name!r} is gone: it was taken away or "
-                "parametrised after the policy was installed, and the rule would never run; install it "
-                "afterwards"
+                f"policy {self.policy!r}: parameter {self.name!r} is gone: it was taken away or parametrised "
+                f"after the policy was installed, or compiled code has another tensor for parameter "
+                f"{self.name!r}, so that the rule would never run; install it afterwards, or act at the "
+                "boundary of its module (modules=)"
             )
         if not isinstance(current, nn.Parameter):
             return torch.is_grad_enabled() and (current.requires_grad or in_transform())
         self._add_hook(current)
         return False
-
-    def check_traced(self) -> None:
-        """Check, while ``torch.compile`` traces, that the hook is on the module's current parameter.
-
-        Raises:
-            PolicyError: If it is not. Without fullgraph, the compiler then runs the module in eager mode.
-        """
-        if self._in_module() is not self._current:
-            raise PolicyError(
-                f"policy {self.policy!r}: the module holds another tensor for parameter "
-                f"{self.name!r} than when the policy was installed, and in compiled code the rule would "
-                "never run; install it afterwards, or act at the boundary of its module (modules=)"
-            )
 
     def put_alias(self) -> Callable[[], None]:
         """Replace the module's tensor by an alias, with the rules between the two.
@@ -160,12 +149,10 @@ def run_with_rules(
     all_rules: Sequence[ParameterRules], forward: Callable[[tuple, dict], Any], args: tuple, kwargs: dict
 ) -> Any:
     """Run a forward with the rules on the current parameters of its modules."""
-    if torch.compiler.is_compiling():
-        for rules in all_rules:
-            rules.check_traced()
+    others = [rules for rules in all_rules if rules.put_on()]
+    if not others:
         return forward(args, kwargs)
-    with contextlib.ExitStack() as aliased:
-        for rules in all_rules:
-            if rules.put_on():
-                aliased.callback(rules.put_alias())
+    with contextlib.ExitStack() as aliases:
+        for rules in others:
+            aliases.callback(rules.put_alias())
         return forward(args, kwargs)

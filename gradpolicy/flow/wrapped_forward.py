@@ -169,16 +169,16 @@ class WrappedForward:
     def take_off(self) -> None:
         """Restore the forward, also below the wrappers of later installations."""
         self.is_on = False
-        outer = methods = self.module.__dict__
-        key, inside = self.method, self.module.__dict__.get(self.method)
-        while isinstance(inside, WrappedForward):
-            if inside is self:
-                if self.inner is None and outer is methods:
+        methods, key = self.module.__dict__, self.method
+        holder = methods
+        while isinstance(holder.get(key), WrappedForward):
+            if holder[key] is self:
+                if self.inner is None and holder is methods:
                     del methods[key]
                 else:
-                    outer[key] = self.inner
+                    holder[key] = self.inner
                 return
-            outer, key, inside = inside.__dict__, "inner", inside.inner
+            holder, key = holder[key].__dict__, "inner"
         # Another library has a reference to this wrapper, which can only be off.
         warn_user(
             f"{type(self.module).__name__}.{self.method} was replaced while policies were installed; "
