@@ -92,7 +92,7 @@ class ReportRow:
         ran_in: The modules in which one of them ran, in eager mode.
         any_of: True if one of the operations is enough, as for the default of ``StraightThrough``.
         expected: The locations where the rule should act.
-        counts: For each location, how often each outcome occurred.
+        counts: How often each outcome occurred at each location.
         lost: Messages on discrete results of operations whose gradient a function lost.
         opaque_calls: Calls in which the rule cannot act, each with the reason.
         ran_on: True if a forward pass ran with the rule active.
@@ -112,7 +112,7 @@ class ReportRow:
     ran_in: set[str] = field(default_factory=set)
     any_of: bool = False
     expected: dict[str, Expected] = field(default_factory=dict)
-    counts: dict[str, dict[Outcome, int]] = field(default_factory=dict)
+    counts: dict[tuple[str, Outcome], int] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
     opaque_calls: dict[str, str] = field(default_factory=dict)
     ran_on: bool = False
@@ -127,8 +127,7 @@ class ReportRow:
     @runs_while_tracing
     def note(self, location: str, outcome: Outcome, is_traced: bool = False) -> None:
         """Count an outcome at a location. In compiled code this runs once, while the code is traced."""
-        counts = self.counts.setdefault(location, {})
-        counts[outcome] = counts.get(outcome, 0) + 1
+        self.counts[location, outcome] = self.counts.get((location, outcome), 0) + 1
         ReportRow.uses += outcome is Outcome.ACTED and not is_traced
         self.compiled |= is_traced
 
@@ -166,15 +165,13 @@ class ReportRow:
 
     def locations_with(self, *outcomes: Outcome) -> set[str]:
         """Return the locations at which one of these outcomes occurred."""
-        return {
-            location for location, counts in self.counts.items() if not counts.keys().isdisjoint(outcomes)
-        }
+        return {location for location, outcome in self.counts if outcome in outcomes}
 
     @property
     def matched(self) -> dict[str, int]:
         """The number of times that the rule was applied to each operation and location."""
-        counts, acted = self.counts.items(), Outcome.ACTED
-        return {location: outcomes[acted] for location, outcomes in counts if acted in outcomes}
+        counts = self.counts.items()
+        return {location: count for (location, outcome), count in counts if outcome is Outcome.ACTED}
 
     @property
     def operations_met(self) -> frozenset[str]:
@@ -238,21 +235,18 @@ class ReportRow:
 
     def _about_operations(self, unmet: list[str]) -> Iterator[str]:
         """Yield a clause for each reason why the rule was not applied to some operations."""
-        by_reason: dict[Outcome | None, list[str]] = {}
-        for name in unmet:
-            reason = next((each for each in REASONS if each and self.counts.get(name, {}).get(each)), None)
-            by_reason.setdefault(reason, []).append(name)
-        if self.any_of and len(by_reason) > 1:
-            by_reason.pop(None, None)
-        for reason in [each for each in REASONS if each in by_reason]:
-            operations = by_reason[reason]
-            names, several = _listed(map(repr, operations)), len(operations) > 1
-            yield REASONS[reason].format(
-                names=names,
-                operations=f"operation{'s' * several} {names}",
-                were="were" if several else "was",
-                instead="" if reason else self._instead(operations),
-            )
+        left = unmet
+        for reason, text in REASONS.items():
+            found = [name for name in left if reason is None or (name, reason) in self.counts]
+            left = [name for name in left if name not in found]
+            if found and (reason or not self.any_of or found == unmet):
+                names, several = _listed(map(repr, found)), len(found) > 1
+                yield text.format(
+                    names=names,
+                    operations=f"operation{'s' * several} {names}",
+                    were="were" if several else "was",
+                    instead="" if reason else self._instead(found),
+                )
 
     def _instead(self, never: list[str]) -> str:
         """Return a hint for operations that never ran."""
