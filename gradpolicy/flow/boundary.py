@@ -12,7 +12,7 @@ from gradpolicy.errors import nearest
 from gradpolicy.flow.arguments import Signature, Slots
 from gradpolicy.flow.bound_rule import BoundRule, RuleState
 from gradpolicy.flow.containers import classes_that_hide_tensors, map_tensors, replace_at, tensors_in
-from gradpolicy.flow.edges import AdoptHistory, alias_of, insert_rule, join, may_have_gradient, replace
+from gradpolicy.flow.edges import AdoptHistory, insert_rule, join, may_have_gradient, replace
 from gradpolicy.flow.locations import location_at
 from gradpolicy.flow.policy_report import Outcome
 from gradpolicy.flow.tracing import in_transform
@@ -74,22 +74,21 @@ class ModuleRules:
         aliases = Aliases()
         fed = map_tensors(lambda each: aliases.add(each, _fed(each, cuts)), (args, kwargs), may_have_gradient)
         result = forward(*fed)
+        if aliases.written():
+            raise active[0][0].error("writes to its input in place: let it write to a clone (inplace=False)")
         # Rules get the inputs themselves, in the order of the forward's parameters, not of the call.
         given: Values = dict(enumerate(args)) | self.signature.in_order(kwargs)
         ruled: list[Tensor] = []
         for rule, slots in active:
             inputs = tensors_in([given[slot] for slot in given if not slots or slot in slots])
             result = _put_across(rule.for_call(self.module, arguments), inputs, result, ruled)
-        if not cuts:
-            aliases.adopt_writes()
-            return result
-        if any(one.requires_grad and not any(one is other for other in ruled) for one in tensors_in(result)):
+        if cuts and any(
+            one.requires_grad and not any(one is other for other in ruled) for one in tensors_in(result)
+        ):
             raise active[0][0].error(
                 "has outputs without a rule, whose gradient inside='own' would keep from the inputs; name "
                 "them too (output=…), or use inside='none'"
             )
-        if aliases.written():
-            raise active[0][0].error("writes to its input in place, which inside='own' does not allow")
         return result
 
 
@@ -157,12 +156,10 @@ def _crossed(rule: BoundRule, values: Values, aliases: Aliases) -> Values:
 
 
 def _fed(tensor: Tensor, cuts: bool) -> Tensor:
-    """Return an alias of an input, which the forward may modify in place; optionally stop its gradient."""
-    if not in_transform():
-        return alias_of(tensor, cut=cuts)
+    """Return an input for the forward, whose own gradient it does not get."""
     if cuts:
         return tensor.detach()
-    # The compiler cannot trace in-place changes of an alias. A copy is free in compiled code.
+    # The compiler has no versions, which tell if the forward writes to it. A copy is free in compiled code.
     return tensor.clone() if torch.compiler.is_compiling() else tensor
 
 

@@ -126,21 +126,17 @@ class Taps:
 
 
 class Wire:
-    """Stands for a rule in :class:`Replaced`: every input gets the gradient as it is, or none does."""
+    """Stands for a rule in :class:`Replaced`: every input gets the gradient as it is."""
 
     reads = ()
 
-    def __init__(self, passes: bool) -> None:
-        self.passes = passes
-
     def gradients(
         self, grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, wanted: Sequence[bool]
-    ) -> list[Tensor | None]:
+    ) -> list[Tensor]:
         """Return the gradient for each input, in its dtype."""
-        return [grad.to(tensor.dtype) if self.passes else None for tensor in inputs]
+        return [grad.to(tensor.dtype) for tensor in inputs]
 
 
-_PASS, _CUT = Wire(True), Wire(False)
 EdgeRule = BoundRule | Taps | Wire
 
 
@@ -261,14 +257,9 @@ def insert_rule(bound_rule: BoundRule, values: Any) -> Any:
     return rebuilt_sequence(values, [insert_rule(bound_rule, value) for value in values])
 
 
-def alias_of(tensor: Tensor, *, cut: bool = False) -> Tensor:
-    """Return an alias of a tensor that needs a gradient; its gradient passes to the tensor unless ``cut``."""
-    return run_function(Replaced, _CUT if cut else _PASS, (0,), 0, tensor)
-
-
 def join(values: Tensor, path: Tensor) -> Tensor:
     """Return values whose gradient goes to them and to a path of their shape."""
-    return run_function(Replaced, _PASS, (0,), 0, values, path)
+    return run_function(Replaced, Wire(), (0,), 0, values, path)
 
 
 @skip_alone

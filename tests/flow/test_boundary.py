@@ -303,3 +303,16 @@ class Collects(nn.Module):
 def test_contradictory_settings_are_refused(make, message):
     with pytest.raises(gp.PolicyError, match=message):
         make()
+
+
+def test_a_module_that_writes_to_its_input(gradient):
+    relu = nn.ReLU(inplace=True)
+
+    def residual(x):
+        work = x * 1
+        return 10 * relu(work) + work
+
+    with gp.install(relu, [gp.Scale(3.0, modules="*"), gp.Clip(value=20.0, modules="*")]):
+        found, value = gradient(residual, torch.tensor([-1.0, 2.0]))
+    assert torch.equal(value, torch.tensor([0.0, 22.0]))
+    assert torch.equal(found, torch.tensor([0.0, 20.0]))

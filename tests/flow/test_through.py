@@ -203,23 +203,14 @@ def test_contradictions_and_wrong_shapes(as_module):
         layer(torch.randn(4, 3, requires_grad=True)).sum().backward()
 
 
-def test_a_module_that_writes_to_its_input(gradient):
-    relu = nn.ReLU(inplace=True)
-
-    def residual(x):
-        work = x * 1
-        return 10 * relu(work) + work
-
-    x = torch.tensor([-1.0, 2.0])
-    with gp.install(relu, [gp.StraightThrough(modules="*")]):
-        found, value = gradient(residual, x)
-    assert torch.equal(value, torch.tensor([0.0, 22.0]))
-    assert torch.equal(found, torch.tensor([10.0, 11.0]))
+@pytest.mark.parametrize("inside", ["none", "own"])
+def test_a_module_that_writes_to_its_input_is_refused(inside):
+    relu, x = nn.ReLU(inplace=True), torch.ones(2, requires_grad=True)
     with (
-        gp.install(relu, [gp.StraightThrough(modules="*", inside="own")]),
+        gp.install(relu, [gp.StraightThrough(modules="*", inside=inside)]),
         pytest.raises(gp.PolicyError, match="writes to its input in place"),
     ):
-        gradient(residual, x)
+        relu(x * 1)
 
 
 def test_inputs_without_gradient():
