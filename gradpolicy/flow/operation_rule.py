@@ -21,7 +21,7 @@ from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.flow import carrying, operations, tracing
 from gradpolicy.flow.arguments import arguments_of, in_order_of_parameters
 from gradpolicy.flow.bound_rule import BoundRule, RuleState
-from gradpolicy.flow.containers import map_tensors, rebuilt_sequence, tensors_in
+from gradpolicy.flow.containers import map_tensors, tensors_in
 from gradpolicy.flow.edges import insert_rule, may_have_gradient, replace, tap
 from gradpolicy.flow.operations import SHARED, Operation, name_of, name_of_call
 from gradpolicy.flow.policy_report import ACROSS, Outcome
@@ -104,7 +104,10 @@ class OperationRule:
             values = detached.run()
         if target is not None and carrying.is_discrete(target):
             values = target.copy_(values)
-        return self._replaced(values, native.inputs, self._bound_to(native))
+        if carrying.is_discrete(values):
+            return carrying.start_path(self._bound_to(native), self.name, values, native.inputs)
+        self.state.note(self.name, Outcome.ACTED)
+        return replace(self._bound_to(native), values, native.inputs)
 
     def _filtered(self, result: Any, inputs: Sequence[Tensor]) -> Any:
         """Return the result of the native operation with the rule's filter on its gradient."""
@@ -171,23 +174,6 @@ class OperationRule:
         self.state.note(self.name, Outcome.ACTED)
         if "output" in bound_rule.reads and not self.state.policy.detaches:
             outputs += [map_tensors(Tensor.detach, result), result._version]
-        return result
-
-    def _replaced(self, values: Any, inputs: Sequence[Tensor], bound_rule: BoundRule) -> Any:
-        """Return values with the rule's gradient, or a discrete tensor with a gradient path."""
-        if carrying.is_discrete(values):
-            return carrying.start_path(bound_rule, self.name, values, inputs)
-        self.state.note(self.name, Outcome.ACTED)
-        result = replace(bound_rule, values, inputs)
-        if isinstance(result, tuple):
-            # The indices of topk and sort give a warning where they become floating-point.
-            lost = carrying.GradientPath(None, (carrying.Origin(self.state, self.name),), is_index=True)
-            # The compiler keeps attributes of an alias, but not of an item of a call's result.
-            items = [
-                carrying.set_path(item.detach(), lost) if carrying.is_discrete(item) else item
-                for item in result
-            ]
-            return rebuilt_sequence(result, items)
         return result
 
     def _bound_to(self, native: "NativeCall") -> BoundRule:

@@ -213,10 +213,8 @@ def test_settings_that_both_operations_have_are_handed_on(run):
 @pytest.mark.parametrize(
     ("name", "call"),
     [
-        ("topk", lambda x: x.topk(2).indices),
-        ("sort", lambda x: x.sort().indices),
-        ("max", lambda x: x.max(0, keepdim=True).indices),
         ("argmax", lambda x: x.argmax(0, keepdim=True)),
+        ("argmin", lambda x: x.argmin(0, keepdim=True)),
     ],
 )
 def test_warns_of_indices_that_become_numbers(name, call):
