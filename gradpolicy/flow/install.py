@@ -239,7 +239,6 @@ class Installed(Displayed):
         named = [item for item in self.model.named_modules() if "_orig_mod" not in item[1]._modules]
         on_modules = [_rules_on_parameters(module, on_parameters) for _, module in named]
         all_rules = [rules for on_module in on_modules for rules in on_module]
-        self._session.acts_on_parameters = bool(all_rules)
         for each in all_rules:
             self._removal.callback(each.take_off)
             each.put_on()

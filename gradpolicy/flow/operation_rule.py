@@ -132,7 +132,7 @@ class OperationRule:
         Raises:
             PolicyError: If the operation has no such argument, or its tensor is also another argument.
         """
-        named = native.arguments(self.name)
+        named = arguments_of(native.function, self.name, native.args, native.kwargs)
         names = list(named)
         key = f"policy {self.state.name!r}: operation {self.name!r}"
         chosen: list[Tensor] = []
@@ -181,7 +181,8 @@ class OperationRule:
         bound_rule = self.bound_rule.in_module(native.module)
         if not self.state.rule.takes_call:
             return bound_rule
-        arguments = native.mapped(Tensor.detach).arguments(self.name)
+        args, kwargs = map_tensors(Tensor.detach, (native.args, dict(native.kwargs)))
+        arguments = arguments_of(native.function, self.name, args, kwargs)
         return bound_rule.for_call(self.name, arguments, self.derivative)
 
     def _index(self, native: "NativeCall") -> Tensor:
@@ -225,10 +226,6 @@ class NativeCall:
             return self.function(*args, **self.kwargs)
         first, *others = self.others
         return first.call(NativeCall(self.function, args, self.kwargs, self.module, others))
-
-    def arguments(self, operation: str) -> dict[str, Any]:
-        """Return the arguments by parameter name, including defaults of the operation."""
-        return arguments_of(self.function, operation, self.args, self.kwargs)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "NativeCall":
         """Return the call with each tensor of its arguments replaced."""

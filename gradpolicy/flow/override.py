@@ -64,13 +64,14 @@ def gradient_override(
         raise PolicyError(
             "a gradient_override cannot be made within compiled code: make it before, as a decorator"
         )
-    rules: dict[str, OperationRule] = {}
+    # One row for all operations.
+    rules, row = dict[str, OperationRule](), ReportRow(Block.subject)
     for key, value in overrides.items():
         operation = resolve_operation(key)
         if operation.name in rules:
             raise PolicyError(f"gradient_override: operation {operation.name!r} is named twice")
-        rules[operation.name] = OperationRule(operation, RuleState(operation.name, as_rule(value)))
-    return Block(rules.values(), strict=strict)
+        rules[operation.name] = OperationRule(operation, RuleState(operation.name, as_rule(value), row=row))
+    return Block(rules.values(), row, strict=strict)
 
 
 class Block:
@@ -80,20 +81,16 @@ class Block:
 
     Args:
         rules: The rules.
+        row: The row in which they count.
         strict: True if an operation that never runs raises an error instead of giving a warning.
     """
 
     # The name of the block in messages.
     subject = "gradient_override"
 
-    def __init__(self, rules: Iterable[OperationRule], *, strict: bool = False) -> None:
-        self.table = DispatchTable(list(rules))
+    def __init__(self, rules: Iterable[OperationRule], row: ReportRow, *, strict: bool = False) -> None:
+        self.table, self.row, self.strict = DispatchTable(list(rules)), row, strict
         self.states = tuple(rule.state for rule in self.table.rules)
-        # One row for all operations.
-        self.row = ReportRow(self.subject)
-        for state in self.states:
-            state.row = self.row
-        self.strict = strict
         self._has_warned = False
 
     def __enter__(self) -> "Block":

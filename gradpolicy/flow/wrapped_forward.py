@@ -1,8 +1,8 @@
 """The callables that replace the ``forward`` of modules, and the session that they share."""
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -39,7 +39,7 @@ class InstallSession:
     def __init__(self, states: Iterable[RuleState] = ()) -> None:
         self.states = tuple(states)
         self.is_installed = True
-        self.acts_on_parameters = False
+        self.acts_on_parameters = any(state.policy.params for state in self.states)
         # True while the outermost module runs with gradients, and once any module ran.
         self.in_forward = False
         self.has_run = False
@@ -82,7 +82,7 @@ class InstallSession:
         runs_again, self._runs_again, self.in_forward = self._runs_again, False, False
         if not (runs_again or self.acts_on_parameters):
             return
-        check = functools.partial(self._check, self._snapshot() if runs_again else None)
+        check = partial(self._check, self._snapshot() if runs_again else None)
         for tensor in tensors_in(result):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(check)
@@ -186,10 +186,11 @@ class WrappedForward:
         )
 
     def _run_in_session(self, args: tuple, kwargs: dict) -> Any:
-        session = self.session
+        session, at_module = self.session, self.at_module
+        run = self._run_under_table if at_module is None else partial(at_module.run, self._run_under_table)
         if in_transform():
             session.note_forward()
-            return self._run_at_module(args, kwargs)
+            return run(args, kwargs)
         is_outermost = torch.is_grad_enabled() and not session.in_forward
         if is_outermost:
             session.start_forward()
@@ -197,16 +198,11 @@ class WrappedForward:
             session.note_checkpoint()
         result = None
         try:
-            result = self._run_at_module(args, kwargs)
+            result = run(args, kwargs)
             return result
         finally:
             if is_outermost:
                 session.end_forward(result)
-
-    def _run_at_module(self, args: tuple, kwargs: dict) -> Any:
-        if self.at_module is None:
-            return self._run_under_table(args, kwargs)
-        return self.at_module.run(self._run_under_table, args, kwargs)
 
     @tracing.eager_if_unknown
     def _run_under_table(self, args: tuple, kwargs: dict) -> Any:
