@@ -114,7 +114,7 @@ def test_a_checkpoint_of_another_model_is_refused(train) -> None:
     other = train("model.model.width=8")
     message = train(f"ckpt_path={other.run}/checkpoints/last.ckpt").refusal
     assert "of another model" in message
-    assert "[8, 1, 3, 3]) from checkpoint, the shape in current model is torch.Size([32, 1, 3, 3])" in message
+    assert "(8, 1, 3, 3) there and (32, 1, 3, 3) here" in message
 
 
 def test_wrong_input_in_one_job_of_a_sweep_ends_it_before_the_first(train) -> None:

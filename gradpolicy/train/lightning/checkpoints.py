@@ -23,6 +23,7 @@ from gradpolicy.tensors.checkpoint_file import (
     check_file,
     could_not_save,
     errors_named,
+    form_of,
     load_file,
 )
 from gradpolicy.tensors.sharding import bounds
@@ -220,13 +221,24 @@ def load_weights(path: Path, model: nn.Module, key: str = KEY) -> None:
         key: The config key that names it, for the message.
 
     Raises:
-        PolicyError: If it is damaged, or of another model.
+        PolicyError: If it is damaged, of another model, or has infinite parameters.
     """
     weights = read_checkpoint(path, key)[WEIGHTS]
+    # Torch would cast whole and complex numbers to the model's.
+    forms = {name: form_of(value) for name, value in weights.items() if isinstance(value, Tensor)}
+    here = {name: form_of(value) for name, value in model.state_dict().items() if name in forms}
+    others = [
+        f"{name} is {forms[name]} there and {form} here" for name, form in here.items() if form != forms[name]
+    ]
     try:
+        if others:
+            raise RuntimeError("; ".join(others[:2]))
         model.load_state_dict(weights)
     except RuntimeError as error:
         raise PolicyError(f"{key}: {path} is of another model: {brief(str(error), most=400)}") from error
+    infinite = [name for name, parameter in model.named_parameters() if bool(parameter.isinf().any())]
+    if infinite:
+        raise PolicyError(f"{key}: {path} holds infinite values in {shortened(infinite)}")
 
 
 def check_resumable(path: Path) -> None:

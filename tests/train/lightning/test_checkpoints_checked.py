@@ -34,7 +34,7 @@ def test_the_weights_of_the_model_are_loaded(tmp_path: Path, model: nn.Module) -
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (nn.Linear(2, 4), r"size mismatch for weight: .*\[4, 2\].*\[3, 2\]"),
+        (nn.Linear(2, 4), r"weight is \(4, 2\) there and \(3, 2\) here"),
         (nn.Linear(2, 3, bias=False), 'Missing key.*"bias"'),
         (nn.Sequential(nn.Linear(2, 3)), 'Unexpected key.*"0.weight", "0.bias"'),
     ],
@@ -44,6 +44,27 @@ def test_a_checkpoint_of_another_model_is_told_apart(
 ) -> None:
     with pytest.raises(PolicyError, match=rf"^ckpt_path: .*a\.ckpt is of another model: .*{words}"):
         load_weights(save(tmp_path / "a.ckpt", other), model)
+
+
+@pytest.mark.parametrize(
+    ("change", "form"),
+    [
+        (torch.Tensor.to_sparse, "in torch.sparse_coo"),
+        (torch.Tensor.int, "of whole numbers"),
+        (lambda weight: weight * 1j, "of complex numbers"),
+    ],
+)
+def test_a_weight_of_another_kind_is_told_apart(change: Any, form: str, tmp_path: Path, model) -> None:
+    content = {**model.state_dict(), "weight": change(model.weight.detach())}
+    torch.save({"state_dict": content}, tmp_path / "a.ckpt")
+    with pytest.raises(PolicyError, match=rf"weight is \(3, 2\) {form} there and \(3, 2\) here"):
+        load_weights(tmp_path / "a.ckpt", model)
+
+
+def test_infinite_parameters_are_refused(tmp_path: Path, model: nn.Module) -> None:
+    model.bias.data[1] = torch.inf
+    with pytest.raises(PolicyError, match=r"^ckpt_path: .*spoilt\.ckpt holds infinite values in bias$"):
+        load_weights(save(tmp_path / "spoilt.ckpt", model), model)
 
 
 def test_what_is_no_checkpoint_of_a_run_is_told(tmp_path: Path, model: nn.Module) -> None:
