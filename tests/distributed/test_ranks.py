@@ -22,7 +22,7 @@ FAULT_AT, EVERY = 2, 4
 
 
 def _count_once_more(masked):
-    masked.ages = masked.ages.counted()
+    masked.ages.count()
 
 
 class Fault(Callback):
