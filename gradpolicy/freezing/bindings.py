@@ -32,7 +32,6 @@ class Bindings:
         parameters: The parameters that freeze policies restrict, by name.
         policies_of: The policies of each of these; those that match it come first, since their options apply.
         settings_of: The settings of parameters by policy of ``rates``.
-        matched: The parameters that match any policy, by name.
     """
 
     model: nn.Module
@@ -166,8 +165,6 @@ class Bindings:
             matching = [each for each in policies if each.matches(name)] or policies
             check_together(name, {each.name: each.policy for each in matching})
         self.settings_of = {name: self._settings(name, policy) for name, policy in self.rates.items()}
-        rated = {name: self.named[name] for own in self.settings_of.values() for name in own}
-        self.matched = {**rated, **self.parameters}
 
     def _bind(self, name: str, policy: Freeze) -> BoundPolicy:
         """Find a policy's parameters, and set up its source."""

@@ -54,9 +54,7 @@ class Freezer:
         policies: The names of the freeze policies.
         all_policies: The names of all policies.
         parameters: The parameters that freeze policies restrict, by name.
-        matched: The parameters that match any policy, by name.
         counted_layers: Returns the layers, or other groups of parameters, that each policy counts.
-        check_graphs: Checks that layers which train were in a graph, after a backward pass or its failure.
         may_change: True if masks may change after the first update.
         observers: Objects that are called when masks change.
 
@@ -81,14 +79,13 @@ class Freezer:
         self.policies = list(policies)
         self.all_policies = {*policies, *rates}
         self._bindings = Bindings(model, self.optimizers, policies, rates, seed, idle)
-        self.parameters, self.matched = self._bindings.parameters, self._bindings.matched
+        self.parameters = self._bindings.parameters
         self.counted_layers = self._bindings.counted_layers
         self.may_change = not all(map(masks_never_change, policies.values()))
         self._masks = CombinedMasks(self._bindings)
         self._settings = ParameterSettings(self._bindings)
         optimized = self._bindings.optimized.values()
         self._gradients = ComputedGradients(model, optimized, toggle=toggle_requires_grad)
-        self.check_graphs = self._gradients.check_graphs
         self._still = StillModules(model)
         # The step whose masks are set; None before the first step and after loading a state.
         self._step: int | None = None

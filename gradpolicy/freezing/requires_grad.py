@@ -76,12 +76,6 @@ class ComputedGradients:
             self._turn_off(self._may_skip({name for name, mask in needed.items() if mask is False}))
 
     def observe(self) -> None:
-        """Process the end of the backward pass: check that each layer that trains was in a graph."""
-        self.check_graphs()
-        if self._needs_all:
-            self._needs_all, self._wanted = False, None
-
-    def check_graphs(self) -> None:
         """Check, after the backward pass of an update, that each layer that trains was in a graph.
 
         Reentrant checkpointing records a layer only if one of its inputs requires a gradient, which none does
@@ -100,6 +94,8 @@ class ComputedGradients:
                 "torch.utils.checkpoint(use_reentrant=True) if no input requires a gradient, here since all "
                 "layers before are frozen; expected use_reentrant=False, or toggle_requires_grad=False"
             )
+        if self._needs_all:
+            self._needs_all, self._wanted = False, None
 
     def compute_all(self) -> bool:
         """Compute all gradients from now on, and return True if some are not in this update."""

@@ -115,7 +115,7 @@ class Steps:
                 mask = torch.compiler.disable(partial(self._mask_gradient, freezer, owner))
                 self.hooks.append(parameter.register_hook(note))
                 self.hooks.append(parameter.register_post_accumulate_grad_hook(mask))
-        self.wanted = {freezer.matched[name] for name in freezer.wanted_gradients()}
+        self.wanted = {freezer.parameters[name] for name in freezer.wanted_gradients()}
 
     def switch(self, mode: str) -> None:
         """Have schedule-free optimizers set the weights of ``"train"`` or ``"eval"``, unless they are set."""
