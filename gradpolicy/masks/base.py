@@ -6,13 +6,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from gradpolicy.checks import check_integer
 from gradpolicy.errors import NAMED, PolicyError, refuse_unknown_arguments, warn_user
 from gradpolicy.schedules import Constant
-from gradpolicy.tensors.checkpoint_file import check_saved
+from gradpolicy.tensors.checkpoint_file import restored
 from gradpolicy.tensors.mask import Mask
-from gradpolicy.tensors.sharding import full_tensor, shard_like
+from gradpolicy.tensors.sharding import full_tensor
 from gradpolicy.when import Timetable
 
 # The defaults of the arguments that all sources have. A repr omits arguments with these values.
@@ -86,7 +87,7 @@ class MaskSource:
     metrics: Sequence[str] = ()
     # Groups of parameters that freeze and thaw together, from the input to the output.
     layer_groups: Sequence[Layer] = ()
-    # The attributes that a resumed run needs besides the arguments, with a state of each as for check_saved.
+    # The attributes that a resumed run needs besides the arguments, with a state like each; see ``restored``.
     remembered: Mapping[str, Any] = {}
 
     def __init__(
@@ -193,7 +194,8 @@ class MaskSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs besides the arguments: plain containers and tensors."""
-        return {name.strip("_"): _full(vars(self)[name]) for name in self.remembered}
+        values = {name.strip("_"): vars(self)[name] for name in self.remembered}
+        return tree_map_only(Tensor, full_tensor, values)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`.
@@ -201,11 +203,10 @@ class MaskSource:
         Raises:
             PolicyError: If it is damaged.
         """
-        like = {name.strip("_"): each for name, each in self.remembered.items()}
-        own = {name: each for name, each in state.items() if name in like}
-        check_saved(type(self).__name__, own, like, self.parameters)
-        for name in self.remembered:
-            setattr(self, name, _placed(own[name.strip("_")], self.parameters))
+        for name, like in self.remembered.items():
+            key = name.strip("_")
+            what = f"{type(self).__name__}.{key}"
+            setattr(self, name, restored(what, state.get(key), like, self.parameters))
 
     def __repr__(self) -> str:
         settings = {**dataclasses.asdict(self.timetable), "seed": self.own_seed}
@@ -227,27 +228,6 @@ class MaskSource:
     def may_freeze(self) -> set[str]:
         """Return the names of parameters that will certainly be frozen completely."""
         return set()
-
-
-def _full(value: Any) -> Any:
-    """Return a value, or nested values, with full tensors."""
-    if isinstance(value, Mapping):
-        return {key: _full(each) for key, each in value.items()}
-    return full_tensor(value) if isinstance(value, Tensor) else value
-
-
-def _placed(value: Any, parameters: Mapping[str, Tensor], name: str = "") -> Any:
-    """Return a value, or nested values by parameter name, with tensors where the parameter of the name is.
-
-    Numbers in its shape are sharded like it; masks, and other shapes, remain full.
-    """
-    if isinstance(value, Mapping):
-        return {key: _placed(each, parameters, key) for key, each in value.items()}
-    if not isinstance(value, Tensor):
-        return value
-    parameter = parameters[name]
-    is_like = value.shape == parameter.shape and (value.is_floating_point() or value.is_complex())
-    return shard_like(value, parameter) if is_like else value.to(parameter.device)
 
 
 class StaticSource(MaskSource):

@@ -22,7 +22,7 @@ from gradpolicy.masks.selection import (
     marks_of_highest,
 )
 from gradpolicy.schedules import Constant
-from gradpolicy.tensors.checkpoint_file import check_saved
+from gradpolicy.tensors.checkpoint_file import restored
 from gradpolicy.tensors.mask import Mask, pack, unpack
 from gradpolicy.tensors.pattern import pattern_of
 from gradpolicy.tensors.seeded import check_level
@@ -193,7 +193,8 @@ class TopK(GradientSource):
         """Load the result of :meth:`state_dict`."""
         super().load_state_dict(state)
         if self._norms is not None:
-            check_saved("TopK.squares", state["squares"], {}, self.parameters)
+            restored("TopK.squares", state["squares"], {}, self.parameters)
+            # Never sharded, since each process has the sums of its own samples.
             squares = state["squares"].items()
             self._norms.squares = {name: each.to(self.parameters[name].device) for name, each in squares}
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gradpolicy.checks import LARGEST_SIZE, check_integer
 from gradpolicy.errors import PolicyError, shown
+from gradpolicy.tensors.sharding import shard_like
 
 # The end of an archive without comment: a record of this size whose last two bytes are the comment's length.
 _END_OF_ARCHIVE, _END_SIZE = b"PK\x05\x06", 22
@@ -140,36 +141,39 @@ def damage(error: BaseException) -> str:
     return "is truncated or damaged, or no checkpoint" + (f" ({line[:120]})" if is_clear else "")
 
 
-def check_saved(what: str, saved: Any, like: Any, parameters: Mapping[str, Tensor]) -> None:
-    """Check that a saved state is made as another one is.
+def restored(what: str, saved: Any, like: Any, parameters: Mapping[str, Tensor], name: str = "") -> Any:
+    """Return a saved state with its tensors where their parameters are, if it is made as another one is.
 
     Args:
         what: The state in the message.
-        saved: Containers of integers, of numbers or None, and of tensors by parameter name.
+        saved: Containers of integers, of numbers or None, and of tensors by parameter name. Tensors have one
+            value for an entry or row, or are packed. Numbers in the parameter's shape are sharded like it;
+            masks, and other shapes, remain full.
         like: A state with 0 where the saved one has an integer, and None where it has a number or None. A
             mapping may have more keys.
-        parameters: The parameters. Their tensors have one value for an entry or row, or are packed.
+        parameters: The parameters by name.
+        name: The name of a tensor.
 
     Raises:
         PolicyError: If it is not.
     """
-    fits = like is None and (saved is None or isinstance(saved, int | float))
-    if isinstance(saved, Mapping) and isinstance(like, Mapping | None):
-        fits = (like or {}).keys() <= saved.keys()
-        for name, each in saved.items() if fits else ():
-            if isinstance(each, Tensor) and name in parameters:
-                fits = fits and _fits(each, parameters[name])
-            else:
-                check_saved(f"{what}.{name}", each, (like or {}).get(name), parameters)
-    elif isinstance(saved, list) and isinstance(like, list | None):
-        fits = like is None or len(saved) == len(like)
-        for each, one in zip(saved, like or [0] * len(saved), strict=False):
-            check_saved(what, each, one, parameters)
-    elif isinstance(like, int):
-        check_integer(what, saved, least=-1, most=LARGEST_SIZE)
-        fits = True
-    if not fits:
-        raise PolicyError(f"{what}: expected a state like {shown(like)}, got {shown(saved)}")
+    if isinstance(saved, Tensor) and name in parameters and _fits(saved, parameters[name]):
+        is_like = saved.shape == parameters[name].shape and (saved.is_floating_point() or saved.is_complex())
+        return shard_like(saved, parameters[name]) if is_like else saved.to(parameters[name].device)
+    if isinstance(saved, Mapping) and isinstance(like, Mapping | None) and not set(like or ()) - saved.keys():
+        known = like or {}
+        return {
+            key: restored(f"{what}.{key}", each, known.get(key), parameters, key)
+            for key, each in saved.items()
+        }
+    if isinstance(saved, list) and (like is None or (isinstance(like, list) and len(saved) == len(like))):
+        pairs = zip(saved, like or [0] * len(saved), strict=True)
+        return [restored(what, each, one, parameters) for each, one in pairs]
+    if isinstance(like, int):
+        return check_integer(what, saved, least=-1, most=LARGEST_SIZE)
+    if like is None and (saved is None or isinstance(saved, int | float)):
+        return saved
+    raise PolicyError(f"{what}: expected a state like {shown(like)}, got {shown(saved)}")
 
 
 def form_of(tensor: Tensor) -> str:

@@ -105,10 +105,10 @@ WRONG_SHAPE = {"head.weight": torch.zeros(7, 7)}
         (Phases, {"phase": -7}, "Phases.phase"),
         (Phases, {"phase": 1.5}, "Phases.phase"),
         (Phases, {"reports": [None]}, "Phases.reports"),
-        (Phases, {"kept": WRONG_SHAPE}, "Phases.kept"),
+        (Phases, {"kept": WRONG_SHAPE}, "Phases.kept.head.weight"),
         (PruneAndGrow, {"active": {}}, "PruneAndGrow.active"),
         (PruneAndGrow, {"decided": "abc"}, "PruneAndGrow.decided"),
-        (SOURCES["TopK"], {"sums": {"gradient": WRONG_SHAPE}}, "TopK.sums.gradient"),
+        (SOURCES["TopK"], {"sums": {"gradient": WRONG_SHAPE}}, "TopK.sums.gradient.head.weight"),
         (SOURCES["TopK"], {"masks": [3]}, "TopK.masks"),
     ],
 )
