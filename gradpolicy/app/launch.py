@@ -39,7 +39,7 @@ from gradpolicy.app.processes import (
     termination_exits,
     under_srun,
 )
-from gradpolicy.app.run_directory import KEY, is_fixed, locked
+from gradpolicy.app.run_directory import RunDirectory, is_fixed, locked
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight.run_log import quieter
 from gradpolicy.insight.sweep_summary import summarize
@@ -158,13 +158,16 @@ def search_path(directory: Path) -> str:
     return f"hydra.searchpath=[{quoted(f'file://{directory}')},'pkg://gradpolicy.conf']"
 
 
-def run_by_hydra(source: Source, options: argparse.Namespace, *overrides: str) -> None:
+def run_by_hydra(
+    source: Source, options: argparse.Namespace, *overrides: str, directory: RunDirectory | None = None
+) -> None:
     """Call `hydra.main`, which creates the directories, sets up logging, and runs each job.
 
     Args:
         source: The directories of configs.
         options: The command line.
         *overrides: Further overrides.
+        directory: The directory of a single job; None for a sweep.
 
     Raises:
         Exception: The first error of a job in this process.
@@ -174,8 +177,10 @@ def run_by_hydra(source: Source, options: argparse.Namespace, *overrides: str) -
     def run_one(config: DictConfig) -> float | None:
         from gradpolicy.app.run import run
 
+        hydra = HydraConfig.get()
+        own = directory or RunDirectory(Path(hydra.runtime.output_dir))
         try:
-            return run(config, list(HydraConfig.get().overrides.task)).optimized
+            return run(config, list(hydra.overrides.task), own).optimized
         except Exception as error:
             if os.getpid() != process:
                 # A launcher's worker, which has a copy of this function.
@@ -206,16 +211,17 @@ def run_by_hydra(source: Source, options: argparse.Namespace, *overrides: str) -
 
 def run_job(source: Source, options: argparse.Namespace, config: DictConfig, settings: Settings) -> None:
     """Run one job; one that is resumed runs in the directory of the run that it continues."""
-    directory, more = Path(config.hydra.run.dir), []
+    path, more = Path(config.hydra.run.dir), []
     resumed = resumed_job(config, settings) if settings.train and not settings.plan_only else None
     if resumed is not None:
         more.append(f"ckpt_path={quoted(str(resumed.checkpoint.absolute()))}")
-        directory = resumed.directory or directory
+        path = resumed.directory or path
     if settings.plan_only or not is_first_rank() or (resumed is not None and resumed.directory is not None):
         # Hydra's own files remain those of the original command.
         more.append("hydra.output_subdir=null")
-    with locked(directory, KEY, keeps=not settings.plan_only) as own:
-        run_by_hydra(source, options, *more, f"{KEY}={quoted(str(own))}")
+    key = "hydra.run.dir"
+    with locked(path, key, plan_only=settings.plan_only) as own:
+        run_by_hydra(source, options, *more, f"{key}={quoted(str(own.path))}", directory=own)
 
 
 def resumed_job(config: DictConfig, settings: Settings) -> "Resumed | None":
@@ -237,15 +243,16 @@ def resumed_job(config: DictConfig, settings: Settings) -> "Resumed | None":
 
 def run_sweep(source: Source, options: argparse.Namespace, config: DictConfig) -> None:
     """Run the jobs by Hydra's sweeper and launcher; print the summary even if some failed."""
-    key, keeps = "hydra.sweep.dir", config.get("plan_only") is not True
-    with locked(Path(config.hydra.sweep.dir), key, keeps=keeps) as directory, termination_exits():
+    key, plan_only = "hydra.sweep.dir", config.get("plan_only") is True
+    with locked(Path(config.hydra.sweep.dir), key, plan_only=plan_only) as own, termination_exits():
+        own.started = not plan_only
         try:
-            more = [] if keeps else ["hydra.output_subdir=null"]
-            run_by_hydra(source, options, f"{key}={quoted(str(directory))}", *more)
+            more = ["hydra.output_subdir=null"] if plan_only else []
+            run_by_hydra(source, options, f"{key}={quoted(str(own.path))}", *more)
         finally:
             if is_first_rank():
                 metric, mode = config.get("optimized_metric"), config.get("optimized_mode") or "max"
-                summarize(directory, metric, mode, report=OmegaConf.select(config, "extras.report") is True)
+                summarize(own.path, metric, mode, report=OmegaConf.select(config, "extras.report") is True)
 
 
 def _how_to_resume(words: Sequence[str]) -> str:

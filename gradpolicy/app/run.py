@@ -30,7 +30,7 @@ from gradpolicy.app.processes import (
     termination_exits,
 )
 from gradpolicy.app.resume import CONFIG, Resumed, chosen_checkpoint, resumed_run, run_loggers, stored_runs
-from gradpolicy.app.run_directory import RunDirectory, run_directory
+from gradpolicy.app.run_directory import RunDirectory
 from gradpolicy.atomic_file import write_text
 from gradpolicy.errors import nearest
 from gradpolicy.insight.loggers import LogRun, name_loggers, write_plan
@@ -78,26 +78,22 @@ class RunBegins(Callback):
         self.directory.started = True
 
 
-def run(config: DictConfig, overrides: list[str]) -> Result:
+def run(config: DictConfig, overrides: list[str], directory: RunDirectory) -> Result:
     """Execute the run of a composed config; call it in a job of Hydra.
 
     Args:
         config: The config, without Hydra's own part.
         overrides: The overrides of the command line, for the record.
+        directory: The directory of the run.
 
     Raises:
         PolicyError: For invalid input.
         SystemExit: With code 143, if the run got SIGTERM.
     """
-    path = Path(HydraConfig.get().runtime.output_dir)
+    path = directory.path
     result = Result(overrides, status="stopped", error=STOPPED, directory=str(path), program=program_name())
     began = time.monotonic()
-    with (
-        termination_exits(),
-        quieter(),
-        run_directory(path) as directory,
-        logged_run(first_rank=is_first_rank()) as console,
-    ):
+    with termination_exits(), quieter(), logged_run(first_rank=is_first_rank()) as console:
         try:
             settings = check_config(config)
             result = plan_and_run(settings, result, directory, console)

@@ -15,7 +15,6 @@ from gradpolicy.app.messages import wrong_input_errors
 from gradpolicy.app.processes import is_first_rank
 from gradpolicy.errors import PolicyError, brief, warn_user
 
-KEY = "hydra.run.dir"
 # A directory named after the time is for one run. Any other name was chosen by the user, and that directory
 # may already contain a run.
 TIME_IN_NAME = ("${started:", "${now:")
@@ -23,38 +22,58 @@ TIME_IN_NAME = ("${started:", "${now:")
 LOCK = ".lock"
 
 
-@contextmanager
-def locked(directory: Path, key: str, *, keeps: bool = True) -> Iterator[Path]:
-    """Create the directory of a run or of a sweep, and lock it as long as this process lives.
-
-    Only the first rank does, for all ranks.
+@dataclass
+class RunDirectory:
+    """The directory of a run or of a sweep.
 
     Args:
-        directory: The directory; removed at the end, with its new parents, if it is empty then.
+        path: The directory.
+        started: True if the run has started, so that its files are kept.
+    """
+
+    path: Path
+    started: bool = False
+
+
+@contextmanager
+def locked(path: Path, key: str, *, plan_only: bool = False) -> Iterator[RunDirectory]:
+    """Create the directory of a run or of a sweep, and lock it as long as this process lives.
+
+    What was written into it is removed if nothing has started, unless there were files before, or an error
+    other than invalid input ended the block. Only the first rank does this, for all ranks.
+
+    Args:
+        path: The directory; removed at the end, with its new parents, if it is empty then.
         key: The config key that names it, for messages.
-        keeps: False to remove at the end what was written into it, as by Hydra for a plan.
+        plan_only: True to remove what was written also if there were files before.
 
     Raises:
         PolicyError: If another process has locked it, or it cannot be created.
     """
-    directory = directory.absolute()
-    is_first = is_first_rank() and os.environ.get("NODE_RANK", "0") == "0"
-    if not is_first:
+    directory = RunDirectory(path.absolute())
+    path = directory.path
+    if not is_first_rank() or os.environ.get("NODE_RANK", "0") != "0":
         yield directory
         return
     # Not Path.exists, which raises if a name is too long for the file system.
-    missing = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
+    missing = [each for each in (path, *path.parents) if not os.path.exists(each)]
     with ExitStack() as block:
         block.callback(_remove_empty, missing)
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            block.enter_context(_lock(directory, key))
+            path.mkdir(parents=True, exist_ok=True)
+            block.enter_context(_lock(path, key))
         except OSError as error:
             raise PolicyError(f"{key}: {brief(str(error), most=160)}") from error
-        block.callback((directory / LOCK).unlink, missing_ok=True)
-        if not keeps:
-            block.callback(_remove_others, directory, {path.name for path in directory.iterdir()})
-        yield directory
+        block.callback((path / LOCK).unlink, missing_ok=True)
+        before = {each.name for each in path.iterdir()}
+        try:
+            yield directory
+        except BaseException as error:
+            directory.started |= not isinstance(error, wrong_input_errors())
+            raise
+        finally:
+            if not directory.started and (plan_only or before == {LOCK}):
+                _remove_others(path, before)
 
 
 def is_fixed(node: DictConfig) -> bool:
@@ -87,48 +106,6 @@ def _lock(directory: Path, key: str) -> IO[bytes]:
     except OSError as error:
         warn_user(f"{key}: {directory} cannot be locked ({error.strerror}): start no other run in it")
     return file
-
-
-@dataclass
-class RunDirectory:
-    """A run's directory.
-
-    Args:
-        path: The directory.
-        started: True if the run has started, so that its files are kept.
-    """
-
-    path: Path
-    started: bool = False
-
-
-@contextmanager
-def run_directory(path: Path) -> Iterator[RunDirectory]:
-    """Remove what a run writes into its directory, which is locked, if it ends before it has started.
-
-    A directory that was not empty before keeps its files, as does that of a run that fails for another reason
-    than invalid input.
-
-    Args:
-        path: The directory.
-    """
-    directory, was_unused, keeps = RunDirectory(path), is_unused(path), False
-    try:
-        yield directory
-    except BaseException as error:
-        keeps = not isinstance(error, wrong_input_errors())
-        raise
-    finally:
-        if was_unused and is_first_rank() and not (directory.started or keeps):
-            _remove_others(path, {LOCK})
-
-
-def is_unused(path: Path) -> bool:
-    """Return True if a directory has only the lock and Hydra's files."""
-    return not path.exists() or all(
-        entry.name in (".hydra", LOCK) or (entry.suffix == ".log" and not entry.stat().st_size)
-        for entry in path.iterdir()
-    )
 
 
 def _remove_others(directory: Path, kept: Collection[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import OmegaConf
 
-from gradpolicy.app.run_directory import LOCK, locked, run_directory
+from gradpolicy.app.run_directory import LOCK, locked
 from gradpolicy.errors import PolicyError
 
 
@@ -19,12 +19,15 @@ def claimed(template: str | Path) -> Iterator[Path]:
     """Locks the directory that a config names."""
     node = OmegaConf.create({"run": {"dir": str(template)}}).run
     with locked(Path(node.dir), "hydra.run.dir") as directory:
-        yield directory
+        directory.started = True
+        yield directory.path
 
 
 def fail(path: Path, error: Exception, started: bool = False) -> None:
-    with run_directory(path) as directory:
+    with locked(path, "hydra.run.dir") as directory:
         path.mkdir(parents=True, exist_ok=True)
+        (path / ".hydra").mkdir()
+        (path / "train.log").touch()
         (path / "half.txt").touch()
         if started:
             directory.started = True
@@ -34,8 +37,7 @@ def fail(path: Path, error: Exception, started: bool = False) -> None:
 @pytest.fixture
 def fresh(tmp_path: Path) -> Path:
     path = tmp_path / "outputs/train/run"
-    (path / ".hydra").mkdir(parents=True)
-    (path / "train.log").touch()
+    path.mkdir(parents=True)
     return path
 
 
@@ -129,7 +131,7 @@ def test_a_lock_that_is_something_else_is_left_alone(tmp_path: Path, kind: str) 
 def test_a_directory_is_locked_while_a_run_is_in_it_and_its_other_ranks_run_beside_it(
     tmp_path: Path, holder: subprocess.Popen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with claimed(tmp_path / "own") as own, run_directory(own):
+    with claimed(tmp_path / "own") as own:
         assert (own / LOCK).is_file()
     assert not own.exists()
     monkeypatch.setattr(rank_zero_only, "rank", 1)
