@@ -234,11 +234,10 @@ def resumed_job(config: DictConfig, settings: Settings) -> "Resumed | None":
     own = Path(config.hydra.run.dir).absolute() if is_chosen else None
     if settings.ckpt_path is None and own is None:
         return None
-    from gradpolicy.app.resume import chosen_checkpoint, resumed_run
+    from gradpolicy.app.resume import resumed_run
 
     with quieter():
-        checkpoint = chosen_checkpoint(settings, own)
-        return None if checkpoint is None else resumed_run(settings, checkpoint, own)
+        return resumed_run(settings, own)
 
 
 def run_sweep(source: Source, options: argparse.Namespace, config: DictConfig) -> None:

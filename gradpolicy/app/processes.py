@@ -24,7 +24,6 @@ SWEEP_ONLY = re.compile(r"[+~]*hydra(/launcher|/sweeper|\.launcher|\.sweeper|\.s
 # Where launchers write the rank of a process, in the order in which Lightning reads them.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 COMMAND = "gradpolicy"
-START_FORMAT = "%Y-%m-%d_%H-%M-%S-%f"
 
 
 def is_first_rank() -> bool:
@@ -34,11 +33,6 @@ def is_first_rank() -> bool:
         return bool(lightning.rank_zero_only.rank == 0)
     # Importing Lightning takes seconds, and `--help` does not need it.
     return next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0") == "0"
-
-
-def under_torchrun() -> bool:
-    """Return True if torchrun started this process."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def under_srun() -> bool:
@@ -58,19 +52,16 @@ def started() -> str:
     Under torchrun it is in the store of its agent, also after a restart. Under Slurm's `srun` it is the job
     and step number, so that a requeued job finds its directory.
     """
-    if under_torchrun():
+    now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")[:-3]
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         import torch.distributed as dist
 
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(*address, is_master=False)  # type: ignore[attr-defined]
-        return str(store.compare_set("gradpolicy/started", "", _now()).decode())
+        return str(store.compare_set("gradpolicy/started", "", now).decode())
     if under_srun():
         return f"slurm-{os.environ['SLURM_JOB_ID']}-{os.environ['SLURM_STEP_ID']}"
-    return _now()
-
-
-def _now() -> str:
-    return datetime.now().strftime(START_FORMAT)[:-3]
+    return now
 
 
 def program_name() -> str:

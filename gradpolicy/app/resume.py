@@ -34,7 +34,7 @@ LOGGER_IDS = {
 
 @dataclass(frozen=True)
 class Resumed:
-    """The checkpoint from which a run continues or starts.
+    """The checkpoint from which a run continues or starts, or which it tests.
 
     Args:
         checkpoint: The checkpoint.
@@ -48,13 +48,8 @@ class Resumed:
         return f"{'a new run' if self.directory is None else 'going on'} from {self.checkpoint}"
 
 
-def chosen_checkpoint(settings: Settings, own: Path | None) -> Path | None:
-    """Return the checkpoint to resume from or to test; None if there is none.
-
-    Args:
-        settings: The config.
-        own: The directory that the run must have; None if it may have any.
-    """
+def _chosen_checkpoint(settings: Settings, own: Path | None) -> Path | None:
+    """Return the checkpoint to resume from or to test; None if there is none."""
     asked = settings.ckpt_path
     requeued = asked is None and int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0
     if own is not None and (requeued or (asked == LAST and in_sweep())):
@@ -65,18 +60,23 @@ def chosen_checkpoint(settings: Settings, own: Path | None) -> Path | None:
     return find_checkpoint(asked, Path(settings.paths.log_dir), task=settings.task_name, own=own)
 
 
-def resumed_run(settings: Settings, checkpoint: Path, own: Path | None) -> Resumed:
-    """Return the run that a checkpoint continues: the one that wrote it, unless another directory is named.
+def resumed_run(settings: Settings, own: Path | None) -> Resumed | None:
+    """Return the checkpoint that the config names, and its run; None if it names none.
+
+    Training continues the run that wrote the checkpoint, unless another directory is named.
 
     Args:
         settings: The config.
-        checkpoint: The checkpoint.
         own: The directory that the run must have; None if it may have any.
 
     Raises:
-        PolicyError: If the run has another seed, or another class of model or data.
+        PolicyError: If there is no such checkpoint, or its run has another seed, or another class of model or
+            data.
     """
-    directory = run_of(checkpoint)
+    checkpoint = _chosen_checkpoint(settings, own)
+    if checkpoint is None:
+        return None
+    directory = run_of(checkpoint) if settings.train else None
     if directory is None or (own is not None and own.resolve() != directory.resolve()):
         return Resumed(checkpoint, None)
     saved, given = flat(_saved_config(directory)), flat(dict(settings))

@@ -29,7 +29,7 @@ from gradpolicy.app.processes import (
     program_name,
     termination_exits,
 )
-from gradpolicy.app.resume import CONFIG, Resumed, chosen_checkpoint, resumed_run, run_loggers, stored_runs
+from gradpolicy.app.resume import CONFIG, Resumed, resumed_run, run_loggers, stored_runs
 from gradpolicy.app.run_directory import RunDirectory
 from gradpolicy.atomic_file import write_text
 from gradpolicy.errors import nearest
@@ -126,15 +126,14 @@ def plan_and_run(settings: Settings, result: Result, directory: RunDirectory, co
     container = settings.model_dump(exclude_unset=True)
     name_loggers(dict(settings), result.overrides, sweep_name())
     seed_everything(settings.seed, workers=True, verbose=False)
-    own = None if settings.plan_only else directory.path
-    checkpoint = chosen_checkpoint(settings, own)
-    resumed = resumed_run(settings, checkpoint, own) if checkpoint is not None and settings.train else None
+    resumed = resumed_run(settings, None if settings.plan_only else directory.path)
+    checkpoint = None if resumed is None else resumed.checkpoint
     subject = build_subject(container)
     if checkpoint is not None:
         load_weights(checkpoint, subject.model)
     elif not settings.train and not settings.plan_only:
         rank_zero_warn("train=false without ckpt_path: the weights that are tested were never trained")
-    if resumed is not None:
+    if resumed is not None and settings.train:
         check_resumable(resumed.checkpoint)
         console.print(str(resumed), markup=False, soft_wrap=True)
     reporter = LogRun(container, None, optimized_metrics(settings))
