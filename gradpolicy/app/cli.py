@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from gradpolicy.app import CONFIGS
 from gradpolicy.errors import PolicyError, brief, shown, unknown
 from gradpolicy.imports import EXTRAS
 
-CONFIGS = Path(__file__).parents[1] / "conf"
 STARTER = Path(__file__).parent / "starter"
 # The package of the starter project, which is renamed after the directory.
 PACKAGE = "my_project"

@@ -17,6 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf, open_dict, read_write
 
+from gradpolicy.app import CONFIGS
 from gradpolicy.app.messages import TERMINATED
 
 # Arguments of a sweep that its jobs must not get, since a job runs alone in the directory of its first rank.
@@ -131,8 +132,7 @@ def own_command_line(checkpoint: Path | None = None) -> Iterator[None]:
     main: Any = sys.modules["__main__"]
     argv, spec, environment = sys.argv, getattr(main, "__spec__", None), dict(os.environ)
     hydra: Any = HydraConfig.get()
-    configs = next(source.path for source in hydra.runtime.config_sources if source.provider == "main")
-    sys.argv = [argv[0], "--config-path", configs, *job_arguments(hydra)]
+    sys.argv = [argv[0], *job_arguments(hydra)]
     if checkpoint is not None:
         sys.argv.append(f"ckpt_path={quoted(str(checkpoint.absolute()))}")
     # Lightning starts the script again if it has no spec. In a launcher's worker it is the launcher's.
@@ -153,6 +153,7 @@ def own_command_line(checkpoint: Path | None = None) -> Iterator[None]:
 
 def job_arguments(hydra: Any) -> list[str]:
     """Return the command line of this job alone."""
-    arguments = ["--config-name", hydra.job.config_name] if hydra.job.config_name else []
+    configs = next(source.path for source in hydra.runtime.config_sources if source.provider == "main")
+    place = [] if Path(configs) == CONFIGS.resolve() else ["--config-path", configs]
     kept = [line for line in hydra.overrides.hydra if not SWEEP_ONLY.match(line)]
-    return [*arguments, *hydra.overrides.task, *kept]
+    return [*place, "--config-name", hydra.job.config_name, *hydra.overrides.task, *kept]
