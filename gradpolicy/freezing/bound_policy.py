@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, nearest, shown, under
-from gradpolicy.masks.base import MaskSource, StaticSource
+from gradpolicy.masks.base import MaskSource
 from gradpolicy.policies import Freeze, Train
 from gradpolicy.rates import Settings
 from gradpolicy.tensors.mask import (
@@ -35,7 +35,7 @@ class BoundPolicy:
         policy: The policy; its mask source is set up on the parameters that it matches.
         parameters: The parameters that it restricts, by name: under ``Train`` also those that it freezes
             because it does not match them.
-        masks: The current masks by parameter name; those that never change are known from the start.
+        masks: The current masks by parameter name.
         in_effect: True if the policy is active in the current step.
         period: The period of the source's timetable to which the masks belong.
         observed: The ids of the optimizers whose gradients the source got in the current step.
@@ -48,10 +48,6 @@ class BoundPolicy:
     in_effect: bool = False
     period: int | None = None
     observed: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        if isinstance(self.source, StaticSource):
-            self.masks = self._checked(self.source.masks(0, 0))
 
     @property
     def source(self) -> MaskSource:

@@ -237,7 +237,7 @@ class StaticSource(MaskSource):
         **timetable: See :class:`MaskSource`. It has no effect, and gives a warning.
     """
 
-    repeats_masks, reads_weights = True, False
+    repeats_masks, reads_weights, keeps_masks = True, False, True
 
     def __init__(self, **timetable: Any) -> None:
         super().__init__(**{"every": None, **timetable})

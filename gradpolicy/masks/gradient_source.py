@@ -38,12 +38,16 @@ class GradientSource(MaskSource):
     def __init__(self, *, window: int = 1, **timetable: Any) -> None:
         super().__init__(**timetable)
         self.window = check_integer(f"{type(self).__name__}.window", window, least=1)
+        self._reset()
 
-    def prepare(self) -> None:
-        """Reset the sums."""
+    def _reset(self) -> None:
         self.sums: dict[str, dict[str, Tensor]] = {}
         self.steps = 0
         self.decided, self.decided_at = -1, 0
+
+    def prepare(self) -> None:
+        """Reset the sums."""
+        self._reset()
         times = self.timetable
         if self.needs_gradients and self.window > (times.every or math.inf):
             warn_user(
