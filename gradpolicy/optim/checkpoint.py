@@ -1,13 +1,14 @@
 """The record of each parameter's mask and ages in a state_dict.
 
-    {"state": ..., "param_groups": [{..., "gradpolicy": {"general": ..., "parameters": {position: record}}}]}
+    {"state": ..., "param_groups": [{..., "gradpolicy": {"general": ..., "parameters": {index: record}}}]}
 
-There is one format. Its "state" is the wrapped optimizer's own. Only of a parameter that keeps state of
-active entries alone ("drop") it has the values of these, under names with a prefix; with ``dense=True`` and
-for sharded parameters its state is the optimizer's own too, and any state that does not exist yet is initial.
+There is one format. Its "state" is the wrapped optimizer's own. What a parameter keeps of active entries
+alone ("drop") or in another dtype (master weights) is in its record instead: a plain optimizer would cast it,
+or step beyond its end, and raises an error where it finds none. With ``dense=True`` and for sharded
+parameters all is in the optimizer's own state, and any state that does not exist yet is initial.
 
-A record is two or three tensors: its settings, as text in bytes; signed ages; and with packed state the index
-of active entries. They pass through what other code does to state_dicts:
+The records are in the first param group. Each has its settings, as text in bytes; signed ages; perhaps state;
+and with state of active entries the index of these. They pass through what other code does to state_dicts:
 
 - `torch.distributed.checkpoint` moves tensors of at least one dimension, in the sizes of the loading
   optimizer, so that text is padded. With `full_state_dict=True` it adds what only the loading optimizer has:
@@ -23,7 +24,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -33,6 +34,7 @@ from gradpolicy.checks import LARGEST_SIZE, check_integer, check_number, check_s
 from gradpolicy.errors import PolicyError, shown, under
 from gradpolicy.optim.masked_parameter import MaskedParameter, Options
 from gradpolicy.optim.put_back import first_state, is_torchs_own
+from gradpolicy.optim.shapes import local_mask
 from gradpolicy.optim.update_rules.base import step_count
 from gradpolicy.optim.update_rules.master_weights import HIGH, LOW
 from gradpolicy.tensors.checkpoint_file import form_of
@@ -40,15 +42,9 @@ from gradpolicy.tensors.mask import pack, unpack
 from gradpolicy.tensors.sharding import is_sharded, plain_parts
 
 Record = dict[str, Any]
-"""A record as a dict: its settings, "ages" and, of packed state, "packed"."""
+"""A record as a dict: its settings, "ages" and "values", the state that is not in the optimizer's."""
 KEY = "gradpolicy"
-VERSION = 6
-_PACKED = "gradpolicy_"
-"""Prefix of the names of packed state: torch's fused steps write beyond the end of a state that is too small,
-but raise an error if they do not find it."""
-_BYTES = "bytes_of_"
-"""Prefix of state beside master weights, of which the bytes are saved: a plain optimizer casts what it loads
-to the 16 bits of the parameter, which hold the number in a byte exactly."""
+VERSION = 7
 _SAMPLED = 64
 """Number of values of a tensor that its checksum covers."""
 _TEXT_BYTES = 512
@@ -68,95 +64,66 @@ def save(
         effective_steps: Its count of updates.
         dense: True for state that torch alone can load.
     """
-    result, records = inner.state_dict(), []
+    result, records = inner.state_dict(), {}
     # Torch loads a full state_dict only into state of the same names.
     is_new = not effective_steps and not any(inner.state.values())
     state: dict[int, dict[str, Any]] = {}
     for index, each in enumerate(masked):
-        record, own = _saved(each, inner, dense=dense, is_new=is_new)
-        records.append(record)
+        records[str(index)], own = _saved(each, dense=dense, is_new=is_new)
         if own or index in result["state"]:
             state[index] = own
     # Processes gather shards in this order; the order of first updates may differ between them.
     result["state"] = state | {key: own for key, own in result["state"].items() if key not in state}
-    return _with_records(result, records, effective_steps)
+    general = {"version": VERSION, "effective_steps": effective_steps}
+    device = masked[0].ages.device if masked else torch.device("cpu")
+    result["param_groups"][0][KEY] = {"general": _as_bytes(general, device), "parameters": records}
+    return result
 
 
-def _saved(
-    masked: MaskedParameter, inner: torch.optim.Optimizer, *, dense: bool, is_new: bool
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return a parameter's record as tensors, and its state as it is saved."""
+def _saved(masked: MaskedParameter, *, dense: bool, is_new: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a parameter's record as tensors, and the optimizer's state as it is saved."""
     # Follows the parameter first, or raises if that has changed.
-    signed, rule, values = masked.signed_ages(), masked.rule, masked.state.values
+    signed, values, rule = masked.signed_ages(), masked.state.values, masked.rule
     shape, sharded = masked.mask_shape, is_sharded(masked.parameter)
-    record: Record = {
+    dense = dense or sharded
+    packed = masked.ages.stored is not None and not dense
+    if dense or (is_new and masked.parameter.requires_grad):
+        state = filled(masked)
+    else:
+        # A name with None is of state that was dropped.
+        dropped = {name: None for name, value in values.items() if value is None}
+        state = dropped | (values if packed else masked.state.dense(masked.ages))
+    carries = packed or (masked.state.has_master_weights and not dense)
+    names = rule.names if rule is not None and carries else ()
+    carried = {name: state[name] for name in names if state.get(name) is not None}
+    state = {name: value for name, value in state.items() if name not in carried}
+    settings = {
         "mask_shape": None if shape is None else list(shape),
         "updates": masked.updates,
         "had_mask": masked.had_mask,
         "begun": bool(values) or sharded,
         **masked.options._asdict(),
-    }
-    if dense or sharded or (is_new and masked.parameter.requires_grad):
-        state = _filled(masked, inner)
-    else:
-        # A name with None is of state that was dropped.
-        dropped = {name: None for name, value in values.items() if value is None}
-        state = dropped | masked.state.dense(masked.ages)
-    is_cast = masked.state.has_master_weights and not (dense or sharded)
-    names = rule.names if rule is not None and is_cast else ()
-    if rule is None or masked.ages.stored is None or dense or sharded:
-        # Gloo gathers no 16-bit numbers.
-        return _written(record, signed.int() if sharded else signed, _in_bytes(state, names))
-    flags = signed > 0
-    mask, ages = flags.expand(masked.shape), signed[flags]
-    starts = {name: start for name, start in rule.state(masked.group).items() if name in state}
-    record["packed"] = {
-        "shape": list(masked.shape),
-        "strides": {name: state[name].stride() for name in starts},
-        "starts": starts,
         "ages_shape": list(signed.shape),
+        "packed": packed,
+        "values": list(carried),
+        "state": list(state),
+        "mark": None if sharded else _checksum(state),
     }
-    packed = {_PACKED + name: state[name].masked_select(mask) for name in starts}
-    counts = {name: value for name, value in state.items() if name not in starts}
-    same = bool((ages == ages[:1]).all())
-    state = _in_bytes(counts | packed, names)
-    tensors, state = _written(record, ages[:1] if same else ages, state)
-    return {"index": pack(flags), **tensors}, state
+    tensors: dict[str, Any] = {"settings": _as_bytes(settings, masked.ages.device)}
+    if carried:
+        tensors["values"] = carried
+    if packed:
+        tensors["index"] = pack(signed > 0)
+        signed = signed[signed > 0]
+        signed = signed[:1] if bool((signed == signed[:1]).all()) else signed
+    # Gloo gathers no 16-bit numbers.
+    tensors["ages"] = signed.int() if sharded else signed.reshape(-1)
+    return tensors, {**state, KEY: []} if state else state
 
 
-def _in_bytes(state: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return a state with the bytes of what these names have for each entry."""
-    tensors = {
-        name: each
-        for name, each in state.items()
-        if isinstance(each, Tensor) and name.removeprefix(_PACKED) in names
-    }
-    others = {name: each for name, each in state.items() if name not in tensors}
-    encoded = {_BYTES + n: each.unsqueeze(-1).contiguous().view(torch.uint8) for n, each in tensors.items()}
-    return others | encoded
-
-
-def _from_numbers(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state whose bytes torch may have cast to numbers of 16 bits, as bytes."""
-    return {n: v.to(torch.uint8) if n.startswith(_BYTES) else v for n, v in state.items()}
-
-
-def _with_records(
-    state_dict: dict[str, Any], records: list[dict[str, Tensor]], effective_steps: int
-) -> dict[str, Any]:
-    """Put records into the param groups of a state_dict."""
-    general = {"version": VERSION, "effective_steps": effective_steps}
-    for first, group in _with_first_index(state_dict["param_groups"]):
-        members = records[first : first + len(group["params"])]
-        device = members[0]["settings"].device if members else torch.device("cpu")
-        parameters = {str(position): record for position, record in enumerate(members)}
-        group[KEY] = {"general": _as_bytes(general, device), "parameters": parameters}
-    return state_dict
-
-
-def _filled(masked: MaskedParameter, inner: torch.optim.Optimizer) -> dict[str, Any]:
+def filled(masked: MaskedParameter) -> dict[str, Any]:
     """Return the dense state of a parameter; what does not exist yet is initial."""
-    state = masked.state.dense(masked.ages)
+    state, inner = masked.state.dense(masked.ages), masked.state.wrapped.optimizer
     if masked.rule is not None:
         state = {**masked.state.initial(masked.group, masked.updates), **state}
         return masked.rule.dense_state(state, masked.parameter.detach())
@@ -165,31 +132,11 @@ def _filled(masked: MaskedParameter, inner: torch.optim.Optimizer) -> dict[str, 
     return state
 
 
-def _written(
-    record: Record, signed: Tensor, state: dict[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return a record as tensors, and the state that it belongs to as it is saved."""
-    sharded = is_sharded(signed)
-    mark = None if sharded else _checksum(state)
-    settings = {**record, "ages_shape": list(signed.shape), "state": list(state), "mark": mark}
-    ages = signed if sharded else signed.reshape(-1)
-    tensors = {"ages": ages, "settings": _as_bytes(settings, signed.device)}
-    return tensors, {**state, KEY: []} if state else state
-
-
 def _as_bytes(value: dict[str, Any], device: torch.device) -> Tensor:
     """Return JSON as a uint8 tensor, padded with spaces."""
     text = json.dumps(value).encode()
     text = text.ljust(-(-len(text) // _TEXT_BYTES) * _TEXT_BYTES)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-
-
-def _with_first_index(groups: list[dict[str, Any]]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield each group with the index of its first parameter."""
-    first = 0
-    for group in groups:
-        yield first, group
-        first += len(group["params"])
 
 
 # --- loading
@@ -210,42 +157,43 @@ def split(state_dict: dict[str, Any]) -> tuple[dict[str, Any], int | None, dict[
     """Separate a saved state_dict into that of the wrapped optimizer and the records.
 
     Returns:
-        The optimizer's state_dict, in which packed state has the optimizer's names; the number of updates, if
-        it was saved; and the records by the index of the parameter, without those that plain steps have
-        outdated.
+        The optimizer's state_dict; the number of updates, if it was saved; and the records by the index of
+        the parameter, without those that plain steps have outdated.
 
     Raises:
         PolicyError: If another version saved it, a tensor was not loaded, or the file is damaged.
     """
     groups, steps, records = state_dict["param_groups"], None, {}
     # Torch.distributed.checkpoint saves state by the parameters' names.
-    keys = [key for group in groups for key in group["params"]]
-    state = dict(state_dict.get("state", {}))
-    for first, group in _with_first_index(groups):
-        if KEY not in group:
-            continue
-        steps = _read_general(group[KEY]["general"])
-        for position, tensors in group[KEY].get("parameters", {}).items():
-            index = first + int(position)
-            try:
-                record = _read_record(tensors)
-            except (RuntimeError, IndexError, LookupError, TypeError, ValueError) as error:
-                raise PolicyError(f"the record of parameter {index} is damaged ({error})") from error
-            key = keys[index] if 0 <= index < len(keys) else None
-            own = {name: value for name, value in state.get(key, {}).items() if name != KEY}
-            own = _from_numbers(own)
-            if isinstance(rest := own.get(HIGH), Tensor) and rest.dtype != torch.uint8:
-                raise PolicyError(
-                    f"parameter {index} was saved with master_weights=True, and torch rounds what a plain "
-                    "optimizer loads; load the state into the MaskedOptimizer, within gradpolicy.training"
-                )
-            if key is None or not _is_outdated(record, own, index):
-                records[index] = record
-                own = _with_names(record, own)
-            if key in state:
-                state[key] = own
+    keys, state = _keys(state_dict), dict(state_dict.get("state", {}))
+    saved = next((group[KEY] for group in groups if KEY in group), None)
+    if saved is not None:
+        steps = _read_general(saved["general"])
+    for number, tensors in saved["parameters"].items() if saved is not None else ():
+        index = int(number)
+        try:
+            record = _read_record(tensors)
+        except (RuntimeError, IndexError, LookupError, TypeError, ValueError) as error:
+            raise PolicyError(f"the record of parameter {index} is damaged ({error})") from error
+        key = keys[index] if 0 <= index < len(keys) else None
+        own = {name: value for name, value in state.get(key, {}).items() if name != KEY}
+        if isinstance(rest := own.get(HIGH), Tensor) and rest.dtype != torch.uint8:
+            raise PolicyError(
+                f"parameter {index} was saved with master_weights=True, and torch rounds what a plain "
+                "optimizer loads; load the state into the MaskedOptimizer, within gradpolicy.training"
+            )
+        if key is None or not _is_outdated(record, own):
+            records[index] = record
+            own = {name: own[name] for name in record["state"] if name in own}
+        if key in state:
+            state[key] = own
     plain = [{name: value for name, value in group.items() if name != KEY} for group in groups]
     return {**state_dict, "state": state, "param_groups": plain}, steps, records
+
+
+def _keys(state_dict: dict[str, Any]) -> list[Any]:
+    """Return the keys of the parameters in the state, in the order of the groups."""
+    return [key for group in state_dict["param_groups"] for key in group["params"]]
 
 
 def _read_general(saved: Tensor) -> int:
@@ -262,19 +210,18 @@ def _read_general(saved: Tensor) -> int:
 def _read_record(tensors: dict[str, Any]) -> Record:
     """Return a record with the ages of all entries."""
     record: Record = _from_bytes(tensors["settings"])
-    ages, shape = tensors.get("ages"), record.pop("ages_shape")
-    if ages is None or ages.numel() != math.prod(shape):
+    ages, shape = tensors.get("ages"), record["ages_shape"]
+    if ages is None or not (record["packed"] or ages.numel() == math.prod(shape)):
         raise PolicyError(
             f"{KEY}: the saved ages of shape {tuple(shape)} did not come through: "
             "torch.distributed.checkpoint.load reads what its target has, too; "
             "set masks of the saved shapes before the target's state is asked for"
         )
-    ages = ages if is_sharded(ages) else ages.reshape(shape)
-    if "packed" in record:
-        shape = record["packed"]["ages_shape"]
+    if record["packed"]:
         flags = unpack(tensors["index"], math.prod(shape)).view(shape)
         ages = ages.new_full(shape, -1).masked_scatter_(flags, ages.expand(int(flags.count_nonzero())))
-    return {**record, "ages": ages}
+    record["values"] = {name: tensors.get("values", {}).get(name) for name in record["values"]}
+    return {**record, "ages": ages if is_sharded(ages) else ages.reshape(shape)}
 
 
 def _from_bytes(saved: Tensor) -> dict[str, Any]:
@@ -282,37 +229,19 @@ def _from_bytes(saved: Tensor) -> dict[str, Any]:
     return loaded
 
 
-def _is_outdated(record: Record, state: dict[str, Any], index: int) -> bool:
-    """Return True if a state has changed since its record was made, by steps of a plain torch optimizer.
-
-    Raises:
-        PolicyError: If it is packed: plain torch cannot step it.
-    """
+def _is_outdated(record: Record, state: dict[str, Any]) -> bool:
+    """Return True if a state has changed since its record was made, by steps of a plain torch optimizer."""
     tensors = [value for value in (record["ages"], *state.values()) if isinstance(value, Tensor)]
     if any(map(is_sharded, tensors)):
         # The record is of the optimizer that loads a full state_dict without records.
         return not record.get("updates") and step_count(state) > 0
-    saved = {name: value for name, value in state.items() if name in record.get("state", state)}
+    saved = {name: value for name, value in state.items() if name in record["state"]}
     added = {name: value for name, value in state.items() if name not in saved}
     if saved and record.get("mark") not in (None, _checksum(saved)):
-        if "packed" in record:
-            raise PolicyError(f"{KEY}: the saved state of parameter {index} was changed; the file is damaged")
         return True
     if "step" in added:
         return step_count(added) > 0
     return any(isinstance(value, Tensor) and value.dim() and bool(value.any()) for value in added.values())
-
-
-def _with_names(record: Record, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state that was saved, under the optimizer's names."""
-    own = {name: state[name] for name in record.get("state", state) if name in state}
-    dtypes = {1: torch.uint8, 4: torch.float32}
-    return {
-        name.removeprefix(_BYTES).removeprefix(_PACKED): value.view(dtypes[value.shape[-1]]).squeeze(-1)
-        if name.startswith(_BYTES)
-        else value
-        for name, value in own.items()
-    }
 
 
 def _checksum(state: dict[str, Any]) -> int:
@@ -327,57 +256,28 @@ def _checksum(state: dict[str, Any]) -> int:
     return zlib.crc32(repr(sampled).encode())
 
 
-def _widened(record: Record, state: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the dense form of a state, which is packed if the record says so.
+def _carried(record: Record, masked: MaskedParameter) -> dict[str, Any]:
+    """Return the state in a record as the optimizer would have it, with 0 for entries without.
 
     Raises:
-        PolicyError: If they do not belong together.
+        PolicyError: If it does not belong to the saved mask.
     """
-    if "packed" not in record:
-        return state
-    packed, wide = record["packed"], dict(state)
-    mask = (record["ages"] > 0).expand(packed["shape"])
+    wide, parameter = dict(record["values"]), masked.parameter
+    if not record["packed"]:
+        return wide
+    mask = (record["ages"] > 0).expand(masked.shape)
+    mask = mask.unsqueeze(-1).expand(*masked.shape, 2) if parameter.is_complex() else mask
     active = int(mask.count_nonzero())
-    for key, start in packed["starts"].items():
-        value = state.get(key)
+    for name, value in wide.items():
         if value is None or value.numel() != active:
             raise PolicyError(
-                f"{name}: its saved mask and state do not belong together (expected {active} values of "
-                f"{key!r}, found {0 if value is None else value.numel()}); the file is damaged"
+                f"{masked.name}: its saved mask and state do not belong together (expected {active} values "
+                f"of {name!r}, found {0 if value is None else value.numel()}); the file is damaged"
             )
-        full = torch.empty_strided(mask.shape, packed["strides"][key], dtype=value.dtype, device=value.device)
-        full.fill_(complex(start, start) if value.is_complex() else start)
-        wide[key] = full.masked_scatter_(mask.to(value.device), value)
+        value = value if HIGH in wide else value.to(parameter.dtype.to_real())
+        full = value.new_zeros(mask.shape).masked_scatter_(mask.to(value.device), value)
+        wide[name] = masked.state.shaped(local_mask(full, parameter))
     return wide
-
-
-def dense(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved state_dict in the form that torch alone can load; a dense one as it is.
-
-    A parameter whose state was dropped has none; torch creates it, as for one that never had a gradient.
-
-    Raises:
-        PolicyError: If it is damaged.
-    """
-    own, steps, records = split(state_dict)
-    if not any("packed" in record for record in records.values()):
-        return state_dict
-    keys, tensors = [key for group in own["param_groups"] for key in group["params"]], []
-    for index, key in enumerate(keys):
-        record = records[index]
-        wide = _widened(record, own["state"].get(key, {}), f"parameter {index}")
-        settings = {name: value for name, value in record.items() if name not in ("packed", "ages")}
-        saved, own["state"][key] = _written(settings, record["ages"], wide)
-        tensors.append(saved)
-    return _with_records(own, tensors, steps or 0)
-
-
-def take_out(inner: torch.optim.Optimizer) -> None:
-    """Make state dense that a plain optimizer has loaded, and remove the records from its groups."""
-    if not any(KEY in group for group in inner.param_groups):
-        return
-    own, _, _ = split(dense(inner.state_dict()))
-    inner.load_state_dict(own)
 
 
 def fitting_records(
@@ -388,8 +288,7 @@ def fitting_records(
     Raises:
         PolicyError: If something is missing or damaged, or belongs to another parameter or optimizer.
     """
-    groups = state_dict["param_groups"]
-    keys = [key for group in groups for key in group["params"]]
+    keys = _keys(state_dict)
     for index in records:
         if not 0 <= index < min(len(masked), len(keys)):
             raise PolicyError(
@@ -398,16 +297,16 @@ def fitting_records(
             )
     if len(keys) != len(masked):
         raise PolicyError(f"the state_dict is of {len(keys)} parameters, and the optimizer has {len(masked)}")
-    for first, group in _with_first_index(groups):
-        if group["params"]:
-            _check_settings(group, masked[first])
-        for index, key in enumerate(group["params"], first):
-            state, each = state_dict["state"].get(key, {}), masked[index]
-            if index in records:
-                _check(records[index], each)
-            elif lacking := [name for name in _needed(group, each) if state and state.get(name) is None]:
-                _refuse(lacking[0], None, each)
-            _check_state(_widened(records[index], state, each.name) if index in records else state, each)
+    groups = [group for group in state_dict["param_groups"] for _ in group["params"]]
+    for index, (key, group, each) in enumerate(zip(keys, groups, masked, strict=True)):
+        _check_settings(group, each)
+        state = state_dict["state"].get(key, {})
+        if index in records:
+            _check(records[index], each)
+            state = {**state, **_carried(records[index], each)}
+        elif lacking := [name for name in _needed(group, each) if state and state.get(name) is None]:
+            _refuse(lacking[0], None, each)
+        _check_state(state, each)
     return records
 
 
@@ -524,8 +423,9 @@ def uncast(masked: MaskedParameter, saved: Mapping[str, Any]) -> None:
 
 def restore(masked: MaskedParameter, record: Record) -> None:
     """Restore a parameter's mask and ages from a record; its state is loaded already, as it was saved."""
-    state, shape = masked.state.values, record["mask_shape"]
-    state.update(_widened(record, state, masked.name))
+    shape = record["mask_shape"]
+    if carried := _carried(record, masked):
+        masked.state.wrapped.optimizer.state.setdefault(masked.parameter, {}).update(carried)
     master = masked.options.master_weights or record["master_weights"]
     masked.restore(
         record["ages"],

@@ -142,13 +142,22 @@ class MaskedOptimizer(torch.optim.Optimizer):
         options = Options().changed(
             frozen_state=frozen_state, bias_correction=bias_correction, master_weights=master_weights
         )
-        # A plain optimizer that has loaded a state_dict of this class keeps what it does not know.
-        checkpoint.take_out(inner)
         own = {"inner": inner, "_options": options, "_wrapped": wrapped}
         self.__setstate__({**own, "masked": {}, "effective_steps": 0})
+        if any(checkpoint.KEY in group for group in inner.param_groups):
+            self._take_out()
         wrapped.begin_state()
         if master_weights:
             keep_master_weights(self)
+
+    @torch.no_grad()
+    def _take_out(self) -> None:
+        """Make state dense that a plain optimizer has loaded, and remove the records from its groups."""
+        self.load_state_dict(self.inner.state_dict())
+        for parameter, each in self.masked.items():
+            if each.state.values:
+                self.inner.state[parameter] = checkpoint.filled(each)
+        self.masked, self.effective_steps = {}, 0
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("inner", "_options", "_wrapped", "masked", "effective_steps")

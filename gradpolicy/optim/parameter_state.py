@@ -140,10 +140,10 @@ class ParameterState:
             assert rule is not None
             starts = rule.state(self.group)
             for name, value in self.of_entries(ages).items():
-                state[name] = self._shaped(ages.stored.spread(value, starts.get(name, 0.0)))
+                state[name] = self.shaped(ages.stored.spread(value, starts.get(name, 0.0)))
         return state if rule is None else rule.dense_state(state, self.parameter.detach())
 
-    def _shaped(self, values: Tensor) -> Tensor:
+    def shaped(self, values: Tensor) -> Tensor:
         """Return real numbers of this process as a tensor like the parameter."""
         complex_of = {torch.float32: torch.complex64, torch.float64: torch.complex128}
         dtype = complex_of[values.dtype] if self.parameter.is_complex() else values.dtype
@@ -191,7 +191,7 @@ class ParameterState:
             if ages.stored is not None:
                 values[name] = ages.stored.take(dense).view(-1)
             elif before.stored is not None:
-                values[name] = self._shaped(dense)
+                values[name] = self.shaped(dense)
 
     def set_count(self, updates: int) -> None:
         """Set the tensor's own count of updates."""

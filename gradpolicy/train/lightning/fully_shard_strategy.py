@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.optim.checkpoint import dense
 from gradpolicy.tensors.sharding import shard_like
 from gradpolicy.train.lightning.checkpoints import read_checkpoint
 from gradpolicy.train.lightning.trainer_parts import STEP_METHODS
@@ -121,7 +120,6 @@ def cut_as(state: Mapping[str, Any], parameters: list[Tensor]) -> dict[str, Any]
         matches = isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
         return shard_like(value, parameter) if matches else value
 
-    state = dense(dict(state))
     entries = {
         number: {key: cut(value, parameters[number]) for key, value in entry.items()}
         for number, entry in state["state"].items()
