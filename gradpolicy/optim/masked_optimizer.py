@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from gradpolicy.errors import PolicyError, shown
 from gradpolicy.optim import checkpoint, moving
@@ -437,9 +438,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
 
 # --- one update
 
-Member = tuple[MaskedParameter, Any]
-"""A parameter and its gradient; None where the wrapped optimizer makes it."""
-ByRule = list[tuple[UpdateRule, Group, list[Member]]]
+ByRule = list[tuple[UpdateRule, Group, list[MaskedParameter]]]
 """The parameters that update rules move, by param group."""
 
 
@@ -464,22 +463,21 @@ def _update(
         PolicyError: If a gradient is sparse.
     """
     by_rule, others = _sorted(wrapped, masked, closure is not None, only)
-    hidden = [member for *_, members in by_rule for member in members]
+    hidden = [each for *_, members in by_rule for each in members]
     hidden += [*others[Mode.FROZEN], *others[Mode.ON_OTHERS]]
-    by_optimizer = [each for each, _ in (*others[Mode.PLAIN], *others[Mode.PUT_BACK])]
-    stepped = masked.values() if wrapped.needs_closure else by_optimizer
+    by_optimizer = [*others[Mode.PLAIN], *others[Mode.PUT_BACK]]
     with ExitStack() as stack:
-        for each in stepped:
+        for each in masked.values() if wrapped.needs_closure else by_optimizer:
             if not each.is_full:
                 stack.callback(restore_frozen, each, save_frozen(each))
-        stack.enter_context(_hidden_gradients(hidden))
+        stack.enter_context(_hidden_gradients([each.parameter for each in hidden]))
         for part in wrapped.parts:
             stack.enter_context(part.stepping(only))
         step = wrapped.optimizer.step
         result = step(closure) if closure is not None else step()
     for each in by_optimizer:
         each.count_update()
-    for each, _ in others[Mode.ON_OTHERS]:
+    for each in others[Mode.ON_OTHERS]:
         each.set_count(each.updates + 1)
     _move(by_rule)
     return result
@@ -487,12 +485,12 @@ def _update(
 
 def _sorted(
     wrapped: Wrapped, masked: Mapping[Tensor, MaskedParameter], makes_gradients: bool, only: Tensor | None
-) -> tuple[ByRule, dict[Mode, list[Member]]]:
+) -> tuple[ByRule, dict[Mode, list[MaskedParameter]]]:
     """Sort masked parameters by how this step treats them."""
     by_rule: ByRule = []
-    others: dict[Mode, list[Member]] = defaultdict(list)
+    others: dict[Mode, list[MaskedParameter]] = defaultdict(list)
     for group, parameters in wrapped.groups(only):
-        members: dict[UpdateRule, list[Member]] = {}
+        members: dict[UpdateRule, list[MaskedParameter]] = {}
         for parameter in parameters:
             gradient, each = parameter.grad, masked.get(parameter)
             if gradient is not None and gradient.layout is not torch.strided:
@@ -500,9 +498,9 @@ def _sorted(
             if each is not None and (gradient is not None or makes_gradients):
                 mode, rule = each.mode, each.rule
                 if rule is not None and mode is Mode.BY_RULE:
-                    members.setdefault(rule, []).append((each, gradient))
+                    members.setdefault(rule, []).append(each)
                 else:
-                    others[mode].append((each, gradient))
+                    others[mode].append(each)
         by_rule += [(rule, group, alike) for rule, alike in members.items()]
     return by_rule, others
 
@@ -524,34 +522,32 @@ def _move(work: ByRule) -> None:
     """Update the active entries of parameters by their rules, and count the update."""
     steps: list[Tensor] = []
     for rule, group, members in work:
-        together: dict[tuple[torch.dtype, torch.device], list[Member]] = {}
-        for member in members:
-            parameter = member[0].parameter
-            together.setdefault((parameter.dtype, parameter.device), []).append(member)
+        together: dict[tuple[torch.dtype, torch.device], list[MaskedParameter]] = defaultdict(list)
+        for each in members:
+            together[each.parameter.dtype, each.parameter.device].append(each)
         starts, counts = rule.state(group), rule.tensor_state(group, 0).keys()
         for alike in together.values():
-            made = [_entries(group, (*starts, *counts), *member) for member in alike]
-            moving.update(rule, group, made)
-        for masked, _ in members:
-            masked.count_update()
+            moving.update(rule, group, [_entries(group, (*starts, *counts), each) for each in alike])
+        for each in members:
+            each.count_update()
             if counts - {"step"}:
-                masked.state.set_count(masked.updates)
+                each.state.set_count(each.updates)
             elif counts:
-                steps.append(masked.state.values["step"])
+                steps.append(each.state.values["step"])
     if steps:
         # On a CPU a Python number would be converted to a tensor for each of them.
         on_cpu = all(step.is_cpu for step in steps)
         torch._foreach_add_(steps, torch.tensor(1.0, device="cpu") if on_cpu else 1.0)
     # Autograd must detect that values it may have saved have changed.
-    torch.autograd.graph.increment_version([m.parameter for *_, members in work for m, _ in members])
+    torch.autograd.graph.increment_version([each.parameter for *_, members in work for each in members])
 
 
-def _entries(
-    group: Group, names: tuple[str, ...], masked: MaskedParameter, gradient: Tensor
-) -> moving.Entries:
+def _entries(group: Group, names: tuple[str, ...], masked: MaskedParameter) -> moving.Entries:
     masked.follow()
+    parameter, gradient = masked.parameter, masked.parameter.grad
+    assert gradient is not None
     return moving.Entries(
-        local_entries(masked.parameter),
+        local_entries(parameter),
         local_entries(gradient),
         masked.state.completed(group, masked.ages, masked.updates, names),
         masked.ages,
@@ -561,15 +557,16 @@ def _entries(
 
 
 @contextmanager
-def _hidden_gradients(members: Iterable[Member]) -> Iterator[None]:
+def _hidden_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Hide the gradients of parameters while the wrapped optimizer steps."""
+    gradients = [(parameter, parameter.grad) for parameter in parameters]
     try:
-        for masked, _ in members:
-            masked.parameter.grad = None
+        for parameter, _ in gradients:
+            parameter.grad = None
         yield
     finally:
-        for masked, gradient in members:
-            masked.parameter.grad = gradient
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 # --- wrapped optimizers
@@ -577,13 +574,8 @@ def _hidden_gradients(members: Iterable[Member]) -> Iterator[None]:
 
 def _bytes_of(state: Mapping[Any, Any]) -> int:
     """Return the bytes of an optimizer's state on this process; some of it may belong to no parameter."""
-    total = 0
-    for value in state.values():
-        if isinstance(value, Tensor):
-            total += sum(part.nbytes for part in plain_parts(value))
-        elif isinstance(value, Mapping):
-            total += _bytes_of(value)
-    return total
+    tensors = [each for each in tree_leaves(dict(state)) if isinstance(each, Tensor)]
+    return sum(part.nbytes for each in tensors for part in plain_parts(each))
 
 
 def wrapper_of(optimizer: torch.optim.Optimizer) -> MaskedOptimizer | None:
@@ -602,12 +594,9 @@ def keep_master_weights(optimizer: MaskedOptimizer) -> None:
     if optimizer.is_partitioned:
         return  # the engine itself updates float32 weights
     optimizer._options = optimizer._options._replace(master_weights=True)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.dtype in DTYPES:
-                kept = parameter in optimizer.masked
-                mask = optimizer.get_mask(parameter) if kept else None
-                optimizer.set_mask(parameter, mask, master_weights=True)
+    parameters = (each for each in optimizer._wrapped.parameters() if each.dtype in DTYPES)
+    kept = {each: optimizer.get_mask(each) if each in optimizer.masked else None for each in parameters}
+    optimizer.set_masks(kept, master_weights=True)
 
 
 def as_masked(optimizer: torch.optim.Optimizer) -> MaskedOptimizer:

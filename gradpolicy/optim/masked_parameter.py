@@ -191,10 +191,7 @@ class MaskedParameter:
         mask = None if mask is None else fitting_mask(mask, self.parameter, self.name)
         _check_change(self, mask)
         options = self.options.changed(**new_options)
-        if options.master_weights > self.options.master_weights:
-            self.options = self.options._replace(master_weights=True)
-            self.state.keep_master_weights(self.options.master_weights)
-        options = options._replace(master_weights=self.options.master_weights)
+        self.state.keep_master_weights(options.master_weights)
         self.had_mask = True
         self.follow()
         self.state.take_over()
@@ -338,7 +335,7 @@ def _check_change(masked: MaskedParameter, mask: Tensor | None) -> None:
     """
     if mask is not None and masked.group.get("differentiable", False):
         raise PolicyError(f"{masked.name}: an optimizer with differentiable=True cannot freeze entries")
-    if masked.rule is None or masked.rule.takes_masks(masked.group) or not masked.state.values:
+    if masked.group.get("train_mode", True) or not masked.state.values:
         return
     before = masked.mask().expand(masked.shape)
     if not torch.equal(before, torch.ones_like(before) if mask is None else mask.expand_as(before)):

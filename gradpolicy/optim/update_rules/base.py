@@ -55,10 +55,6 @@ class UpdateRule(ABC):
         """Return True if the rule describes the optimizer with these settings."""
         return True
 
-    def takes_masks(self, group: Group) -> bool:
-        """Return True if masks may change now."""
-        return True
-
     @abstractmethod
     def state(self, group: Group) -> dict[str, float]:
         """Return the initial value of each state of an entry, by name."""

@@ -40,7 +40,7 @@ class MasterWeights(UpdateRule):
     def __init__(self, rule: UpdateRule, dtype: torch.dtype) -> None:
         super().__init__(rule.optimizer)
         self.rule, self.dtype, self.names = rule, dtype, (*rule.names, *self.of_weight)
-        for name in ("takes_masks", "tensor_state", "updates", "bases", "age_settings", "numbers"):
+        for name in ("tensor_state", "updates", "bases", "age_settings", "numbers"):
             setattr(self, name, getattr(rule, name))
 
     @property

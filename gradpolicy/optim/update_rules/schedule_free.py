@@ -30,10 +30,6 @@ class ScheduleFreeSGD(UpdateRule):
         """Return False for half precision, in which a sum of weights would stop growing."""
         return all(parameter.dtype.itemsize >= 4 for parameter in group["params"])
 
-    def takes_masks(self, group: Group) -> bool:
-        """Return False in evaluation, where the parameter is x."""
-        return bool(group["train_mode"])
-
     def state(self, group: Group) -> dict[str, float]:
         """Return z, which is set at the first update, W and A."""
         return dict.fromkeys(self.names, 0.0)
