@@ -49,42 +49,35 @@ class Slices:
         return prod(self.shape[self.dims :])
 
     def take(self, values: Tensor) -> Tensor:
-        """Return the values of the slices, a row each."""
-        rows = values.reshape(-1, self.size)
-        if self.size == 1:  # in a third of the time that rows of one take
+        """Return the values of the slices, a row each; of one number where a slice has one."""
+        leading, rest = self.shape[: self.dims], values.shape[self.dims :]
+        rows = values.expand(*leading, *rest).reshape(-1, prod(rest))
+        if rows.shape[1] == 1:  # in a third of the time that rows of one take
             return rows.view(-1).index_select(0, self.index).view(-1, 1)
         return rows.index_select(0, self.index)
 
-    def take_numbers(self, numbers: Tensor) -> Tensor:
-        """Return the number of each slice (1-D), of a tensor that broadcasts to one for each."""
-        return numbers.expand(self._leading).reshape(-1).index_select(0, self.index)
+    def spread(self, rows: Tensor, start: float = 0.0) -> Tensor:
+        """Return the values of all entries or, from a number for each of these slices, one for each slice.
 
-    def spread(self, rows: Tensor, start: float) -> Tensor:
-        """Return the values of the slices as values of all entries, of which others get a start value."""
-        values = rows.new_full(self.shape, start)
-        if self.size == 1 and values.element_size() >= 4:  # it changes bits of NaN in bfloat16
-            _scatter(values.view(-1), self.index, rows.view(-1))
+        Args:
+            rows: The values of these slices, in any shape.
+            start: What other slices have.
+        """
+        rows, leading, rest = (
+            rows.reshape(len(self.index), -1),
+            self.shape[: self.dims],
+            self.shape[self.dims :],
+        )
+        width = rows.shape[1]
+        values = rows.new_full((prod(leading), width), start)
+        if width > 1 or rows.dtype in (torch.bfloat16, torch.float16):  # whose NaN `scatter_` changes
+            values.index_copy_(0, self.index.long(), rows)
         else:
-            values.view(-1, self.size).index_copy_(0, self.index.long(), rows.view(-1, self.size))
-        return values
-
-    def spread_numbers(self, numbers: Tensor) -> Tensor:
-        """Return a number for each slice of the tensor, 0 for others, with dimensions that broadcast."""
-        spread = numbers.new_zeros(self._leading)
-        _scatter(spread.view(-1), self.index, numbers.expand(self.index.shape))
-        return spread
-
-    @property
-    def _leading(self) -> tuple[int, ...]:
-        return (*self.shape[: self.dims], *(1,) * (len(self.shape) - self.dims))
-
-
-def _scatter(values: Tensor, index: Tensor, numbers: Tensor) -> None:
-    """Write numbers to positions of a vector."""
-    count = CHUNK if index.is_cpu else max(len(index), 1)
-    for start in range(0, len(index), count):
-        part = slice(start, start + count)
-        values.scatter_(0, index[part].long(), numbers[part])
+            count = CHUNK if rows.is_cpu else len(rows)
+            for first in range(0, len(rows), count):
+                part = slice(first, first + count)
+                values.view(-1).scatter_(0, self.index[part].long(), rows[part].view(-1))
+        return values.view(*leading, *(rest if width == prod(rest) else (1,) * len(rest)))
 
 
 @dataclass(eq=False)
@@ -167,7 +160,7 @@ class Ages:
         if self.flags is not None:
             return self.flags
         assert self.stored is not None
-        return self.stored.spread_numbers(torch.ones((), dtype=torch.bool, device=self.device))
+        return self.stored.spread(torch.ones_like(self.stored.index, dtype=torch.bool))
 
     @property
     def dims(self) -> int:
@@ -191,7 +184,7 @@ class Ages:
         others = torch.as_tensor(self.others, dtype=WIDE, device=self.device)
         counted = self.youngest + (torch.zeros_like(others) if self.is_even else others)
         if self.stored is not None:
-            return self.stored.spread_numbers(counted.view(-1))
+            return self.stored.spread(counted.expand(len(self.stored.index), 1))
         return torch.where(self.mask, counted, others)
 
     def signed(self) -> Tensor:
@@ -237,7 +230,7 @@ class Ages:
         """
         was, others = self.mask, self.others
         if self.stored is not None and isinstance(others, Tensor):
-            others = self.stored.spread_numbers(others.view(-1))
+            others = self.stored.spread(others)
         elif not isinstance(others, Tensor):  # that of frozen entries
             others = ~was * torch.tensor(others, dtype=_dtype_for(others), device=was.device)
         return _under(others, mask, self.shape, was, self.youngest, forget)
@@ -252,7 +245,7 @@ class Ages:
         if self.is_even:
             return replace(self, others=0, most=0, flags=None, stored=stored)
         assert isinstance(self.others, Tensor)
-        above = stored.take_numbers(self.others).view(-1, 1)
+        above = stored.take(self.others)
         most = int(above.max())
         return replace(self, others=above.to(_dtype_for(most)), most=most, flags=None, stored=stored)
 

@@ -260,7 +260,7 @@ def _pieces(numbers: _Numbers, each: Entries, compiles: bool) -> Iterator[_Piece
         slices, is_stored = ages.active_slices(), ages.stored is not None
         rows = [value.contiguous().view(-1, slices.size) for value in values]
         if not is_stored:
-            weights = [w if w is None else slices.take_numbers(w).view(-1, 1) for w in weights]
+            weights = [w if w is None else slices.take(w) for w in weights]
         piece = _Piece(names, [*rows[:2], None, *rows[2:], *weights], constants, slices.index, is_stored)
         if not each.parameter.is_contiguous():
             piece.write_back.append(partial(each.parameter.copy_, rows[0].view(ages.shape)))
