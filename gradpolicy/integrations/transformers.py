@@ -84,7 +84,7 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         """
         self._made_with = trainer = _calling_trainer()
         self._remove_former(trainer)
-        _check_supported(trainer, step_in_backward=self.step_in_backward)
+        _check_supported(trainer, in_backward=self.run.in_backward)
         if _loads_before_callbacks(trainer) and trainer.model is not None:
             # Of a sharded checkpoint, what the optimizer does not have when it is loaded is not read. The
             # Trainer loads the weights first, into the prepared model.
@@ -102,7 +102,7 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         """Install all policies: the model and the optimizer are prepared, and a checkpoint is loaded."""
         trainer = _calling_trainer()
         self._evaluated = {}
-        _check_supported(trainer, step_in_backward=self.step_in_backward)
+        _check_supported(trainer, in_backward=self.run.in_backward)
         if _loads_before_callbacks(trainer) and self._made_with is not trainer:
             raise PolicyError(
                 "GradientPoliciesCallback: under FSDP2 and DeepSpeed a checkpoint is loaded before callbacks "
@@ -144,10 +144,7 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
                 wrapped=getattr(wrapped, "_orig_mod", wrapped),
                 scaler=trainer.accelerator.scaler,
                 toggle_requires_grad=not is_compiled_module(wrapped),
-                masks_all=self.step_in_backward,
             )
-            if self.step_in_backward:
-                self.run.step_in_backward()
         except PolicyError:
             self.remove()
             raise
@@ -305,7 +302,7 @@ def _logs_after(step: int, args: TrainingArguments, state: TrainerState, steps_o
     )
 
 
-def _check_supported(trainer: Trainer, *, step_in_backward: bool) -> None:
+def _check_supported(trainer: Trainer, *, in_backward: bool) -> None:
     """Check that the Trainer's settings are supported.
 
     Raises:
@@ -320,19 +317,13 @@ def _check_supported(trainer: Trainer, *, step_in_backward: bool) -> None:
             "GradientPoliciesCallback: nn.DataParallel copies the model for each forward pass, without its "
             f"policies; {instead}"
         )
-    if not step_in_backward:
-        return
-    if _is_deepspeed(trainer):
-        raise refused("DeepSpeed, whose engine steps", "FSDP2 or one process")
-    if args.gradient_accumulation_steps != 1:
+    if in_backward and args.gradient_accumulation_steps != 1:
         raise refused(f"gradient_accumulation_steps={args.gradient_accumulation_steps}", "1")
-    if args.max_grad_norm:
+    if in_backward and args.max_grad_norm:
         raise refused(
             f"max_grad_norm={args.max_grad_norm} (the Trainer clips at 1.0 by default)",
             "max_grad_norm=0, and gp.Clip to bound gradients",
         )
-    if args.fp16:
-        raise refused("fp16=True with its GradScaler", "bf16=True or float32")
 
 
 def _is_deepspeed(trainer: Trainer) -> bool:

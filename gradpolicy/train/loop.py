@@ -19,7 +19,6 @@ from gradpolicy.optim.optimizers import innermost, is_prepared, put_inside
 from gradpolicy.policies import FlowPolicy, Freeze, Policy
 from gradpolicy.tensors.sharding import is_sharded
 from gradpolicy.train.optimizer_steps import parameters_of
-from gradpolicy.train.step_in_backward import refused
 from gradpolicy.train.training_run import Run
 from gradpolicy.where import ModelHook, named_parameters
 
@@ -105,7 +104,13 @@ def training(
         raise PolicyError(f"training: needs a list or dict of policies, got {shown(policies)}")
     if steps_per_epoch is not None:
         check_integer("training.steps_per_epoch", steps_per_epoch, least=1)
-    run = Run(name_policies(policies), seed=seed, layers=layers, master_weights=master_weights)
+    run = Run(
+        name_policies(policies),
+        seed=seed,
+        layers=layers,
+        step_in_backward=step_in_backward,
+        master_weights=master_weights,
+    )
     _check_times(run.policies, steps_per_epoch)
     finished = False
     try:
@@ -114,10 +119,6 @@ def training(
         run.steps_per_epoch = steps_per_epoch
         if scaler is None:
             _require_scaler(run)
-        if step_in_backward:
-            if scaler is not None:
-                raise refused("GradScaler", "training in bfloat16 or float32")
-            run.step_in_backward()
         yield masked if several else masked[0]
         check_moves()
         run.freezer.finish()

@@ -20,7 +20,7 @@ from gradpolicy.train.measurements import Measured, Measurements, summary
 from gradpolicy.train.notices import Notices
 from gradpolicy.train.optimizer_steps import STATE, Steps, parameters_of
 from gradpolicy.train.ranks import Ranks
-from gradpolicy.train.step_in_backward import StepInBackward
+from gradpolicy.train.step_in_backward import StepInBackward, refused
 from gradpolicy.where import named_parameters, once_each, pick_each
 
 
@@ -37,6 +37,7 @@ class Run:
         agreement_every: With several processes, the number of updates between comparisons of the checksums of
             masks, ages and weights; None for no comparisons.
         layers: Print what trains, layer by layer, before the first update; None: if the output is a terminal.
+        step_in_backward: Update each parameter in the backward pass as soon as its gradient is complete.
         master_weights: Update bfloat16 and float16 parameters as float32.
 
     Attributes:
@@ -62,6 +63,7 @@ class Run:
         seed: int = 0,
         agreement_every: int | None = 100,
         layers: bool | None = True,
+        step_in_backward: bool = False,
         master_weights: bool = False,
     ) -> None:
         policies = {} if policies is None else policies
@@ -75,6 +77,7 @@ class Run:
         if agreement_every is not None:
             check_integer("agreement_every", agreement_every, least=1)
         self.seed, self.agreement_every = check_integer("seed", seed), agreement_every
+        self.in_backward = check_flag("step_in_backward", step_in_backward)
         self.master_weights = check_flag("master_weights", master_weights)
         self.notices = Notices(self.policies, layers)
         self.sinks: list[Callable[[int, Measured], None]] = []
@@ -93,7 +96,7 @@ class Run:
         self.has_begun = self.measures = False
         self.measurements: Measurements | None = None
         self._is_measured: Callable[[int], bool] | None = None
-        self._measured: Measured | None = None
+        self._numbers: dict[str, float] = {}
         self.has_gradients = True
         self._scaler: Any = None
 
@@ -128,11 +131,15 @@ class Run:
         Returns:
             The optimizers to train with; those of an engine as they are.
         """
-        given, masks_all = list(optimizers), masks_all or self.master_weights
+        given, masks_all = list(optimizers), masks_all or self.master_weights or self.in_backward
         former = (self.updates, self.freezer.state_dict())
         self._reset()
         self._former, self._scaler = former, scaler
-        if is_engine := type(wrapped).__name__ == "DeepSpeedEngine":
+        is_engine = type(wrapped).__name__ == "DeepSpeedEngine"
+        if self.in_backward and (is_engine or scaler is not None):
+            found = "DeepSpeed, whose engine steps" if is_engine else "GradScaler"
+            raise refused(found, "bfloat16 or float32, without an engine")
+        if is_engine:
             optimizers = _of_engine(wrapped, given, self.policies)
             zero = getattr(wrapped, "optimizer", None)
             self._scaler = SimpleNamespace(get_scale=lambda: getattr(zero, "loss_scale", 1.0))
@@ -172,6 +179,10 @@ class Run:
         named = once_each(named_parameters(model))
         self.ranks = Ranks(wrapped, named, self.freezer, masked, agreement_every=self.agreement_every)
         self.steps.hooks.append(self.ranks)
+        if self.in_backward:
+            # A driver's closure is called once.
+            self.steps.hooks.append(StepInBackward(masked, self.policies, allow_closures=driven))
+            self.has_gradients = False
         for each, state in zip(wrapping, loaded, strict=True):
             if state is not None:
                 each.load_state_dict(state)
@@ -183,12 +194,6 @@ class Run:
         if flow and not self.installed.policies:
             self.installed = install(model, flow, entry_points=entry_points)
         self.notices.follow(model, self.installed)
-
-    def step_in_backward(self, *, allow_closures: bool = False) -> None:
-        """Update each parameter as soon as its gradient is complete."""
-        each = StepInBackward(self.steps.masked, self.policies, allow_closures=allow_closures)
-        self.steps.hooks.append(each)
-        self.has_gradients = False
 
     def remove(self, *, quiet: bool = True, clear_masks: bool = False) -> None:
         """Remove everything from the model and the optimizers, masks only with ``clear_masks``."""
@@ -270,9 +275,12 @@ class Run:
             raise
         if self.measures and self.measurements is not None:
             found = self.measurements.measure()
-            self._measured = {name: each for name, each in found.items() if _trains(self.policies[name])}
+            measured = {name: each for name, each in found.items() if _trains(self.policies[name])}
+            self._numbers = summary(measured)
+            for name in () if self.has_gradients else self.freezer.policies:
+                self._numbers[f"policy/{name}/active_share"] = self.freezer.active_share(name)
             for sink in self.sinks:
-                sink(self.updates, self._measured)
+                sink(self.updates, measured)
         self.has_begun = self.measures = False
         # No hook runs if the next forward pass is compiled.
         epoch = self.epoch if self.steps_per_epoch is None else self.updates // self.steps_per_epoch
@@ -302,12 +310,7 @@ class Run:
 
     def take_measured(self) -> dict[str, float]:
         """Return the numbers of the last update that was measured, once."""
-        measured, self._measured = self._measured, None
-        if measured is None:
-            return {}
-        numbers = summary(measured)
-        for name in () if self.has_gradients else self.freezer.policies:
-            numbers[f"policy/{name}/active_share"] = self.freezer.active_share(name)
+        numbers, self._numbers = self._numbers, {}
         return numbers
 
     # ---- checkpoints
@@ -344,7 +347,6 @@ class Driven:
     Args:
         policies: As of the run, like other arguments that are not named here.
         log: Log values of each policy.
-        step_in_backward: Update each parameter in the backward pass.
 
     Attributes:
         run: The run.
@@ -363,9 +365,14 @@ class Driven:
         master_weights: bool = False,
     ) -> None:
         self.run = Run(
-            policies, seed=seed, agreement_every=agreement_every, layers=layers, master_weights=master_weights
+            policies,
+            seed=seed,
+            agreement_every=agreement_every,
+            layers=layers,
+            step_in_backward=step_in_backward,
+            master_weights=master_weights,
         )
-        self.log_policies, self.step_in_backward, self.sinks = log, step_in_backward, self.run.sinks
+        self.log_policies, self.sinks = log, self.run.sinks
 
     @property
     def policies(self) -> dict[str, Policy]:

@@ -86,20 +86,18 @@ class GradientPolicies(Driven, AnyCallback):
         expected = "a validation_step, batches to validate, and limit_val_batches above 0"
         check_evaluates(self.policies, trainer.enable_validation, expected)
         run.idle = strategy.broadcast(run.idle)  # only the first rank has a plan
-        if self.step_in_backward:
-            _check_step_in_backward(trainer)
+        if run.in_backward and trainer.accumulate_grad_batches != 1:
+            raise refused(f"accumulate_grad_batches={trainer.accumulate_grad_batches}", "1")
+        if run.in_backward and (clips := trainer.gradient_clip_val):
+            raise refused(f"gradient_clip_val={clips}", "None, and gp.Clip to bound gradients")
         # The same configuration also runs on one process, which sends nothing.
         strategy.optimizers = run.install(
             pl_module,
             strategy.optimizers,
             wrapped=strategy.model,
-            scaler=_scaler(trainer),
+            scaler=getattr(trainer.precision_plugin, "scaler", None),
             entry_points=STEP_POINTS,
-            masks_all=self.step_in_backward,
         )
-        if self.step_in_backward:
-            # The trainer passes each step a closure, which it calls once.
-            run.step_in_backward(allow_closures=True)
         if self.sinks or (self.log_policies and trainer.loggers):
             every = max(trainer.log_every_n_steps, 1)  # type: ignore[attr-defined]
             run.measure(lambda updates: (updates + 1) % every == 0)
@@ -197,29 +195,6 @@ class GradientPolicies(Driven, AnyCallback):
         self.run.updates = self.run.updates or _batches_that_stepped(trainer)
         self.run.install_flow(pl_module, STEP_POINTS)
         self.run.evaluate(phase, trainer.current_epoch)
-
-
-def _check_step_in_backward(trainer: Trainer) -> None:
-    """Check that nothing in the trainer needs all gradients at once.
-
-    Raises:
-        PolicyError: If something does.
-    """
-    if isinstance(trainer.strategy, DEEPSPEED):
-        raise refused("DeepSpeed, whose engine steps", "another strategy")
-    if trainer.accumulate_grad_batches != 1:
-        raise refused(f"accumulate_grad_batches={trainer.accumulate_grad_batches}", "1")
-    if trainer.gradient_clip_val:
-        raise refused(
-            f"gradient_clip_val={trainer.gradient_clip_val}", "None, and gp.Clip to bound gradients"
-        )
-    if _scaler(trainer) is not None:
-        raise refused("a GradScaler", "precision=bf16-mixed or 32-true")
-
-
-def _scaler(trainer: Trainer) -> Any:
-    """Return the GradScaler of the precision plugin, if there is one."""
-    return getattr(trainer.precision_plugin, "scaler", None)
 
 
 def _batches_that_stepped(trainer: Trainer) -> int:
