@@ -109,13 +109,7 @@ class PartitionedOptimizer(MaskedOptimizer):
         self._handles: list[Any] = [
             self.local.register_step_pre_hook(self._before_partition),
             self.local.register_step_post_hook(self._after_partition),
-            self.local.register_state_dict_post_hook(
-                lambda _, saved: self._passed(self._optimizer_state_dict_post_hooks, saved)
-            ),
-            self.local.register_load_state_dict_pre_hook(
-                lambda _, state: self._passed(self._optimizer_load_state_dict_pre_hooks, state)
-            ),
-            self.local.register_load_state_dict_post_hook(self._after_load),
+            self.local.register_load_state_dict_post_hook(self._take_settings),
         ]
         self._engine: Any = engine
 
@@ -276,17 +270,24 @@ class PartitionedOptimizer(MaskedOptimizer):
         with _partitions_in_groups(self.zero):
             self.local.load_state_dict(state_dict)
 
-    def _passed(self, hooks: Mapping[int, Callable[..., Any]], state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state_dict of the partitions after this optimizer's hooks."""
-        for hook in hooks.values():
-            changed = hook(self, state)
-            state = state if changed is None else changed
-        return state
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Register a hook on the state of the partitions, which gets this optimizer."""
+        return self._follow(self.local.register_state_dict_post_hook, hook, prepend)
 
-    def _after_load(self, _: Any) -> None:
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Register a hook on the state of the partitions before it is loaded, which gets this optimizer."""
+        return self._follow(self.local.register_load_state_dict_pre_hook, hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """Register a hook on partitions whose state was loaded, which gets this optimizer."""
+        return self._follow(self.local.register_load_state_dict_post_hook, hook, prepend)
+
+    def _follow(self, register: Callable[..., Any], hook: Callable[..., Any], prepend: bool) -> Any:
+        self._handles.append(register(lambda _, *state: hook(self, *state), prepend))
+        return self._handles[-1]
+
+    def _take_settings(self, _: Any) -> None:
         self._settings = self.local.param_groups
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
 
 
 class _ModelParameters(Optimizer):
