@@ -48,4 +48,4 @@ def training(
         with block:
             yield optimizer
     finally:
-        optimizer.release()
+        optimizer.remove()

@@ -136,18 +136,14 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         self._trainer, _TRAINED_BY[model] = trainer, weakref.ref(self)
         # Of a training that failed, nobody may have the Trainer any more.
         weakref.finalize(self, self.run.remove).atexit = False
-        try:
-            # Compiled code would be recompiled each time requires_grad changes.
-            optimizers = self.run.install(
-                getattr(model, "_orig_mod", model),
-                [innermost(trainer.optimizer)],
-                wrapped=getattr(wrapped, "_orig_mod", wrapped),
-                scaler=trainer.accelerator.scaler,
-                toggle_requires_grad=not is_compiled_module(wrapped),
-            )
-        except PolicyError:
-            self.remove()
-            raise
+        # Compiled code would be recompiled each time requires_grad changes.
+        optimizers = self.run.install(
+            getattr(model, "_orig_mod", model),
+            [innermost(trainer.optimizer)],
+            wrapped=getattr(wrapped, "_orig_mod", wrapped),
+            scaler=trainer.accelerator.scaler,
+            toggle_requires_grad=not is_compiled_module(wrapped),
+        )
         if not _is_deepspeed(trainer):
             put_inside(trainer.optimizer, *optimizers)
             self._observe_before_clipping(trainer)

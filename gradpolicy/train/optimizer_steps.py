@@ -53,8 +53,8 @@ class Updates(Protocol):
 class Steps:
     """Tells a run of its optimizers' steps and gradients, by hooks on both.
 
-    An update ends once each optimizer has stepped. A step that mixed precision skips is none. The state of
-    the run is in the first optimizer's ``state_dict``; an update begins again after it is loaded.
+    An update ends once each optimizer has stepped. The state of the run is in the first optimizer's
+    ``state_dict``; an update begins again after it is loaded.
 
     Args:
         run: The run.
@@ -104,6 +104,7 @@ class Steps:
         self.hook_gradients(freezer)
         if self.partitioned is not None:
             self.partitioned.hook_gradients()
+            self.hooks.append(self.partitioned)
 
     def hook_gradients(self, freezer: Freezer) -> None:
         """Follow the gradients of freeze policies, also of parameters that were added later."""
@@ -127,8 +128,6 @@ class Steps:
         """Stop following."""
         while self.hooks:
             self.hooks.pop().remove()
-        if self.partitioned is not None:
-            self.partitioned.release()
 
     def count(self, former: int = 0) -> int:
         """Return the number of updates; optimizers that have not stepped get this number of former steps."""
@@ -184,10 +183,7 @@ class Steps:
 
     @torch.compiler.disable
     def _after_step(self, optimizer: Any, *_: Any) -> None:
-        steps = getattr(optimizer, "effective_steps", self._taken[optimizer] + 1)
-        if steps == self._taken[optimizer]:
-            return  # skipped by mixed precision
-        self._taken[optimizer] = steps
+        self._taken[optimizer] = getattr(optimizer, "effective_steps", self._taken[optimizer] + 1)
         self._stepped.add(optimizer)
         if len(self._stepped) == len(self.optimizers):
             self._run.end()

@@ -126,7 +126,7 @@ class PartitionedOptimizer(MaskedOptimizer):
             each.register_hook(partial(self._masked_gradient, each)) for each in self._parameters
         ]
 
-    def release(self) -> None:
+    def remove(self) -> None:
         """Follow the engine no longer; its optimizer stays wrapped."""
         while self._handles:
             self._handles.pop().remove()
