@@ -1,7 +1,7 @@
 """Checkpoint files: read without running code, written completely or not at all, checked before use."""
 
 import glob
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path, PurePath
@@ -149,6 +149,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         >>> trainer = Trainer(plugins=[AtomicCheckpointIO()], logger=False)
     """
 
+    # Called with the path of each checkpoint before it is written: a run that is killed then finds it again.
+    list_checkpoint: Callable[[Path], None] | None = None
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
@@ -165,6 +168,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
+        if self.list_checkpoint is not None:
+            self.list_checkpoint(Path(path))
         write_checkpoint(checkpoint, Path(path))
 
     def load_checkpoint(

@@ -8,6 +8,7 @@ parts of Lightning.
 """
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,14 +22,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from gradpolicy.tensors.sharding import local_shard
 from gradpolicy.train.agreement import of_every_rank
-from gradpolicy.train.lightning.checkpoints import check_optimizers, counts_of
+from gradpolicy.train.lightning.checkpoints import AtomicCheckpointIO, check_optimizers, counts_of
 from gradpolicy.train.lightning.resumed_files import (
     count_rows,
     cut,
     goes_on,
-    list_checkpoints,
     restore_callbacks,
 )
+from gradpolicy.train.lightning.runs import list_checkpoint
 from gradpolicy.train.lightning.trainer_parts import callbacks_of
 from gradpolicy.where import plain_name
 
@@ -50,10 +51,10 @@ class ExactResume(Callback):
     with the same bits as an uninterrupted run. Everything saved loads with ``weights_only=True``.
 
     Args:
-        directory: The directory of the run, whose record lists the checkpoints that it writes. If the
-            checkpoint is one of them, the run continues there: its log rows and checkpoints of later steps
-            are deleted before training. Otherwise a new run starts from the checkpoint, with new best scores
-            and early stopping. None leaves both to Lightning.
+        directory: The directory of the run, whose record lists the checkpoints that AtomicCheckpointIO
+            writes. If the checkpoint is one of them, the run continues there: its log rows and checkpoints of
+            later steps are deleted before training. Otherwise a new run starts from the checkpoint, with new
+            best scores and early stopping. None leaves both to Lightning.
 
     Attributes:
         restoring: True from the start of a run until its state is restored.
@@ -73,10 +74,11 @@ class ExactResume(Callback):
         self._max_steps: int | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """List the checkpoints that are written from now on."""
+        """Have checkpoints listed that are written from now on."""
         self.restoring = True
-        if self.directory is not None:
-            list_checkpoints(trainer, self.directory)
+        writer = trainer.strategy.checkpoint_io
+        if self.directory is not None and isinstance(writer, AtomicCheckpointIO):
+            writer.list_checkpoint = partial(list_checkpoint, self.directory)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

@@ -9,14 +9,13 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 
 from gradpolicy.atomic_file import atomic_open, is_inside
 from gradpolicy.errors import PolicyError
 from gradpolicy.train.lightning.checkpoints import PATHS
-from gradpolicy.train.lightning.runs import list_checkpoint, own_checkpoints, run_of, step_of
+from gradpolicy.train.lightning.runs import own_checkpoints, run_of, step_of
 from gradpolicy.train.lightning.trainer_parts import callbacks_of
 
 
@@ -41,45 +40,6 @@ def cut(trainer: Trainer, directory: Path, step: int, rows: list[int]) -> None:
 
 
 # ---- checkpoints
-
-
-class OwnCheckpoints(CheckpointIO):
-    """Lists the checkpoints that another CheckpointIO writes in a run's record.
-
-    A checkpoint is listed before it is written, so that a run that is killed in between finds it again.
-
-    Args:
-        inner: The other CheckpointIO.
-        directory: The directory of the run.
-    """
-
-    def __init__(self, inner: CheckpointIO, directory: Path) -> None:
-        self.inner, self.directory = inner, directory
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """List a checkpoint, and write it."""
-        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
-            list_checkpoint(self.directory, path)
-        self.inner.save_checkpoint(checkpoint, path, storage_options)
-
-    def load_checkpoint(self, path: Any, *arguments: Any, **named: Any) -> dict[str, Any]:
-        """Return a checkpoint."""
-        return self.inner.load_checkpoint(path, *arguments, **named)
-
-    def remove_checkpoint(self, path: Any) -> None:
-        """Delete a checkpoint."""
-        self.inner.remove_checkpoint(path)
-
-    def teardown(self) -> None:
-        """Finish writing."""
-        self.inner.teardown()
-
-
-def list_checkpoints(trainer: Trainer, directory: Path) -> None:
-    """List all checkpoints that a trainer writes from now on in the record of a run."""
-    writer = trainer.strategy.checkpoint_io
-    if not isinstance(writer, OwnCheckpoints):
-        trainer.strategy.checkpoint_io = OwnCheckpoints(writer, directory)
 
 
 def cut_checkpoints(directory: Path, step: int) -> None:

@@ -100,7 +100,7 @@ def list_checkpoint(directory: Path, path: Path) -> None:
     """Add a checkpoint to the record in a directory, which is made if there is none."""
     directory = directory.absolute()
     name = os.path.relpath(path, directory)
-    if "://" in str(path) or name.split(os.sep)[0] == os.pardir:
+    if name.split(os.sep)[0] == os.pardir:
         return
     record = RunRecord.load(directory) or RunRecord.begin(directory, "train", RUN, [])
     if name not in record.checkpoints:

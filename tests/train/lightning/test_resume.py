@@ -25,7 +25,7 @@ from torchmetrics import MeanMetric
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.tasks.loading import DataModule, TensorRows
-from gradpolicy.train.lightning.checkpoints import checked_restore
+from gradpolicy.train.lightning.checkpoints import AtomicCheckpointIO, checked_restore
 from gradpolicy.train.lightning.resume import ExactResume
 from gradpolicy.train.lightning.resumed_files import append_rows
 from tests.fixtures import TwoLayers
@@ -145,6 +145,7 @@ def fit(
     logger = CSVLogger(folder, name="log", version=0)
     if resume_from is not None and not (dist.is_initialized() and dist.get_rank()):
         append_rows(logger)
+    defaults["plugins"] = [AtomicCheckpointIO()]
     trainer = Trainer(callbacks=callbacks, **{"logger": logger, **defaults, **settings})
     given = data or Numbers(batch_size=4, seed=5)
     trainer.fit(NoisyRegression(schedule), given, ckpt_path=resume_from, weights_only=True)
@@ -455,6 +456,7 @@ def fit_scored(
     trainer = Trainer(
         **{"max_epochs": len(scores), "accelerator": "cpu", "num_sanity_val_steps": 0, **quiet, **settings},
         callbacks=[ExactResume(folder), *kept],
+        plugins=[AtomicCheckpointIO()],
     )
     data = DataLoader(torch.ones(2, 1))
     torch.manual_seed(0)
