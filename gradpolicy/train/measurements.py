@@ -126,7 +126,7 @@ class Measurements:
         """
         measured = _as_numbers((self._measure_flow(), self._measure_freeze()))
         flow, rows = zip(*of_every_rank(measured), strict=True)
-        return self._by_policy(_add_rows(rows)) | _flow_quantities(flow)
+        return self._by_policy(_added(rows)) | _flow_quantities(flow)
 
     def _measure_flow(self) -> dict[str, dict[str, Any]]:
         """Return this process's counts, squared norms and zeros of each flow policy."""
@@ -174,13 +174,16 @@ class Measurements:
                 rows[name][column] = norm.double() ** 2
         return rows
 
-    def _by_policy(self, rows: Mapping[str, dict[str, Any]]) -> Measured:
+    def _by_policy(self, rows: Mapping[str, Mapping[str, Any]]) -> Measured:
         """Return the columns of each policy's parameters, and reset the counts."""
-        measured: Measured = {}
         self._flips, self._weights = {}, {}
+        measured: Measured = {}
         for policy in self._freezer.policies:
-            names = [name for name in rows if name in self._freezer.parameters_of(policy)]
-            columns = {key: [rows[name][key] for name in names] for key in rows[names[0]]}
+            names = list(self._freezer.parameters_of(policy))
+            columns: dict[str, list[Any]] = {key: [rows[name].get(key) for name in names] for key in SUMS}
+            for key in NORMS:
+                squares = [rows[name].get(key) for name in names]
+                columns[key] = [None if square is None else math.sqrt(square) for square in squares]
             measured[policy] = {"kind": "freeze", "parameter": names, **columns}
         return measured
 
@@ -223,35 +226,28 @@ def _total_norm(norms: Iterable[float | None]) -> float:
     return math.sqrt(sum(norm**2 for norm in norms if norm is not None))
 
 
-def _flow_quantities(of_ranks: Sequence[dict[str, dict[str, float]]]) -> Measured:
+def _flow_quantities(of_ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> Measured:
     """Return the quantities of flow policies: counts of the first process, norms and zeros of all."""
     measured: Measured = {}
-    for name, first in of_ranks[0].items():
-        parts = [part.get(name, {}) for part in of_ranks]
-        total = {
-            key: sum(part.get(key, 0.0) for part in parts) for key in ("before", "after", "zeros", "entries")
-        }
-        has_norms = any("before" in part for part in parts)
+    for name, total in _added(of_ranks).items():
+        first = of_ranks[0][name]
+        norms = {key: math.sqrt(total[key]) / len(of_ranks) for key in ("before", "after") if key in total}
         measured[name] = {
             "kind": "flow",
             "operations": first["operations"],
-            "gradient_norm_before": math.sqrt(total["before"]) / len(parts) if has_norms else None,
-            "gradient_norm_after": math.sqrt(total["after"]) / len(parts) if has_norms else None,
+            "gradient_norm_before": norms.get("before"),
+            "gradient_norm_after": norms.get("after"),
             "zeros_passed": total["zeros"] / total["entries"] if total["entries"] else None,
             "active": bool(first["active"]),
         }
     return measured
 
 
-def _add_rows(of_ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return the rows of all processes together."""
-    added: dict[str, dict[str, Any]] = {}
-    for name in of_ranks[0]:
-        own = [rows[name] for rows in of_ranks]
-        row = added[name] = {}
-        for key in (*SUMS, *NORMS):
-            values = [each[key] for each in own if key in each]
-            row[key] = (math.sqrt(sum(values)) if key in NORMS else sum(values)) if values else None
+def _added(of_ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Counter[str]]:
+    """Return the sums over all processes."""
+    added: dict[str, Counter[str]] = {name: Counter() for name in of_ranks[0]}
+    for name, values in (pair for rank in of_ranks for pair in rank.items()):
+        added[name].update(values)
     return added
 
 
