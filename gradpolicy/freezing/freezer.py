@@ -15,7 +15,7 @@ from gradpolicy.freezing.requires_grad import ComputedGradients
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.policies import Freeze
 from gradpolicy.rates import Rates
-from gradpolicy.tensors.mask import Mask, active_share
+from gradpolicy.tensors.mask import Mask, active_share, as_tensor
 from gradpolicy.tensors.sharding import finite_everywhere
 from gradpolicy.what_trains import Layers
 
@@ -54,6 +54,8 @@ class Freezer:
         policies: The names of the freeze policies.
         all_policies: The names of all policies.
         parameters: The parameters that freeze policies restrict, by name.
+        dropped: Parameters whose gradients are computed in this update, but dropped like those of updates in
+            which ``requires_grad`` is disabled.
         counted_layers: Returns the layers, or other groups of parameters, that each policy counts.
         may_change: True if masks may change after the first update.
         observers: Objects that are called when masks change.
@@ -86,6 +88,7 @@ class Freezer:
         self._settings = ParameterSettings(self._bindings)
         optimized = self._bindings.optimized.values()
         self._gradients = ComputedGradients(model, optimized, toggle=toggle_requires_grad)
+        self.dropped = self._gradients.dropped
         self._still = StillModules(model)
         # The step whose masks are set; None before the first step and after loading a state.
         self._step: int | None = None
@@ -219,10 +222,13 @@ class Freezer:
         return self._bindings.frozen_tensors()
 
     def active_share(self, policy: str) -> float:
-        """Return the share of a policy's entries that train; of a seeded mask, the expected one."""
+        """Return the share of the entries of a policy's parameters that train."""
         with self._bindings.gathered():
             own = self.parameters_of(policy)
-            active = sum(p.numel() * active_share(self.mask_of(name)) for name, p in own.items())
+            active = sum(
+                p.numel() * active_share(as_tensor(self.mask_of(name), p.shape, p.device))
+                for name, p in own.items()
+            )
             return active / max(sum(p.numel() for p in own.values()), 1)
 
     def what_trains(self, trainable: Collection[str]) -> Layers:

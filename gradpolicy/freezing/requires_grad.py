@@ -39,6 +39,10 @@ class ComputedGradients:
         model: The model.
         groups: The parameters of each optimizer.
         toggle: Disable ``requires_grad`` at all.
+
+    Attributes:
+        dropped: Parameters whose gradients are computed in this update, but dropped like those of updates in
+            which ``requires_grad`` is disabled.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class ComputedGradients:
         self._phases: set[frozenset[str]] = set()
         # FSDP2's first pass takes the dtypes of a block from its parameters that require a gradient.
         self._needs_all = any(map(is_sharded, model.parameters()))
+        self.dropped: set[Tensor] = set()
         self._rows = RowGradients(model)
         # The parameters whose full gradients sources need; None: gradients are chosen again.
         self._wanted: set[str] | None = None
@@ -73,7 +78,10 @@ class ComputedGradients:
         needed = {name: mask for name, mask in masks.items() if name not in wanted}
         self._rows.set({self._parameters[name]: mask for name, mask in needed.items()})
         if self._toggle:
-            self._turn_off(self._may_skip({name for name, mask in needed.items() if mask is False}))
+            idle = {name for name, mask in needed.items() if mask is False}
+            self._turn_off(self._may_skip(idle))
+            self.dropped.clear()
+            self.dropped.update(self._parameters[name] for name in idle if self._needs_all)
 
     def observe(self) -> None:
         """Check, after the backward pass of an update, that each layer that trains was in a graph.
@@ -101,6 +109,7 @@ class ComputedGradients:
         """Compute all gradients from now on, and return True if some are not in this update."""
         skips = self._rows.active or self._skips_tensors()
         self._toggle = False
+        self.dropped.clear()
         self.restore()
         return skips
 

@@ -157,7 +157,9 @@ class Steps:
     def _mask_gradient(self, freezer: Freezer, owner: MaskedOptimizer, parameter: Tensor) -> None:
         """Zero the frozen entries of a gradient, unless the run does or masks may change before the step."""
         may_change = self._stepped and not self._driven
-        if not (self._run.measures or may_change or parameter in self.wanted):
+        if parameter in freezer.dropped:
+            parameter.grad = None
+        elif not (self._run.measures or may_change or parameter in self.wanted):
             owner.mask_gradient(parameter)
 
     @torch.compiler.disable
