@@ -177,10 +177,10 @@ def run_by_hydra(
     def run_one(config: DictConfig) -> float | None:
         from gradpolicy.app.run import run
 
-        hydra = HydraConfig.get()
-        own = directory or RunDirectory(Path(hydra.runtime.output_dir))
+        job = HydraConfig.get()
+        own = directory or RunDirectory(Path(job.runtime.output_dir))
         try:
-            return run(config, list(hydra.overrides.task), own).optimized
+            return run(config, list(job.overrides.task), own).optimized
         except Exception as error:
             if os.getpid() != process:
                 # A launcher's worker, which has a copy of this function.
