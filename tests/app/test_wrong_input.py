@@ -43,7 +43,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     "trainer.precision=transformer-engine": ("trainer:",),
     "policy.stop=3": ("policy.stop:", "3"),
     "policy=rows policy.rows.mask.rows=word": ("policy.rows.mask", "'word' is no number, no slice"),
-    "policy=fixed policy.fixed.mask.mask=no.safetensors": ("policy.fixed", "cannot read masks from"),
+    "policy=fixed policy.fixed.mask.mask=no.safetensors": ("policy.fixed", "no.safetensors cannot be read"),
     # policies that contradict each other
     "policy=[random,random_freeze]": ("'model.trunk", "policy.random wants frozen_state='keep'"),
     "+policy.again={_target_: gradpolicy.Stop, modules: model.probe}": (
