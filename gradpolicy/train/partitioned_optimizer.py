@@ -71,6 +71,17 @@ def _checked_frozen_state(policies: Mapping[str, Policy | None]) -> str:
     return next(iter(states), "keep")
 
 
+def _on_partitions(name: str) -> Callable[..., Any]:
+    """Return a method that registers a hook on the optimizer of the partitions, and passes it this one."""
+
+    def register(optimizer: PartitionedOptimizer, hook: Callable[..., Any], prepend: bool = False) -> Any:
+        handle = getattr(optimizer.local, name)(lambda _, *state: hook(optimizer, *state), prepend)
+        optimizer._handles.append(handle)
+        return handle
+
+    return register
+
+
 class PartitionedOptimizer(MaskedOptimizer):
     """The optimizer of a DeepSpeed engine, which takes masks of the model's parameters.
 
@@ -114,6 +125,9 @@ class PartitionedOptimizer(MaskedOptimizer):
         self._engine: Any = engine
 
     is_partitioned = True
+    register_state_dict_post_hook: Any = _on_partitions("register_state_dict_post_hook")
+    register_load_state_dict_pre_hook: Any = _on_partitions("register_load_state_dict_pre_hook")
+    register_load_state_dict_post_hook: Any = _on_partitions("register_load_state_dict_post_hook")
 
     @property
     def allows_unused_parameters(self) -> bool:  # type: ignore[override]
@@ -269,22 +283,6 @@ class PartitionedOptimizer(MaskedOptimizer):
         """Load the state of this rank's partitions, as ``engine.load_checkpoint`` does."""
         with _partitions_in_groups(self.zero):
             self.local.load_state_dict(state_dict)
-
-    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Register a hook on the state of the partitions, which gets this optimizer."""
-        return self._follow(self.local.register_state_dict_post_hook, hook, prepend)
-
-    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Register a hook on the state of the partitions before it is loaded, which gets this optimizer."""
-        return self._follow(self.local.register_load_state_dict_pre_hook, hook, prepend)
-
-    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
-        """Register a hook on partitions whose state was loaded, which gets this optimizer."""
-        return self._follow(self.local.register_load_state_dict_post_hook, hook, prepend)
-
-    def _follow(self, register: Callable[..., Any], hook: Callable[..., Any], prepend: bool) -> Any:
-        self._handles.append(register(lambda _, *state: hook(self, *state), prepend))
-        return self._handles[-1]
 
     def _take_settings(self, _: Any) -> None:
         self._settings = self.local.param_groups
