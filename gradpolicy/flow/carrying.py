@@ -154,6 +154,9 @@ def path_of(value: Any) -> GradientPath | None:
 Call = Callable[[Function, tuple, Mapping[str, Any]], Any]
 # Calls a function and propagates the paths of its arguments; NotImplemented if it cannot.
 Carrier = Callable[[Call, Function, tuple, Mapping[str, Any]], Any]
+# Returns the path of the result of a function of one tensor, for the tensor's path, the tensor, the result
+# and the function; None if the gradient is lost.
+Formula = Callable[[GradientPath, Tensor, Tensor, Function], Any]
 
 # Views and indexing.
 MOVES = (
@@ -233,55 +236,57 @@ def _follow(result: Any, tensor: Any, paths: Iterable[GradientPath]) -> Any:
     """Attach a path to a discrete result, or the path's gradient to a floating-point result."""
     if is_discrete(result):
         origins = tuple(dict.fromkeys(origin for path in paths for origin in path.origins))
-        is_index = any(path.is_index for path in paths)
-        return set_path(result, GradientPath(tensor, origins, is_index=is_index))
+        # The code of an index has one more dimension.
+        return set_path(result, GradientPath(tensor, origins, is_index=tensor.dim() > result.dim()))
     for path in paths:
         path.note_carried()
     return join(result, tensor)
 
 
-def _move(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    moved, *others = args or (None,)
-    path = path_of(moved)
-    if path is None or paths_in(tuple(others), kwargs):
-        return NotImplemented
-    with without_modes():
-        result = function(*args, **kwargs)
-        if path.is_index:
-            # The path of an index has one more dimension, so the view does not apply to it directly.
-            positions = torch.arange(moved.numel(), device=moved.device).view(moved.shape)
-            positions = function(positions, *others, **kwargs)
-            rows = path.tensor.reshape(moved.numel(), -1).index_select(0, positions.reshape(-1))
-            tensor = rows.reshape(*positions.shape, rows.shape[-1])
-        else:
-            tensor = function(path.tensor, *others, **kwargs)
-        return _follow(result, tensor, [path])
+def _of_one(formula: Formula) -> Carrier:
+    """Return a carrier for functions of one discrete tensor; of others, a cast takes only the dtype."""
 
-
-def _cast(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    path = path_of(args[0]) if args else None
-    with without_modes():
-        given = args
-        if path is not None and torch.compiler.is_compiling():
+    def carrier(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        path, is_cast = path_of(args[0]) if args else None, formula is _cast
+        if path is None or (paths_in(args[1:], kwargs) and not is_cast):
+            return function(*args, **kwargs) if is_cast else NotImplemented
+        with without_modes():
             # Detached, since a backend that runs the graph in eager mode would propagate the path again.
-            given = (args[0].detach(), *args[1:])
-        result = function(*given, **kwargs)
-        if path is None or result is args[0] or not isinstance(result, Tensor):
-            # The path was of an argument that only gives the dtype, or there was nothing to convert, or the
-            # result is a Python number.
-            return result
-        loses_values = result.dtype == torch.bool and args[0].dtype != torch.bool
-        if loses_values or (path.is_index and not is_discrete(result)):
-            return NotImplemented
-        return _follow(result, path.tensor.to(result.device), [path])
+            given = args[0].detach() if torch.compiler.is_compiling() else args[0]
+            result = function(given, *args[1:], **kwargs)
+            if not isinstance(result, Tensor):
+                return result
+            tensor = formula(path, args[0], result, lambda each: function(each, *args[1:], **kwargs))
+            return NotImplemented if tensor is None else _follow(result, tensor, [path])
+
+    return carrier
 
 
-def _negate(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    path = path_of(args[0]) if args else None
-    if path is None or args[0].dtype != torch.bool or function in _WRITES:
-        return NotImplemented
-    with without_modes():
-        return _follow(function(*args, **kwargs), 1 - path.tensor, [path])
+def _move(path: GradientPath, given: Tensor, result: Tensor, function: Function) -> Any:
+    if not path.is_index:
+        return function(path.tensor)
+    # The path of an index has one more dimension, so the view does not apply to it directly.
+    positions = function(torch.arange(given.numel(), device=given.device).view(given.shape))
+    rows = path.tensor.reshape(given.numel(), -1).index_select(0, positions.reshape(-1))
+    return rows.reshape(*positions.shape, rows.shape[-1])
+
+
+def _cast(path: GradientPath, given: Tensor, result: Tensor, function: Function) -> Any:
+    loses_values = result.dtype == torch.bool and given.dtype != torch.bool
+    is_number = path.is_index and not is_discrete(result)
+    return None if loses_values or is_number else path.tensor.to(result.device)
+
+
+def _negate(path: GradientPath, given: Tensor, result: Tensor, function: Function) -> Any:
+    return 1 - path.tensor if given.dtype == torch.bool else None
+
+
+def _one_hot(path: GradientPath, given: Tensor, result: Tensor, function: Function) -> Any:
+    classes = result.shape[-1]
+    if path.is_index:
+        return F.pad(path.tensor, (0, classes - path.tensor.shape[-1]))
+    # The one-hot code of a bit is (1 − bit, bit).
+    return torch.stack([1 - path.tensor, path.tensor], -1) if classes == 2 else None
 
 
 def _shift(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -342,30 +347,13 @@ def _select(result: Tensor, path: GradientPath, share: Tensor, chosen: Any, othe
         # Finite, so that a gradient of 0 stays 0 where a branch is infinite.
         passed = share.expand(result.shape) * slope.nan_to_num()
         values = join(result.detach().to(share.dtype), passed)
-        return _follow(result, values, [GradientPath(None, path.origins)])
+        return _follow(result, values, [path])
 
 
 def _detached(value: Any, like: Tensor) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach().to(like.dtype)
     return torch.full((), value, dtype=like.dtype, device=like.device)
-
-
-def _one_hot(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    path = path_of(args[0]) if args else None
-    if path is None:
-        return NotImplemented
-    with without_modes():
-        result = function(*args, **kwargs)
-        classes = result.shape[-1]
-        if path.is_index:
-            tensor = F.pad(path.tensor, (0, classes - path.tensor.shape[-1]))
-        elif classes == 2:
-            # The one-hot code of a bit is (1 − bit, bit).
-            tensor = torch.stack([1 - path.tensor, path.tensor], -1)
-        else:
-            return NotImplemented
-        return _follow(result, tensor, [GradientPath(None, path.origins)])
 
 
 def _scatter(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -399,13 +387,13 @@ def _functions(names: Iterable[str]) -> list[Function]:
 _WITHOUT_VALUES = frozenset(_functions(WITHOUT_VALUES))
 _SELECTIONS = frozenset(_functions(SELECTIONS))
 _CARRIERS: dict[Function, Carrier] = {
-    **dict.fromkeys((*_functions(MOVES), *TRANSPOSITIONS), _move),
-    **dict.fromkeys(_functions(CASTS), _cast),
-    **dict.fromkeys(_functions(NEGATIONS), _negate),
+    **dict.fromkeys((*_functions(MOVES), *TRANSPOSITIONS), _of_one(_move)),
+    **dict.fromkeys(_functions(CASTS), _of_one(_cast)),
+    **dict.fromkeys([each for each in _functions(NEGATIONS) if not writes(each)], _of_one(_negate)),
     **dict.fromkeys(_functions(["add", "sub", "rsub"]), _shift),
     **dict.fromkeys(_functions(["mul"]), _multiply),
     **dict.fromkeys(_functions(["where"]), _choose),
     **dict.fromkeys(_functions(["scatter"]), _scatter),
-    F.one_hot: _one_hot,
+    F.one_hot: _of_one(_one_hot),
 }
 _WRITES = frozenset(filter(writes, _CARRIERS))
