@@ -76,14 +76,9 @@ def replace_at(values: Any, key: int | str, function: Callable[[Any], Any]) -> A
     Raises:
         LookupError: If there is no such key; its argument is the list of all keys.
     """
-    is_container = _is_dataclass(values) or isinstance(values, Mapping | tuple | list)
-    if not is_container and not isinstance(values, Tensor) and isinstance(key, str):
-        if not hasattr(values, key):
-            raise LookupError(list(getattr(values, "__dict__", {})))
-        changed = copy.copy(values)
-        setattr(changed, key, function(getattr(values, key)))
-        return changed
     children = _items(values)
+    if not children and isinstance(key, str):
+        children = getattr(values, "__dict__", {})
     names = list(children)
     if key not in children:
         if not isinstance(key, int) or not -len(names) <= key < len(names):
@@ -111,25 +106,21 @@ def _items(values: Any) -> dict[Any, Any]:
 
 
 def _rebuilt(values: Any, children: dict[Any, Any]) -> Any:
-    if _is_dataclass(values):
-        return _rebuilt_dataclass(values, children)
-    if isinstance(values, Mapping):
-        if type(values) is dict:
-            return children
-        rebuilt: Any = copy.copy(values)
-        rebuilt.update(children)
-        return rebuilt
-    return rebuilt_sequence(values, list(children.values()))
-
-
-def _rebuilt_dataclass(original: Any, values: dict[str, Any]) -> Any:
-    if torch.compiler.is_compiling():
-        return dataclasses.replace(original, **values)
+    """Return a container, or an object with attributes, of the class of another one with other children."""
+    if isinstance(values, tuple | list):
+        return rebuilt_sequence(values, list(children.values()))
+    if type(values) is dict:
+        return children
+    if torch.compiler.is_compiling() and _is_dataclass(values):
+        return dataclasses.replace(values, **children)
     # Without __init__ and __post_init__, and also for frozen dataclasses. Dataclasses that are dicts too
     # (outputs of transformers) update their items in __setattr__.
-    rebuilt = copy.copy(original)
-    write = setattr if isinstance(original, Mapping) else object.__setattr__
-    for name, value in values.items():
+    rebuilt: Any = copy.copy(values)
+    if isinstance(values, Mapping) and not _is_dataclass(values):
+        rebuilt.update(children)
+        return rebuilt
+    write = setattr if isinstance(values, Mapping) else object.__setattr__
+    for name, value in children.items():
         write(rebuilt, name, value)
     return rebuilt
 

@@ -118,14 +118,10 @@ def custom_forward_above() -> str:
         The qualified name; empty if none runs.
     """
     running = itertools.takewhile(lambda caller: caller[0] != _ENTRY, _callers())
-    return next(
-        (
-            name
-            for (module, name), caller in itertools.pairwise(running)
-            if caller == _APPLY and not module.startswith("torch.")
-        ),
-        "",
-    )
+    for (module, name), caller in itertools.pairwise(running):
+        if caller == _APPLY and not module.startswith("torch."):
+            return name
+    return ""
 
 
 def may_be_recomputed() -> bool:
