@@ -18,9 +18,6 @@ from gradpolicy.flow.operation_rule import DispatchMode, DispatchTable, Operatio
 from gradpolicy.flow.parameters import ParameterRules, run_with_rules
 from gradpolicy.flow.tracing import in_transform, is_traced, may_be_recomputed, mode_at, mode_count
 
-# Why policies must not change between forward and backward.
-_RUNS_AGAIN = "modules under activation checkpointing run again there, then with other rules than before"
-_ACTS_ON_ARRIVAL = "rules on parameters (params=) act when the gradients arrive"
 # For each rule, whether it is active and the versions of its changing parameters.
 Snapshot = tuple[tuple[bool, tuple[int, ...]], ...]
 
@@ -53,7 +50,7 @@ class InstallSession:
             PolicyError: If it is a recomputation, and the policies were installed after the forward pass.
         """
         if not self.has_run and tracing.graph_task() != -1:
-            raise _changed("put on", _RUNS_AGAIN)
+            raise _changed("put on")
         self.has_run = self.in_forward = True
         self.note_forward()
 
@@ -95,14 +92,16 @@ class InstallSession:
 
     def _check(self, snapshot: Snapshot | None, grads: tuple[Tensor, ...]) -> None:
         if not self.is_installed:
-            raise _changed("removed", _RUNS_AGAIN if snapshot is not None else _ACTS_ON_ARRIVAL)
+            raise _changed("removed")
         if snapshot is not None and snapshot != self._snapshot():
-            raise _changed("switched, or their schedules went on,", _RUNS_AGAIN)
+            raise _changed("switched, or their schedules went on,")
 
 
-def _changed(how: str, why: str) -> PolicyError:
-    text = f"the policies were {how} between forward and backward, and {why}; change policies between steps"
-    return PolicyError(text)
+def _changed(how: str) -> PolicyError:
+    return PolicyError(
+        f"the policies were {how} between forward and backward, where modules under activation checkpointing "
+        "run again, and rules on parameters (params=) act; change policies between steps"
+    )
 
 
 @dataclass(eq=False, repr=False)
