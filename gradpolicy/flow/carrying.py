@@ -137,17 +137,14 @@ def set_path(tensor: Tensor, path: GradientPath) -> Tensor:
 
 def path_of(value: Any) -> GradientPath | None:
     """Return the path of a discrete tensor, lost after an in-place change; None for other values."""
-    if not isinstance(value, Tensor):
+    # In compiled code, guards on floating-point tensors would slow down every call.
+    if not isinstance(value, Tensor) or (is_traced() and not is_discrete(value)):
         return None
-    if is_traced():
-        # Guards on floating-point tensors would slow down every call of the compiled code.
-        return getattr(value, _NAME, None) or None if is_discrete(value) else None
     path: GradientPath | None = getattr(value, _NAME, None) or None
-    if path is not None:
-        with without_modes():
-            if path.version != value._version:
-                return path.lost("a change in place")
-    return path
+    if path is None or is_traced():
+        return path
+    with without_modes():
+        return path if path.version == value._version else path.lost("a change in place")
 
 
 # Calls a function, by a rule if there is one: (function, arguments, keyword arguments).
@@ -298,13 +295,8 @@ def _shift(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any
 def _multiply(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     """Propagate paths through a product: the operands of floating-point products get the gradients."""
     paths = [path_of(operand) for operand in args]
-    is_in_place = function in _WRITES
-    if (
-        len(args) != 2
-        or kwargs
-        or any(path is not None and path.is_index for path in paths)
-        or (is_in_place and is_discrete(args[0]))
-    ):
+    is_in_place, has_index = function in _WRITES, any(path is not None and path.is_index for path in paths)
+    if len(args) != 2 or kwargs or has_index or (is_in_place and is_discrete(args[0])):
         return NotImplemented
     with without_modes():
         dtype = args[0].dtype if is_in_place else _dtype_of(function, *args)

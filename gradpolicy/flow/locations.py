@@ -77,30 +77,24 @@ def find_locations(model: nn.Module, name: str, policy: RulePlacement) -> Locati
             return Locations(parameters=match_parameters(model, policy.params))
     with under(f"policy.{name}.ops"):
         operations = tuple(dict.fromkeys(resolve_operation(operation) for operation in policy.ops))
-    if not policy.modules:
-        inside = _inside(model, {""}, set())
-        return Locations({"": model}, operations, inside, each=_kin(model, policy.kin, inside))
     with under(f"policy.{name}.modules"):
-        modules = match_modules(model, policy.modules)
+        modules = match_modules(model, policy.modules) if policy.modules else {"": model}
     if not policy.ops:
         return Locations(modules, boundaries=frozenset(map(id, modules.values())))
     apart = [p for p in policy.modules if isinstance(p, str) and p.startswith("!")]
     excluded = {name for pattern in apart for name in match_modules(model, pattern[1:])}
     closed = [p for p in policy.modules if not (isinstance(p, str) and p.endswith("*")) and p not in apart]
     named = {name for pattern in closed for name in match_modules(model, pattern)}
+    inside = _inside(model, set(modules), excluded)
     each = {
         name: None if name in named else type(module)
         for name, module in modules.items()
         if name in named or not isinstance(module, _CONTAINERS)
     }
-    inside = _inside(model, set(modules), excluded)
-    return Locations(modules, operations, inside, each={**each, **_kin(model, policy.kin, inside)})
-
-
-def _kin(model: nn.Module, kin: str, inside: Mapping[int, str]) -> dict[str, type | None]:
-    """Return the names of the modules inside whose class has ``kin`` in its name."""
-    found = [each for each in model.modules() if id(each) in inside and kin in type(each).__name__.lower()]
-    return {inside[id(each)]: None for each in found if kin}
+    for module in model.modules():
+        if policy.kin and id(module) in inside and policy.kin in type(module).__name__.lower():
+            each[inside[id(module)]] = None
+    return Locations(modules, operations, inside, each=each)
 
 
 def location_at(side: str, module: str) -> str:
