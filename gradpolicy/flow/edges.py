@@ -215,7 +215,7 @@ def replace(
 
 
 def tap(bound_rule: BoundRule, inputs: Sequence[Tensor], outputs: list) -> list[Tensor]:
-    """Return the inputs for a call of an operation whose own gradients a rule modifies.
+    """Return the inputs for a call of an operation whose own gradients a rule modifies, or cuts off.
 
     Args:
         bound_rule: The rule.
@@ -232,6 +232,8 @@ def tap(bound_rule: BoundRule, inputs: Sequence[Tensor], outputs: list) -> list[
             "compiled or transformed by torch.func: compute what it needs from the inputs, leave this part "
             "to eager mode (torch.compiler.disable), or compile without fullgraph"
         )
+    if bound_rule.state.policy.detaches:
+        return [tensor.detach() for tensor in inputs]
     positions = [position for position, tensor in enumerate(inputs) if may_have_gradient(tensor)]
     if not positions:
         return list(inputs)

@@ -151,11 +151,7 @@ class OperationRule:
         """Make the native call, with its own gradients modified by the rule."""
         outputs: list = []
         bound_rule = self._bound_to(native)
-        if self.state.policy.detaches:
-            changed = [tensor.detach() for tensor in native.inputs]
-        else:
-            changed = tap(bound_rule, native.inputs, outputs)
-        left = list(zip(native.inputs, changed, strict=True))
+        left = list(zip(native.inputs, tap(bound_rule, native.inputs, outputs), strict=True))
 
         def replacement(tensor: Tensor) -> Tensor:
             # In order, since a tensor that is passed twice has a gradient for each argument.
@@ -172,7 +168,7 @@ class OperationRule:
             self.state.note(self.name, Outcome.WITHOUT_GRADIENT)
             return result
         self.state.note(self.name, Outcome.ACTED)
-        if "output" in bound_rule.reads and not self.state.policy.detaches:
+        if "output" in bound_rule.reads:
             outputs += [map_tensors(Tensor.detach, result), result._version]
         return result
 
