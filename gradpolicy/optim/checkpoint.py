@@ -340,7 +340,7 @@ def _check_state(state: Mapping[str, Any], masked: MaskedParameter) -> None:
             _check_finite(key, value, masked)
 
 
-def _check_finite(key: str, value: Any, masked: MaskedParameter) -> None:
+def _check_finite(key: str, value: Tensor, masked: MaskedParameter) -> None:
     """Check that a saved state is finite where the weight is.
 
     Where training has diverged neither is. Infinity may also be a square, of a state without negative values.
@@ -349,12 +349,7 @@ def _check_finite(key: str, value: Any, masked: MaskedParameter) -> None:
         PolicyError: If it is not.
     """
     weight = masked.parameter.detach()
-    if (
-        is_sharded(weight)
-        or not isinstance(value, Tensor)
-        or value.is_complex()
-        or value.shape != weight.shape
-    ):
+    if is_sharded(weight) or value.is_complex() or value.shape != weight.shape:
         return
     wrong = ~value.isfinite() if bool((value < 0).any()) else value.isnan()
     count = int((wrong.to(weight.device) & weight.isfinite()).count_nonzero())

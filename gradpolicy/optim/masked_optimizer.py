@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, partialmethod
 from operator import attrgetter
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from gradpolicy.errors import PolicyError, shown
 from gradpolicy.optim import checkpoint, moving
-from gradpolicy.optim.masked_parameter import MaskedParameter, Mode, Options
+from gradpolicy.optim.masked_parameter import MaskedParameter, Mode, NewOptions, Options
 from gradpolicy.optim.put_back import mask_gradient, restore_frozen, save_frozen
 from gradpolicy.optim.shapes import local_entries
 from gradpolicy.optim.update_rules import Group, UpdateRule
@@ -51,6 +51,16 @@ def _switch(masking: MaskedOptimizer, name: str) -> None:
         optimizer.state = state
         for parameter, value in before.items():
             parameter.copy_(torch.where(masked[parameter].mask(), parameter, value))
+
+
+@torch.no_grad()
+def _take_out(optimizer: MaskedOptimizer) -> None:
+    """Make state dense that a plain optimizer has loaded, and remove the records from its groups."""
+    optimizer.load_state_dict(optimizer.inner.state_dict())
+    for parameter, each in optimizer.masked.items():
+        if each.state.values:
+            optimizer.state[parameter] = checkpoint.filled(each)
+    optimizer.masked, optimizer.effective_steps = {}, 0
 
 
 class MaskedOptimizer(torch.optim.Optimizer):
@@ -146,19 +156,10 @@ class MaskedOptimizer(torch.optim.Optimizer):
         own = {"inner": inner, "_options": options, "_wrapped": wrapped}
         self.__setstate__({**own, "masked": {}, "effective_steps": 0})
         if any(checkpoint.KEY in group for group in inner.param_groups):
-            self._take_out()
+            _take_out(self)
         wrapped.begin_state()
         if master_weights:
             keep_master_weights(self)
-
-    @torch.no_grad()
-    def _take_out(self) -> None:
-        """Make state dense that a plain optimizer has loaded, and remove the records from its groups."""
-        self.load_state_dict(self.inner.state_dict())
-        for parameter, each in self.masked.items():
-            if each.state.values:
-                self.inner.state[parameter] = checkpoint.filled(each)
-        self.masked, self.effective_steps = {}, 0
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("inner", "_options", "_wrapped", "masked", "effective_steps")
@@ -205,62 +206,34 @@ class MaskedOptimizer(torch.optim.Optimizer):
         """
         self._wrapped.set_settings(settings)
 
-    def set_mask(
-        self,
-        parameter: Tensor,
-        mask: Any,
-        *,
-        frozen_state: str | None = None,
-        bias_correction: str | None = None,
-        master_weights: bool | None = None,
-    ) -> None:
+    def set_mask(self, parameter: Tensor, mask: Any, **options: Unpack[NewOptions]) -> None:
         """Set which entries of a parameter train from the next step on.
 
         Args:
             parameter: One of the optimizer's parameters.
             mask: Bool tensor that broadcasts to the parameter, True = trains; True or False for all of it;
                 or a seeded mask, which has `materialize(shape, device)`; None = all train.
-            frozen_state: Replaces the optimizer's for this parameter, from now on.
-            bias_correction: Replaces the optimizer's for this parameter, from now on.
-            master_weights: True updates this parameter as float32 from now on, if it has 16 bits.
+            **options: `frozen_state`, `bias_correction` and `master_weights` replace the optimizer's for this
+                parameter from now on. Master weights stay once there are any.
 
         Raises:
             PolicyError: If the parameter is not the optimizer's, the mask is not bool or does not fit, or the
                 optimizer was made with differentiable=True or its state has no value for each entry.
         """
-        self.set_masks(
-            {parameter: mask},
-            frozen_state=frozen_state,
-            bias_correction=bias_correction,
-            master_weights=master_weights,
-        )
+        self.set_masks({parameter: mask}, **options)
 
-    def set_masks(
-        self,
-        masks: Mapping[Tensor, Any],
-        *,
-        frozen_state: str | None = None,
-        bias_correction: str | None = None,
-        master_weights: bool | None = None,
-    ) -> None:
+    def set_masks(self, masks: Mapping[Tensor, Any], **options: Unpack[NewOptions]) -> None:
         """Set the masks of many parameters; others keep theirs.
 
         Args:
             masks: By parameter, what `set_mask` takes.
-            frozen_state: Replaces the optimizer's for these parameters, from now on.
-            bias_correction: Replaces the optimizer's for these parameters, from now on.
-            master_weights: True updates those of 16 bits as float32 from now on.
+            **options: As for `set_mask`.
 
         Raises:
             PolicyError: As `set_mask`; masks before the one that is wrong are set.
         """
         if not isinstance(masks, Mapping):
             raise PolicyError(f"set_masks: expected a dict from parameters to masks, got {shown(masks)}")
-        options = {
-            "frozen_state": frozen_state,
-            "bias_correction": bias_correction,
-            "master_weights": master_weights or None,
-        }
         self.masks_set_at = self.effective_steps
         # Later steps write to tensors that are created here, even if the caller is in inference mode.
         with torch.inference_mode(mode=False), torch.no_grad():

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from gradpolicy.checks import BIAS_CORRECTIONS, FROZEN_STATES, check_choice, check_flag
-from gradpolicy.errors import PolicyError
+from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.optim.ages import Ages
 from gradpolicy.optim.parameter_state import ParameterState
 from gradpolicy.optim.put_back import reset_frozen, warn_of_putting_back
@@ -17,6 +17,14 @@ from gradpolicy.optim.shapes import as_logical, coarse_mask, fitting_mask, local
 from gradpolicy.optim.update_rules import Group, UpdateRule
 from gradpolicy.optim.wrapped import Wrapped
 from gradpolicy.tensors.sharding import full_tensor, is_sharded
+
+
+class NewOptions(TypedDict, total=False):
+    """Options that replace those of a masked parameter; None leaves one as it is."""
+
+    frozen_state: str | None
+    bias_correction: str | None
+    master_weights: bool | None
 
 
 class Options(NamedTuple):
@@ -31,17 +39,20 @@ class Options(NamedTuple):
         """True if an entry that freezes loses its state."""
         return self.frozen_state != "keep"
 
-    def changed(self, **options: str | bool | None) -> Options:
-        """Return these options with new values; None leaves an option as it is.
+    def changed(self, **options: Unpack[NewOptions]) -> Options:
+        """Return these options with new values; master weights stay once they are wanted.
 
         Raises:
-            PolicyError: If there is no such value.
+            PolicyError: If there is no such option or value.
         """
         valid = {"frozen_state": FROZEN_STATES, "bias_correction": BIAS_CORRECTIONS}
         given: Any = {key: value for key, value in options.items() if value is not None}
         for key, value in given.items():
+            if key not in self._fields:
+                raise unknown("option of a mask", key, self._fields)
             check_choice(key, value, valid[key]) if key in valid else check_flag(key, value)
-        return self._replace(**given)
+        changed = self._replace(**given)
+        return changed._replace(master_weights=changed.master_weights or self.master_weights)
 
 
 class Mode(Enum):
@@ -177,7 +188,7 @@ class MaskedParameter:
 
     # --- a new mask
 
-    def set_mask(self, mask: Any, **new_options: str | bool | None) -> None:
+    def set_mask(self, mask: Any, **new_options: Unpack[NewOptions]) -> None:
         """Set the mask, and move the state as the options require.
 
         Args:
