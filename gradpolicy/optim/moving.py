@@ -65,7 +65,7 @@ class _Piece:
     """
 
     names: tuple[str, ...]
-    tensors: list[Tensor | None]
+    tensors: list[Any]
     constants: list[float]
     index: Tensor | None = None
     is_stored: bool = False
@@ -74,8 +74,8 @@ class _Piece:
     @property
     def parameter(self) -> Tensor:
         """The parameter's entries."""
-        assert self.tensors[0] is not None
-        return self.tensors[0]
+        parameter: Tensor = self.tensors[0]
+        return parameter
 
     @property
     def shape(self) -> Sequence[int]:
@@ -98,15 +98,10 @@ class _Piece:
         shape, flat, indexed = self.shape, list(self.tensors), self.indexed
         for position, tensor in enumerate(flat):
             if tensor is not None:
-                tensor = tensor if position >= indexed else tensor.index_select(0, self.index)  # type: ignore[arg-type]
+                tensor = tensor if position >= indexed else tensor.index_select(0, self.index)
                 tensor = tensor if tensor.shape == shape else tensor.expand(shape)
                 flat[position] = tensor if tensor.dim() == 1 else tensor.reshape(-1)
         return flat
-
-    def put(self, position: int, values: Tensor) -> None:
-        """Write a vector of what has moved to slices of a tensor."""
-        assert self.index is not None
-        self.tensors[position].index_copy_(0, self.index.long(), values.view(self.shape))  # type: ignore[union-attr]
 
 
 def update(rule: UpdateRule, group: Group, tensors: Sequence[Entries]) -> None:
@@ -342,9 +337,10 @@ def _join(pieces: list[_Piece]) -> _Piece:
             parts = zip(pieces, tensors[position].split(sizes), strict=True)
             targets, views = [], []
             for piece, part in parts:
-                target: Any = piece.tensors[position]
+                target = piece.tensors[position]
                 if position < piece.indexed:
-                    piece.put(position, part)
+                    index: Any = piece.index
+                    target.index_copy_(0, index.long(), part.view(piece.shape))
                 else:
                     targets.append(target)
                     views.append(part if target.dim() == 1 else part.view(target.shape))
@@ -386,7 +382,7 @@ def _kind(rule: UpdateRule, piece: _Piece) -> Any:
 def _move(
     rule: UpdateRule,
     names: tuple[str, ...],
-    tensors: Sequence[Tensor | None],
+    tensors: Sequence[Any],
     constants: Any,
     index: Tensor | None,
     is_stored: bool,
@@ -396,8 +392,6 @@ def _move(
     state, weights = rest[: len(names)], rest[len(names) :]
     constants = constants.unbind() if isinstance(constants, Tensor) else constants
     count = len(constants) - len(weights)
-    assert parameter is not None
-    assert gradient is not None
     dtype = torch.promote_types(parameter.dtype, torch.float32)
 
     def taken(values: Any, of_slices: bool = is_stored) -> Any:
@@ -412,7 +406,6 @@ def _move(
     new, updated = rule.update(before, gradient, values, constants[:count], numbers)
     moves = active if active is None or active.dtype == torch.bool else active.float() > 0
     for old, value in ((parameter, new), *((state[names.index(n)], v) for n, v in updated.items())):
-        assert old is not None
         value = value.to(old.dtype)
         if index is not None and (old is parameter or not is_stored):
             old.index_copy_(0, index.long(), value)

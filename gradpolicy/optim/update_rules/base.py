@@ -33,6 +33,7 @@ class UpdateRule(ABC):
         counts_in_group: True if the optimizer counts its steps once for a param group. A parameter that has
             had a mask then always moves by the rule, which counts for each entry.
         of_weight: The names whose state belongs to the weight, so that "zero" leaves it.
+        kind: Which compiled code serves the rule.
     """
 
     names: tuple[str, ...] = ()
@@ -41,11 +42,7 @@ class UpdateRule(ABC):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-
-    @property
-    def kind(self) -> Hashable:
-        """Which compiled code serves the rule."""
-        return type(self)
+        self.kind: Hashable = type(self)
 
     def state_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the state of a name, for a parameter of a dtype."""

@@ -12,7 +12,6 @@ The rest is two bytes instead of one 16-bit integer: inductor's loops are severa
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -40,13 +39,9 @@ class MasterWeights(UpdateRule):
     def __init__(self, rule: UpdateRule, dtype: torch.dtype) -> None:
         super().__init__(rule.optimizer)
         self.rule, self.dtype, self.names = rule, dtype, (*rule.names, *self.of_weight)
+        self.kind = rule.kind, dtype
         for name in ("tensor_state", "updates", "bases", "age_settings", "numbers"):
             setattr(self, name, getattr(rule, name))
-
-    @property
-    def kind(self) -> Hashable:
-        """See `UpdateRule.kind`."""
-        return self.rule.kind, self.dtype
 
     def state_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """Return uint8 for the rest, float32 for the optimizer's own state."""
