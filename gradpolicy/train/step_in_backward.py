@@ -47,7 +47,7 @@ class StepInBackward:
         _check_processes(optimizers)
         _check_optimizers(optimizers)
         _check_sources(policies)
-        self._optimizers, self._allow_closures = optimizers, allow_closures
+        self._allow_closures = allow_closures
         self._updated: set[Tensor] = set()
         self._handles: list[RemovableHandle] = []
         for each in optimizers:

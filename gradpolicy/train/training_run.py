@@ -350,6 +350,7 @@ class Driven:
 
     Attributes:
         run: The run.
+        policies: The policies by name.
         sinks: Functions that receive the measurements.
     """
 
@@ -372,12 +373,7 @@ class Driven:
             step_in_backward=step_in_backward,
             master_weights=master_weights,
         )
-        self.log_policies, self.sinks = log, self.run.sinks
-
-    @property
-    def policies(self) -> dict[str, Policy]:
-        """The policies by name."""
-        return self.run.policies
+        self.policies, self.sinks, self.log_policies = self.run.policies, self.run.sinks, log
 
     @property
     def installed(self) -> Installed:
