@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial, partialmethod
 from operator import attrgetter
 from typing import Any, Unpack
@@ -443,7 +443,9 @@ def _update(
         for each in masked.values() if wrapped.needs_closure else by_optimizer:
             if not each.is_full:
                 stack.callback(restore_frozen, each, save_frozen(each))
-        stack.enter_context(_hidden_gradients([each.parameter for each in hidden]))
+        for parameter in (each.parameter for each in hidden):
+            stack.callback(setattr, parameter, "grad", parameter.grad)
+            parameter.grad = None
         for part in wrapped.parts:
             stack.enter_context(part.stepping(only))
         step = wrapped.optimizer.step
@@ -527,19 +529,6 @@ def _entries(group: Group, names: tuple[str, ...], masked: MaskedParameter) -> m
         masked.updates if masked.options.bias_correction == "tensor" else None,
         masked.cache,
     )
-
-
-@contextmanager
-def _hidden_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Hide the gradients of parameters while the wrapped optimizer steps."""
-    gradients = [(parameter, parameter.grad) for parameter in parameters]
-    try:
-        for parameter, _ in gradients:
-            parameter.grad = None
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
 
 
 # --- wrapped optimizers
