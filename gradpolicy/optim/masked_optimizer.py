@@ -519,10 +519,9 @@ def _move(work: ByRule) -> None:
 
 def _entries(group: Group, names: tuple[str, ...], masked: MaskedParameter) -> moving.Entries:
     masked.follow()
-    parameter, gradient = masked.parameter, masked.parameter.grad
-    assert gradient is not None
+    gradient: Any = masked.parameter.grad
     return moving.Entries(
-        local_entries(parameter),
+        local_entries(masked.parameter),
         local_entries(gradient),
         masked.state.completed(group, masked.ages, masked.updates, names),
         masked.ages,

@@ -16,6 +16,7 @@ class Lion(UpdateRule):
     """`pytorch_optimizer.Lion`."""
 
     names = ("exp_avg",)
+    counts_in_tensor = False  # but for a param group
 
     def supports(self, group: Group) -> bool:
         """Return False with options that depend on a whole tensor."""
@@ -24,10 +25,6 @@ class Lion(UpdateRule):
     def state(self, group: Group) -> dict[str, float]:
         """Return the momentum."""
         return {"exp_avg": 0.0}
-
-    def tensor_state(self, group: Group, updates: int) -> dict[str, float]:
-        """Return nothing: Lion has one count per param group."""
-        return {}
 
     def updates(self, state: dict[str, Any], group: Group) -> int:
         """Return the group's count if the tensor has been updated, else 0."""

@@ -24,7 +24,7 @@ class ScheduleFreeSGD(UpdateRule):
     """`schedulefree.SGDScheduleFree`."""
 
     names: tuple[str, ...] = ("z", "weight_sum", "lr_max")
-    counts_in_group = True
+    counts_in_group, counts_in_tensor = True, False
 
     def supports(self, group: Group) -> bool:
         """Return False for half precision, in which a sum of weights would stop growing."""
@@ -42,10 +42,6 @@ class ScheduleFreeSGD(UpdateRule):
         """Set z of entries that have had no update to their value."""
         z = torch.where(state["weight_sum"] > 0, state["z"], parameter) if "weight_sum" in state else None
         return state if z is None else {**state, "z": z}
-
-    def tensor_state(self, group: Group, updates: int) -> dict[str, float]:
-        """Return nothing: the optimizer counts for a param group."""
-        return {}
 
     def updates(self, state: dict[str, Any], group: Group) -> int:
         """Return the group's count, where the tensor has been updated."""

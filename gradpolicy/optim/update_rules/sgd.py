@@ -17,14 +17,11 @@ class SGD(UpdateRule):
     """`torch.optim.SGD`."""
 
     names = ("momentum_buffer",)
+    counts_in_tensor = False
 
     def state(self, group: Group) -> dict[str, float]:
         """Return the momentum, if it is used."""
         return {"momentum_buffer": 0.0} if group["momentum"] else {}
-
-    def tensor_state(self, group: Group, updates: int) -> dict[str, float]:
-        """Return nothing: torch's SGD does not count."""
-        return {}
 
     def updates(self, state: dict[str, Any], group: Group) -> int:
         """Return 1 if there is a momentum: a higher count makes no difference."""
