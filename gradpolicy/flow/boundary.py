@@ -146,7 +146,7 @@ def _crossed(rule: BoundRule, values: Values, aliases: Aliases) -> Values:
         return aliases.add(tensor, tensor.detach() if state.policy.detaches else insert_rule(rule, tensor))
 
     result = map_tensors(put_on, values, may_have_gradient)
-    if result is values:
+    if not any(map(may_have_gradient, tensors_in(values))):
         state.note(location, Outcome.WITHOUT_GRADIENT)
     if not torch.compiler.is_compiling():
         reason = "it is no tuple, list, dict or dataclass; tensors in it pass with the plain gradient"

@@ -163,7 +163,7 @@ class WrappedForward:
                 return run_with_rules(self.parameter_rules, self._run_in_session, args, kwargs)
             return self._run_in_session(args, kwargs)
         # Also an exported program, which cannot have rules.
-        return self.__wrapped__(*args, **kwargs)
+        return self._forward(args, kwargs)
 
     def take_off(self) -> None:
         """Restore the forward, also below the wrappers of later installations."""
@@ -259,7 +259,10 @@ class WrappedForward:
                 state.call_counts = before
 
     def _forward(self, args: tuple, kwargs: dict) -> Any:
-        return self.__wrapped__(*args, **kwargs)
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
+        # Not a bound method, which torch 2.11 does not trace.
+        return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
 
 
 def _checkpoints_within(rule: OperationRule) -> int:
