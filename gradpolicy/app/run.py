@@ -31,8 +31,8 @@ from gradpolicy.app.processes import (
 )
 from gradpolicy.app.resume import CONFIG, Resumed, resumed_run, run_loggers, stored_runs
 from gradpolicy.app.run_directory import RunDirectory
-from gradpolicy.atomic_file import write_text
 from gradpolicy.errors import nearest
+from gradpolicy.files import write_text
 from gradpolicy.insight.loggers import LogRun, name_loggers, write_plan
 from gradpolicy.insight.report import write_report
 from gradpolicy.insight.run_files import REPORT, RESULT, STOPPED, Result

@@ -23,11 +23,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from gradpolicy.atomic_file import atomic_open
 from gradpolicy.checks import check_free
 from gradpolicy.delta.change import TensorChange, decode, encode, widths_of
 from gradpolicy.delta.state import DTYPES, Print, Prints, content_of, fingerprint, tensors_of
 from gradpolicy.errors import PolicyError, brief, shown, under
+from gradpolicy.files import atomic_open
 from gradpolicy.tensors.checkpoint_file import check_kind, read_file
 
 FORMAT = "gradpolicy.delta 2"

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradpolicy.atomic_file import write_text
 from gradpolicy.checks import check_integer
 from gradpolicy.delta.change import decode, encode
 from gradpolicy.delta.file import compact, is_shape, read_as, table, write_as, write_safetensors
 from gradpolicy.delta.state import State, content_of, full_cpu, tensors_of
 from gradpolicy.errors import PolicyError, shown, under, unknown
+from gradpolicy.files import write_text
 from gradpolicy.imports import to_install
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import wrapper_of

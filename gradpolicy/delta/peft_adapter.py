@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradpolicy.atomic_file import write_text
 from gradpolicy.checks import check_choice
 from gradpolicy.delta.change import NEW, TensorChange
 from gradpolicy.delta.changed_model import memory_of, save
@@ -23,6 +22,7 @@ from gradpolicy.delta.file import Delta, read, read_weights, write, write_safete
 from gradpolicy.delta.info import Info, describe
 from gradpolicy.delta.state import State, full_cpu, print_of, tensors_of
 from gradpolicy.errors import PolicyError, brief, shortened, shown, under, unknown
+from gradpolicy.files import write_text
 from gradpolicy.tensors.checkpoint_file import check_kind
 from gradpolicy.tensors.sharding import finite_everywhere
 

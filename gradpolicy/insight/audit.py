@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradpolicy.checks import check_integer
 from gradpolicy.errors import PolicyError, PromiseError
+from gradpolicy.files import write_json
 from gradpolicy.freezing import Freezer
 from gradpolicy.insight.run_files import AUDIT, AuditFile
 from gradpolicy.insight.run_log import say
@@ -19,7 +20,6 @@ from gradpolicy.tensors.mask import as_tensor
 from gradpolicy.tensors.seeded import derive
 from gradpolicy.tensors.sharding import local_shard
 from gradpolicy.train.agreement import of_every_rank
-from gradpolicy.train.json_file import write_json
 from gradpolicy.train.lightning.callback import GradientPolicies
 from gradpolicy.train.lightning.resume import starts_new_run
 from gradpolicy.train.lightning.trainer_parts import callbacks_of

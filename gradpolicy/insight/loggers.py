@@ -8,9 +8,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
+from gradpolicy.files import write_json
 from gradpolicy.insight.run_files import PLAN, PLAN_TEXT, flat
 from gradpolicy.planning.plan_table import HEADINGS, Plan, cells
-from gradpolicy.train.json_file import write_json
 
 # Keys of the config with paths of the run.
 PATHS = ("paths", "logger", "extras")

@@ -24,8 +24,8 @@ from pydantic_core import to_json
 
 from gradpolicy.checks import check_integer
 from gradpolicy.errors import PolicyError
+from gradpolicy.files import parse_json
 from gradpolicy.insight.run_files import Count
-from gradpolicy.train.json_file import parse_json
 from gradpolicy.train.lightning.callback import GradientPolicies
 from gradpolicy.train.lightning.resume import starts_new_run
 from gradpolicy.train.lightning.trainer_parts import callbacks_of

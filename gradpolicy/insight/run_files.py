@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.train.json_file import read_json, write_json
+from gradpolicy.files import read_json, write_json
 
 PLAN, PLAN_TEXT, RESULT, AUDIT, REPORT = "plan.json", "plan.txt", "result.json", "audit.json", "report.html"
 STOPPED = "stopped before its end"

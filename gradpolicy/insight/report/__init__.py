@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gradpolicy.atomic_file import atomic_open
+from gradpolicy.files import atomic_open
 from gradpolicy.insight.run_files import REPORT
 
 __all__ = ["REPORT", "is_report", "looks_like_run", "write", "write_report"]

@@ -13,13 +13,12 @@ import pandas as pd
 import yaml
 from pydantic import BaseModel
 
-from gradpolicy.atomic_file import is_inside
 from gradpolicy.display import three_digits
 from gradpolicy.errors import brief
+from gradpolicy.files import is_inside, read_json
 from gradpolicy.insight import record
 from gradpolicy.insight.run_files import AUDIT, PLAN, RESULT, AuditFile, Result, flat
 from gradpolicy.planning.plan_table import Plan
-from gradpolicy.train.json_file import read_json
 from gradpolicy.train.lightning.runs import RunRecord
 
 Content = TypeVar("Content")

@@ -16,8 +16,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from gradpolicy.atomic_file import atomic_open
 from gradpolicy.errors import PolicyError, brief, shortened
+from gradpolicy.files import atomic_open
 from gradpolicy.tensors.checkpoint_file import (
     UnreadableError,
     check_file,

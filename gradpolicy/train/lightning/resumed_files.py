@@ -12,8 +12,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
-from gradpolicy.atomic_file import atomic_open, is_inside
 from gradpolicy.errors import PolicyError
+from gradpolicy.files import atomic_open, is_inside
 from gradpolicy.train.lightning.checkpoints import PATHS
 from gradpolicy.train.lightning.runs import own_checkpoints, run_of, step_of
 from gradpolicy.train.lightning.trainer_parts import callbacks_of

@@ -16,10 +16,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from pydantic import Field
 
-from gradpolicy.atomic_file import is_inside
 from gradpolicy.errors import PolicyError, brief, nearest
+from gradpolicy.files import is_inside, read_json, write_json
 from gradpolicy.tensors.checkpoint_file import check_kind
-from gradpolicy.train.json_file import read_json, write_json
 from gradpolicy.train.lightning.checkpoints import IS_DIRECTORY, KEY, load_weights, read_checkpoint
 from gradpolicy.train.lightning.trainer_parts import callbacks_of
 
