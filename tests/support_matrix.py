@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 FEATURES = {
-    "tensors": "freeze whole tensors and layers",
+    "tensors": "freeze full tensors and layers",
     "rows": "freeze rows",
     "entries": "freeze entries",
     "frozen_state": "`frozen_state`: keep, zero, drop",

@@ -90,7 +90,7 @@ class Bindings:
         """Gather sharded parameters in the block: their shapes only, unless ``values=True``."""
         with ExitStack() as block:
             for optimizer in self.optimizers:
-                block.enter_context(optimizer.whole_parameters(values=values))
+                block.enter_context(optimizer.full_parameters(values=values))
             yield
 
     def state_dict(self) -> dict[str, Any]:

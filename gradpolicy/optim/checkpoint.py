@@ -392,7 +392,7 @@ def _check(record: Record, masked: MaskedParameter) -> None:
         raise PolicyError(f"{name}: saved {error}") from None
     ages = record["ages"]
     if ages.is_floating_point() or ages.dtype == torch.bool:
-        raise PolicyError(f"{name}: its saved ages are {ages.dtype}, not whole numbers; the file is damaged")
+        raise PolicyError(f"{name}: its saved ages are {ages.dtype}, not integers; the file is damaged")
     for what, shape in (("ages", ages.shape), ("mask", record["mask_shape"] or (1,) * parameter.dim())):
         fits = [size in (1, full) for size, full in zip(shape, parameter.shape, strict=False)]
         if len(shape) != parameter.dim() or not all(fits):

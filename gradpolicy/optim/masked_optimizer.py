@@ -74,13 +74,13 @@ class MaskedOptimizer(torch.optim.Optimizer):
     is exact for every entry: it moves as that optimizer would move it if run on that entry alone, over its
     active steps. `gradpolicy.update_rule` adds an optimizer of your own.
 
-    Another optimizer steps the whole tensor; afterwards frozen entries and their state are put back. In the
+    Another optimizer steps the full tensor; afterwards frozen entries and their state are put back. In the
     step frozen gradients and, with torch's own optimizers such as Muon, frozen state count as nothing. There
 
-    - a step count belongs to the whole tensor,
+    - a step count belongs to the full tensor,
     - an entry whose state was emptied restarts as at the optimizer's first step: most state at 0, an
       anchor such as Prodigy's `p0` at the entry's present value,
-    - "drop" frees memory only for tensors that are frozen as a whole.
+    - "drop" frees memory only for tensors that are frozen completely.
 
     The first mask on some entries of a tensor warns of this. If state has no value for each entry (SOAP,
     Shampoo, 8-bit state), such a mask is an error.
@@ -90,7 +90,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         frozen_state: What happens to an entry's moments and age while it is frozen. "keep": they are paused.
             "zero": they become 0 when it freezes. "drop": as "zero", and they take no memory.
         bias_correction: "entry": by the entry's own age. "tensor": by the tensor's one step count, as torch
-            does when moments are zeroed by hand; it is paused while the whole tensor is frozen.
+            does when moments are zeroed by hand; it is paused while the full tensor is frozen.
         master_weights: Update bfloat16 and float16 parameters as float32: 16 more bits are kept of each
             active entry, and moments are float32. A frozen entry loses the 16 bits under "drop" alone.
 
@@ -180,7 +180,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         if self.master_weights:
             keep_master_weights(self)
 
-    def whole_parameters(self, *, values: bool) -> AbstractContextManager[Any]:
+    def full_parameters(self, *, values: bool) -> AbstractContextManager[Any]:
         """Return a context manager in which parameters have their full shape, and if asked for their values.
 
         They always do, except those that an engine distributes between forward passes.

@@ -78,9 +78,9 @@ class MaskedParameter:
         shape: Shape of the parameter.
         state: Access to the optimizer's state of the parameter.
         ages: Which of this process's entries are active, and their ages.
-        updates: Number of updates of the tensor as a whole.
+        updates: Number of updates of the full tensor.
         mask_shape: Shape of the mask as it was set; None after a mask of None.
-        frozen_everywhere: True if no entry of the whole tensor is active, on any process.
+        frozen_everywhere: True if no entry of the full tensor is active, on any process.
         cache: What follows from mask and ages, for the updates until the next mask.
         had_mask: True if a mask was ever set.
     """
@@ -245,7 +245,7 @@ class MaskedParameter:
         if not self.state.values:
             return
         exact, drops = self.rule is not None, self.options.frozen_state == "drop"
-        # Without a rule there is one count for the whole tensor, the same on every process.
+        # Without a rule there is one count for the full tensor, the same on every process.
         restarts = self.options.bias_correction == "entry" and (exact or self.frozen_everywhere)
         if not (restarts and (drops or not exact) and self.state.remove()):
             if exact:
@@ -269,7 +269,7 @@ class MaskedParameter:
             self.state.completed(self.group, self.ages, self.updates)
 
     def set_count(self, updates: int) -> None:
-        """Set the number of updates of the tensor as a whole."""
+        """Set the number of updates of the full tensor."""
         self.updates = updates
         self.state.set_count(updates)
 

@@ -162,7 +162,7 @@ def check_state_of_entries(optimizer: torch.optim.Optimizer, state: Mapping[str,
 def _refused(optimizer: torch.optim.Optimizer, why: str) -> PolicyError:
     return PolicyError(
         f"{type(optimizer).__name__} {why}, so that the state of frozen entries cannot be "
-        "put back alone; freeze whole tensors (level: tensor), or train with one that is exact, such as AdamW"
+        "put back alone; freeze full tensors (level: tensor), or train with one that is exact, such as AdamW"
     )
 
 
@@ -187,8 +187,8 @@ def put_back_remark(optimizer: torch.optim.Optimizer, group: Group, parameter: T
     check_state_of_entries(optimizer, state or {})
     zeros = "frozen gradients and state" if is_torchs_own(optimizer) else "frozen gradients alone"
     return (
-        f"{type(optimizer).__name__} steps whole tensors, and frozen entries are put back afterwards: what "
-        f"it computes from several entries takes zeros for {zeros}, and a step count is the whole tensor's, "
+        f"{type(optimizer).__name__} steps full tensors, and frozen entries are put back afterwards: what "
+        f"it computes from several entries takes zeros for {zeros}, and a step count is the full tensor's, "
         "also for an entry that thaws with empty state; to move active entries as if alone, freeze whole "
         "tensors, describe the optimizer by gradpolicy.update_rule, or train with AdamW"
     )

@@ -54,8 +54,8 @@ def coarse_mask(mask: Tensor, shape: Sequence[int]) -> Tensor:
     """
     if tuple(shape) == tuple(mask.shape):
         return mask
-    whole = full_tensor(mask)
-    return whole[tuple(slice(size) for size in shape)]
+    full = full_tensor(mask)
+    return full[tuple(slice(size) for size in shape)]
 
 
 def fitting_mask(mask: object, parameter: Tensor, name: str) -> Tensor:
@@ -65,7 +65,7 @@ def fitting_mask(mask: object, parameter: Tensor, name: str) -> Tensor:
         PolicyError: As `check_mask`, or if the parameter has no values.
     """
     if parameter.is_meta:
-        raise PolicyError(f"{name}: the parameter lies on the meta device, where tensors have no values")
+        raise PolicyError(f"{name}: the parameter is on the meta device, where tensors have no values")
     if hasattr(mask, "materialize"):
         mask = mask.materialize(parameter.shape, parameter.device)
     tensor = as_tensor(check_mask(mask, parameter, name), parameter.shape, parameter.device)

@@ -179,8 +179,8 @@ def restored(what: str, saved: Any, like: Any, parameters: Mapping[str, Tensor],
 def form_of(tensor: Tensor) -> str:
     """Return the shape of a tensor; its layout and kind too unless it is dense and floating-point."""
     layout = "" if tensor.layout is torch.strided else f" in {tensor.layout}"
-    whole = "" if tensor.is_floating_point() else " of whole numbers"
-    return f"{tuple(tensor.shape)}{layout}{' of complex numbers' if tensor.is_complex() else whole}"
+    kind = "" if tensor.is_floating_point() else " of integers"
+    return f"{tuple(tensor.shape)}{layout}{' of complex numbers' if tensor.is_complex() else kind}"
 
 
 def _fits(saved: Tensor, parameter: Tensor) -> bool:

@@ -208,7 +208,7 @@ class PartitionedOptimizer(MaskedOptimizer):
         )
 
     @contextmanager
-    def whole_parameters(self, *, values: bool) -> Iterator[None]:
+    def full_parameters(self, *, values: bool) -> Iterator[None]:
         """Gather what stage 3 has distributed, or put tensors of NaN and of the right shape in its place."""
         if not _is_stage_3(self.zero):
             yield

@@ -24,7 +24,7 @@ OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1),
     "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1, fused=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    # Its step count and its product of momenta are the whole tensor's.
+    # Its step count and its product of momenta are the full tensor's.
     "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=0.05),
 }
 LEVELS, FROZEN_STATES = ("tensor", "row", "entry", "seeded"), ("keep", "zero", "drop")

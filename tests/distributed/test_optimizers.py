@@ -27,7 +27,7 @@ IN_THE_TABLE = {
     **dict.fromkeys(("muon", "adafactor", "lamb"), "no update rule"),
     "one process": "one",
 }
-# Optimizers whose state is exact for whole tensors alone.
+# Optimizers whose state is exact for full tensors alone.
 OF_TENSORS = ("lamb",)
 
 
@@ -86,7 +86,7 @@ def masked_shards() -> tuple[list[str], bool]:
 @pytest.mark.supports("no update rule", loop="plain", processes="fsdp2")
 def test_rows_of_sharded_parameters_are_put_back(pair: ProcessPool) -> None:
     for said, same in pair(masked_shards):
-        assert any(line.startswith("Muon steps whole tensors") for line in said)
+        assert any(line.startswith("Muon steps full tensors") for line in said)
         assert same
 
 

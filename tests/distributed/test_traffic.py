@@ -94,7 +94,7 @@ def test_a_mask_of_entries_takes_a_byte_an_entry_of_the_shard(
 
 
 def counted_with_a_frozen_half() -> dict[str, int]:
-    """FSDP2 with the first half of the layers frozen as whole tensors."""
+    """FSDP2 with the first half of the layers frozen as full tensors."""
     model = sharded(network())
     model[: DEPTH // 2].requires_grad_(False)
     with CountedTraffic() as traffic:

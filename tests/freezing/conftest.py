@@ -19,7 +19,7 @@ class FakeOptimizer:
     def set_masks(self, masks, **settings) -> None:
         self.masks |= masks
 
-    def whole_parameters(self, *, values) -> AbstractContextManager:
+    def full_parameters(self, *, values) -> AbstractContextManager:
         """They always are."""
         return nullcontext()
 

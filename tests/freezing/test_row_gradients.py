@@ -487,7 +487,7 @@ def test_released_modules_have_ordinary_gradients(wrap: str) -> None:
 ENTRIES = {
     "entries": torch.arange(54).view(9, 6) % 2 == 0,
     "columns": torch.arange(6).view(1, 6) % 2 == 0,
-    "the whole tensor": torch.ones(1, 1, dtype=torch.bool),
+    "the full tensor": torch.ones(1, 1, dtype=torch.bool),
 }
 
 

@@ -78,7 +78,7 @@ class Alone:
 class PutBack(Alone):
     """Torch's own optimizer, after each of whose steps frozen entries and their state are put back by hand.
 
-    For optimizers that count for whole tensors.
+    For optimizers that count for full tensors.
 
     Args:
         make: makes the optimizer of some parameters.

@@ -281,7 +281,7 @@ def damaged(change):
     ("change", "message"),
     [
         (lambda _, record: change_settings(record, mask_shape=[2, 2]), r"'mask'.*\(2, 2\)"),
-        (lambda _, record: record.update(ages=record["ages"].double()), "whole numbers"),
+        (lambda _, record: record.update(ages=record["ages"].double()), "not integers"),
         (lambda _, record: change_settings(record, frozen_state="kept"), "saved frozen_state.*'keep'"),
         (lambda _, record: give_ages(record, torch.ones(5, 5, dtype=torch.int16)), r"'ages'.*\(5, 5\)"),
         (lambda _, record: record["ages"].fill_(0), "a 0, which no entry has"),
@@ -306,7 +306,7 @@ def damaged(change):
             (lambda saved, _, change=change: saved["state"][0].update(change), message)
             for change, message in (
                 ({"exp_avg": "abc"}, r"'exp_avg' to fit the parameter of shape \(4, 3\), got 'abc'"),
-                ({"exp_avg": torch.ones(4, 3, dtype=torch.int32)}, r"'exp_avg'.*\(4, 3\) of whole numbers"),
+                ({"exp_avg": torch.ones(4, 3, dtype=torch.int32)}, r"'exp_avg'.*\(4, 3\) of integers"),
                 ({"exp_avg_sq": torch.ones(4, 3) * 1j}, r"'exp_avg_sq'.*of complex numbers"),
                 ({"step": 1e30}, r"the saved 'step': expected a number of at least 0 and below .*got 1e\+30"),
                 ({"step": "abc"}, "the saved 'step': expected a number"),

@@ -45,10 +45,10 @@ def warned(make, mask):
 @pytest.mark.parametrize("name", KINDS)
 def test_the_first_mask_on_some_entries_says_what_it_means(name):
     (line,) = warned(KINDS[name], HALF)
-    assert line.startswith(f"{name} steps whole tensors, and frozen entries are put back afterwards: ")
+    assert line.startswith(f"{name} steps full tensors, and frozen entries are put back afterwards: ")
     own = is_torchs_own(masked(KINDS[name])[1].inner)
     assert ("zeros for frozen gradients and state" if own else "zeros for frozen gradients alone") in line
-    assert "a step count is the whole tensor's" in line
+    assert "a step count is the full tensor's" in line
     assert warned(KINDS[name], False) == []
 
 
@@ -69,7 +69,7 @@ def test_one_with_a_rule_needs_no_word():
 )
 def test_state_without_a_value_for_each_entry_is_refused_but_for_whole_tensors(make, why):
     weight, optimizer = masked(make)
-    with pytest.raises(PolicyError, match=f"{why}.*freeze whole tensors"):
+    with pytest.raises(PolicyError, match=f"{why}.*freeze full tensors"):
         optimizer.set_mask(weight, HALF)
     weight, optimizer = masked(make)
     optimizer.set_mask(weight, False)
@@ -95,10 +95,10 @@ def planned(make, policy):
 
 def test_the_plan_says_it_too():
     (line,) = planned(KINDS["Muon"], gp.Freeze(gp.masks.Random(0.5))).warnings
-    assert line.startswith("half: Muon steps whole tensors")
+    assert line.startswith("half: Muon steps full tensors")
     assert planned(KINDS["Muon"], gp.Freeze(gp.masks.Random(0.5, level="tensor"))).warnings == ()
     (line,) = planned(KINDS["Muon"], gp.Freeze(gp.masks.Random(0.5, level="row"))).warnings
-    assert line.startswith("half: Muon steps whole tensors")
+    assert line.startswith("half: Muon steps full tensors")
     assert planned(torch.optim.AdamW, gp.Freeze(gp.masks.Random(0.5))).warnings == ()
 
 

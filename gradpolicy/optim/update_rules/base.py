@@ -67,7 +67,7 @@ class UpdateRule(ABC):
         return {}
 
     def dense_state(self, state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
-        """Return the state of a whole parameter as the optimizer itself would have it."""
+        """Return the state of a full parameter as the optimizer itself would have it."""
         return state
 
     def begins_alone(self, state: dict[str, Any], group: Group) -> bool:

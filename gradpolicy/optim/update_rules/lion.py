@@ -19,7 +19,7 @@ class Lion(UpdateRule):
     counts_in_tensor = False  # but for a param group
 
     def supports(self, group: Group) -> bool:
-        """Return False with options that depend on a whole tensor."""
+        """Return False with options that depend on a full tensor."""
         return not any(group.get(option) for option in ("use_gc", "adanorm", "cautious"))
 
     def state(self, group: Group) -> dict[str, float]:

@@ -76,7 +76,7 @@ def joined(weight: Tensor, rest: Tensor, dtype: torch.dtype) -> Tensor:
 
     Args:
         weight: The weights, as float32.
-        rest: What is left, whole numbers.
+        rest: What is left, integers.
         dtype: The dtype of the weights.
     """
     # A weight that something else set to 0 may have kept any rest.

@@ -50,7 +50,7 @@ def test_a_checkpoint_of_another_model_is_told_apart(
     ("change", "form"),
     [
         (torch.Tensor.to_sparse, "in torch.sparse_coo"),
-        (torch.Tensor.int, "of whole numbers"),
+        (torch.Tensor.int, "of integers"),
         (lambda weight: weight * 1j, "of complex numbers"),
     ],
 )
