@@ -2,8 +2,8 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,29 @@ MOST_FOLLOWED = 4096
 _TRAINING: weakref.WeakSet[MaskedOptimizer] = weakref.WeakSet()
 
 
+class Options(TypedDict, total=False):
+    """The other arguments of :func:`training`."""
+
+    steps_per_epoch: int | None
+    scaler: torch.amp.GradScaler | None
+    toggle_requires_grad: bool
+    step_in_backward: bool
+    master_weights: bool
+    layers: bool | None
+
+
+@overload
+def training(
+    model: nn.Module, optimizer: Optimizer, policies: Policies, seed: int = 0, **options: Unpack[Options]
+) -> AbstractContextManager[MaskedOptimizer]: ...
+@overload
+def training(
+    model: nn.Module,
+    optimizer: Sequence[Optimizer],
+    policies: Policies,
+    seed: int = 0,
+    **options: Unpack[Options],
+) -> AbstractContextManager[list[MaskedOptimizer]]: ...
 @contextmanager
 def training(
     model: nn.Module,
