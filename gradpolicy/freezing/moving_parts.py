@@ -1,4 +1,4 @@
-"""Statistics, dropout and embeddings that move in frozen modules, and modules kept still."""
+"""Buffers, dropout and embeddings that move in frozen modules, and modules kept still."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
@@ -11,18 +11,28 @@ from gradpolicy.where import plain_name
 DROPOUT = "dropout"
 
 
-def moving_parts(model: nn.Module) -> dict[str, list[str]]:
-    """Return what moves in each training step beside parameters, by module.
+def copy_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of a model's buffers by name."""
+    return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
 
-    These are the running statistics of norms, and ``"dropout"``, of modules in training mode.
-    """
+
+def moving_parts(before: Mapping[str, Tensor], model: nn.Module) -> dict[str, list[str]]:
+    """Return the names of buffers that have changed since they were copied, and ``"dropout"``, by module."""
     moving: dict[str, list[str]] = {}
+    for raw_name, buffer in model.named_buffers():
+        if raw_name not in before or not _same(before[raw_name], buffer):
+            module, _, own = plain_name(raw_name).rpartition(".")
+            moving.setdefault(module, []).append(own)
     for raw_name, module in model.named_modules():
-        has_statistics = module.training and getattr(module, "running_mean", None) is not None
-        statistics = [name for name, _ in module.named_buffers(recurse=False)] if has_statistics else []
-        if parts := [*statistics, *([DROPOUT] if drops(module) else [])]:
-            moving[plain_name(raw_name)] = parts
+        if drops(module):
+            moving.setdefault(plain_name(raw_name), []).append(DROPOUT)
     return moving
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    if one.is_meta or other.is_meta or one.shape != other.shape:
+        return one.shape == other.shape
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def moving_warnings(
@@ -31,11 +41,11 @@ def moving_warnings(
     parameters: Iterable[str],
     buffers: Mapping[str, str],
 ) -> Iterator[str]:
-    """Yield a line for each freeze policy that freezes modules with running statistics or dropout.
+    """Yield a line for each freeze policy that freezes modules whose buffers change or which have dropout.
 
     Args:
         frozen: For each policy, the parameters that it freezes completely, now or later.
-        moving: The result of :func:`moving_parts`.
+        moving: The result of :func:`moving_parts` for a training step without modules in evaluation mode.
         parameters: The names of all parameters that train or that a policy freezes.
         buffers: The argument ``buffers`` of each policy: "move" or "eval".
     """

@@ -17,7 +17,7 @@ from gradpolicy.flow.locations import remarks as flow_remarks
 from gradpolicy.flow.policy_report import ReportRow, check_operations
 from gradpolicy.freezing.bindings import check_together
 from gradpolicy.freezing.bound_policy import BoundPolicy, frozen_together
-from gradpolicy.freezing.moving_parts import moving_parts, moving_warnings
+from gradpolicy.freezing.moving_parts import copy_buffers, moving_parts, moving_warnings
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.optim.lost_updates import losing_updates
 from gradpolicy.optim.optimizers import plain_optimizers
@@ -102,13 +102,15 @@ def first_step(
         made = _optimizers(duplicate, optimizers)
         trained_by, losing = plain_optimizers(made), losing_updates(optimized, made)
         divided = divided_factors(policies, optimized, trained_by)
+        buffers = copy_buffers(duplicate)
         gradients, report = _flow_report(duplicate, flow, step)
         unmet = list(_unmet(report, duplicate))
+        moving = moving_parts(buffers, duplicate)
         parameters = _trainable(duplicate)
         idle = _idle(flow, gradients)
         bound = _bind(freeze, matched, duplicate, gradients, idle, seed)
     buffered = {name: policy.buffers for name, policy in freeze.items()}
-    still = moving_warnings(frozen_together(bound), moving_parts(duplicate), parameters, buffered)
+    still = moving_warnings(frozen_together(bound), moving, parameters, buffered)
     put_back = put_back_remarks(_partly_frozen(bound), optimized, trained_by)
     remarks = (*unmet, *flow_remarks(flow), *divided, *put_back, *still)
     return FirstStep(policies, matched, parameters, gradients, report, bound, remarks, losing, idle)

@@ -14,7 +14,7 @@ from gradpolicy.flow.install import Installed
 from gradpolicy.flow.locations import remarks
 from gradpolicy.flow.policy_report import check_operations
 from gradpolicy.freezing import Freezer
-from gradpolicy.freezing.moving_parts import moving_parts, moving_warnings
+from gradpolicy.freezing.moving_parts import copy_buffers, moving_parts, moving_warnings
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.optim.lost_updates import losing_updates, lost_updates_warning
 from gradpolicy.optim.optimizers import plain_optimizers
@@ -45,9 +45,10 @@ class Notices:
         self.shown_missing: Collection[str] = ()
         self.warned_of_operations = False
         self._checked_phases: set[str] = set()
+        # The optimizers, the parameters that they train, and copies of buffers while the first update runs.
         self._is_first = True
-        # The optimizers, and the parameters that they train.
         self._optimizers: Sequence[Any] = ()
+        self._buffers: dict[str, Tensor] | None = None
         self._trainable: dict[str, Tensor] = {}
         self.missing = MissingGradients({}, {}, {})
 
@@ -90,7 +91,7 @@ class Notices:
         self._is_first = True
 
     def begin(self, *, masks_changed: bool, has_gradients: bool) -> None:
-        """Tell, as the first update begins, what trains, and warn of what moves in frozen modules.
+        """Tell, as the first update begins, what trains.
 
         Args:
             masks_changed: True if masks have changed.
@@ -107,7 +108,7 @@ class Notices:
             if losing and (line := lost_updates_warning(losing)) not in self.shown:
                 self.warn(line)
         if self._is_first and freezer.policies:
-            self._what_moves(freezer)
+            self._buffers = copy_buffers(self._model)
         if self._is_first or masks_changed:
             self.missing.follow(freezer.frozen())
         self._is_first = False
@@ -130,6 +131,17 @@ class Notices:
                 "methods"
             )
 
+    def end(self) -> None:
+        """Check, after the first update, that policies act, and warn of what moves in frozen modules.
+
+        Raises:
+            PolicyError: If none of a policy's operations was executed.
+        """
+        before, self._buffers = self._buffers, None
+        if before is not None:
+            self._what_moves(before)
+        self.operations("fit")
+
     def _what_trains(self, trainable: Collection[str]) -> None:
         """Print what trains, layer by layer, on one process.
 
@@ -144,12 +156,12 @@ class Notices:
         if shown and layers.entries and is_first_rank():
             wide_console().print(layers)
 
-    def _what_moves(self, freezer: Freezer) -> None:
+    def _what_moves(self, before: dict[str, Tensor]) -> None:
         named = named_parameters(self._model)
         names = [name for name, p in named.items() if p.requires_grad or is_turned_off(p)]
         buffers = {name: each.buffers for name, each in self.policies.items() if isinstance(each, Freeze)}
-        moving = moving_parts(self._model)
-        self._warn_of(moving_warnings(freezer.frozen_tensors(), moving, names, buffers))
+        moving = moving_parts(before, self._model)
+        self._warn_of(moving_warnings(self._freezer.frozen_tensors(), moving, names, buffers))
 
     def operations(self, phase: str) -> None:
         """Check, after the first batch of a phase, that the operations of policies were executed.

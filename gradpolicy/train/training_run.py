@@ -269,7 +269,7 @@ class Run:
         # An engine steps by itself if no policy needs its optimizer.
         self.updates = self.steps.end() or self.updates + 1
         try:
-            self.notices.operations("fit")
+            self.notices.end()
         except PolicyError:
             self.remove()  # not every library tells its driver that a training has failed
             raise

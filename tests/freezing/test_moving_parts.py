@@ -1,14 +1,17 @@
 """Warnings of buffers that change, and of dropout, in frozen modules."""
 
+import torch
 from torch import nn
 
-from gradpolicy.freezing.moving_parts import moving_parts, moving_warnings
+from gradpolicy.freezing.moving_parts import copy_buffers, moving_parts, moving_warnings
 
 
 def test_warns_about_running_stats_and_dropout_unless_buffers_eval():
     norm = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.1))
     model = nn.ModuleDict({"norm": norm, "head": nn.Linear(2, 1)})
-    moving = moving_parts(model)
+    before = copy_buffers(model)
+    model["norm"](torch.randn(4, 2))
+    moving = moving_parts(before, model)
     parameters = [name for name, _ in model.named_parameters()]
 
     def lines(frozen, buffers):
