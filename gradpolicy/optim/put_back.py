@@ -189,7 +189,7 @@ def put_back_remark(optimizer: torch.optim.Optimizer, group: Group, parameter: T
     return (
         f"{type(optimizer).__name__} steps full tensors, and frozen entries are put back afterwards: what "
         f"it computes from several entries takes zeros for {zeros}, and a step count is the full tensor's, "
-        "also for an entry that thaws with empty state; to move active entries as if alone, freeze whole "
+        "also for an entry that thaws with empty state; to move active entries as if alone, freeze full "
         "tensors, describe the optimizer by gradpolicy.update_rule, or train with AdamW"
     )
 
