@@ -4,15 +4,18 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ARGS   ?=
+TORCH  ?= 2.11.0
+OTHER  := $(VENV)/torch-$(TORCH)
 # Tests run beside each other, one thread each: small models gain nothing from more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help train test test-slow support lint docs links bench clean
+.PHONY: help train test test-slow test-torch support lint docs links bench clean
 
 help:
 	@echo 'make train [ARGS="optimizer.lr=0.01 seed=3"]   install once, then run train.py with these overrides'
 	@echo 'make test                                      install once, then lint, type check and tests'
 	@echo 'make test-slow                                 the tests that take longer'
+	@echo 'make test-torch TORCH=2.11.0 [ARGS=tests/flow]  the tests with another version of torch'
 	@echo 'make support                                   write what works where, docs/support.md, from the tests'
 	@echo 'make docs                                      build the documentation, to open at build/docs/index.html'
 	@echo 'make links                                     follow the links of the documentation to other sites'
@@ -26,6 +29,9 @@ test: $(VENV)/.test-installed lint
 
 test-slow: $(VENV)/.test-installed
 	$(PYTEST) --numprocesses=2 --dist=loadgroup -m slow $(ARGS)
+
+test-torch: $(OTHER)/.installed
+	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest --numprocesses=3 --dist=worksteal -m "not slow" $(ARGS)
 
 # Tests that fail leave the table, tests that pass enter it.
 support: $(VENV)/.test-installed
@@ -66,4 +72,12 @@ $(VENV)/.test-installed: $(VENV)/.train-installed
 	@echo "Installing what the tests need (once) ..."
 	$(PIP) --editable '.[test]'
 	$(PIP) --no-deps zennit
+	@touch $@
+
+# Another torch, and for all else the packages of the environment above.
+$(OTHER)/.installed: | $(VENV)/.test-installed
+	$(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH)
+	$(BIN)/python -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
+		> $$($(OTHER)/bin/python -c 'import site; print(site.getsitepackages()[0])')/others.pth
 	@touch $@
