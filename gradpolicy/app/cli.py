@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from gradpolicy.app import CONFIGS
+from gradpolicy.app import CONFIGS, Exit
 from gradpolicy.errors import PolicyError, brief, shown, unknown
 from gradpolicy.imports import EXTRAS
 
 STARTER = Path(__file__).parent / "starter"
 # The package of the starter project, which is renamed after the directory.
 PACKAGE = "my_project"
-FAILED, INTERRUPTED = 1, 130
 
 
 def main(arguments: Sequence[str] | None = None, config_dir: Path | None = None) -> int:
@@ -49,11 +48,11 @@ def main(arguments: Sequence[str] | None = None, config_dir: Path | None = None)
         print(f"error: {brief(str(error), most=500)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return Exit.INTERRUPTED
     except BrokenPipeError:
         # As of `| head`. What Python still writes at its end goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+        return Exit.FAILED
 
 
 def _run(words: Sequence[str], configs: Path) -> int:

@@ -90,7 +90,7 @@ def check_config(config: DictConfig) -> Settings:
     """Check a job's config: references, keys, types, targets and their arguments; build only policies.
 
     Args:
-        config: The config.
+        config: The config, which resolvers read: composed by :meth:`Source.compose`, or by Hydra in its job.
 
     Returns:
         The config without Hydra's own part, with every reference in it resolved.
@@ -120,6 +120,8 @@ def check_config(config: DictConfig) -> Settings:
             check_arguments(container[key], key)
         if key == "policy":
             build_all(container[key], key, Policy)
+    if settings.paths.output_dir != HydraConfig.get().runtime.output_dir:
+        raise PolicyError("paths.output_dir: is the directory of the run; name it by hydra.run.dir=…")
     return settings
 
 
@@ -167,60 +169,83 @@ class Source:
     directory: Path
     name: str = "train"
 
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Initialise Hydra for the block, in which resolvers read the config that was composed last.
 
-@contextmanager
-def hydra_at(source: Source) -> Iterator[None]:
-    """Initialise Hydra for the block, in which resolvers read the config that was composed last.
+        Raises:
+            PolicyError: If the directory does not exist; instead of an error of Hydra or OmegaConf.
+        """
+        if not self.directory.is_dir():
+            raise PolicyError(f"config directory {self.directory} does not exist")
+        former = HydraConfig.instance().cfg
+        try:
+            with initialize_config_dir(str(self.directory), job_name="train", version_base=VERSION_BASE):
+                yield
+        except (HydraException, OmegaConfBaseException) as error:
+            raise PolicyError(explain(error)) from error
+        finally:
+            HydraConfig.instance().cfg = former
 
-    Raises:
-        PolicyError: If the directory does not exist; instead of an error of Hydra or OmegaConf.
-    """
-    if not source.directory.is_dir():
-        raise PolicyError(f"config directory {source.directory} does not exist")
-    former = HydraConfig.instance().cfg
-    try:
-        with initialize_config_dir(str(source.directory), job_name="train", version_base=VERSION_BASE):
-            yield
-    except (HydraException, OmegaConfBaseException) as error:
-        raise PolicyError(explain(error)) from error
-    finally:
-        HydraConfig.instance().cfg = former
+    def compose(self, overrides: list[str]) -> DictConfig:
+        """Compose one job's config, including Hydra's own part; call it within :meth:`open`.
+
+        Raises:
+            PolicyError: For a choice or key that does not exist, with the nearest ones, and for other errors
+                of composition.
+        """
+        try:
+            config = compose(self.name, overrides, return_hydra_config=True)
+        except Exception as error:
+            # Hydra raises various errors for unusual input, such as a name that is too long for a file.
+            raise self._explained(error, overrides) from error
+        with read_write(config), open_dict(config):
+            # Hydra sets it when a job starts. Until then the keys that refer to it need some directory.
+            config.hydra.runtime.output_dir = str(Path.cwd())
+        HydraConfig.instance().set_config(config)
+        return config
+
+    def _explained(self, error: Exception, overrides: list[str]) -> PolicyError:
+        """Return Hydra's message with the key that is wrong and the nearest names."""
+        cause, said = error.__cause__, one_line(error)
+        if isinstance(error, MissingConfigException) and "/" in str(error.missing_cfg_file):
+            group, _, name = str(error.missing_cfg_file).rpartition("/")
+            return _no_such_config(group, name, error.options or self._names_of(group, overrides))
+        if isinstance(cause, ConfigAttributeError | ConfigKeyError):
+            key, known = brief(str(cause.full_key)), {str(name) for name in cause.parent_node or ()}
+            hint = nearest(str(cause.key), known - {"_target_", "_partial_", "hydra"})
+            said = "; ".join(filter(None, (hint, f"a new key takes a plus: +{key}=…")))
+            return PolicyError(f"{key}: there is no such key; {said}")
+        if isinstance(cause, OmegaConfBaseException):
+            return PolicyError(explain(cause))
+        if isinstance(error, ConfigCompositionException):
+            key_named = re.search(r"'([\w./@-]+)[=']", said)
+            said = "there is no such key" if said.endswith("does not exist.") else said
+            return PolicyError(f"{brief(key_named[1])}: {said}" if key_named else said)
+        if isinstance(error, ValueError):
+            for key in (each.key_or_group for each in parsed(overrides) if each.value() is None):
+                if names := self._names_of(key, overrides):
+                    return _no_such_config(key, "null", names)
+        return PolicyError(explain(error))
+
+    def _names_of(self, group: str, overrides: list[str]) -> list[str]:
+        """Return the names of a group's configs."""
+        loader = GlobalHydra.instance().config_loader()
+        return loader.get_group_options(group, config_name=self.name, overrides=overrides)
 
 
-def check_job(config: DictConfig) -> Settings:
-    """Return the settings of a composed job, resolved and checked.
+def _no_such_config(group: str, name: str, names: Sequence[str]) -> PolicyError:
+    if group == "hydra/launcher" and name.startswith(("joblib", "submitit")):
+        return PolicyError(f"{group}={name}: {to_install(ModuleNotFoundError(name='hydra_plugins'))}")
+    return PolicyError(f"{brief(f'{group}={name}')}: there is no such config; {nearest(name, names)}")
 
-    Raises:
-        PolicyError: For invalid input.
-    """
-    settings = check_config(config)
-    if settings.paths.output_dir != config.hydra.runtime.output_dir:
-        raise PolicyError("paths.output_dir: is the directory of the run; name it by hydra.run.dir=…")
-    return settings
+
+# ---- overrides
 
 
 def parsed(overrides: Sequence[str]) -> list[Override]:
     """Parse the overrides of a command line."""
     return OverridesParser.create().parse_overrides(list(overrides))
-
-
-def compose_job(source: Source, overrides: list[str]) -> DictConfig:
-    """Compose one job's config, including Hydra's own part; call it within :func:`hydra_at`.
-
-    Raises:
-        PolicyError: For a choice or key that does not exist, with the nearest ones, and for other errors of
-            composition.
-    """
-    try:
-        config = compose(source.name, overrides, return_hydra_config=True)
-    except Exception as error:
-        # Hydra raises various errors for unusual input, such as a name that is too long for a file.
-        raise _explained(error, source, overrides) from error
-    with read_write(config), open_dict(config):
-        # Hydra sets it when a job starts. Until then the keys that refer to it need some directory.
-        config.hydra.runtime.output_dir = str(Path.cwd())
-    HydraConfig.instance().set_config(config)
-    return config
 
 
 def fixed_overrides(overrides: list[str]) -> list[str]:
@@ -234,42 +259,3 @@ def sweep_values(config: DictConfig, overrides: list[str]) -> Iterator[str]:
     for override in parsed([*from_config, *overrides]):
         if override.is_discrete_sweep():
             yield from (f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator())
-
-
-# ---- what is wrong with a command line
-
-
-def _explained(error: Exception, source: Source, overrides: list[str]) -> PolicyError:
-    """Return Hydra's message with the key that is wrong and the nearest names."""
-    cause, said = error.__cause__, one_line(error)
-    if isinstance(error, MissingConfigException) and "/" in str(error.missing_cfg_file):
-        group, _, name = str(error.missing_cfg_file).rpartition("/")
-        return _no_such_config(group, name, error.options or _names_of(group, source, overrides))
-    if isinstance(cause, ConfigAttributeError | ConfigKeyError):
-        key, known = brief(str(cause.full_key)), {str(name) for name in cause.parent_node or ()}
-        hint = nearest(str(cause.key), known - {"_target_", "_partial_", "hydra"})
-        said = "; ".join(filter(None, (hint, f"a new key takes a plus: +{key}=…")))
-        return PolicyError(f"{key}: there is no such key; {said}")
-    if isinstance(cause, OmegaConfBaseException):
-        return PolicyError(explain(cause))
-    if isinstance(error, ConfigCompositionException):
-        key_named = re.search(r"'([\w./@-]+)[=']", said)
-        said = "there is no such key" if said.endswith("does not exist.") else said
-        return PolicyError(f"{brief(key_named[1])}: {said}" if key_named else said)
-    if isinstance(error, ValueError):
-        for key in (each.key_or_group for each in parsed(overrides) if each.value() is None):
-            if names := _names_of(key, source, overrides):
-                return _no_such_config(key, "null", names)
-    return PolicyError(explain(error))
-
-
-def _names_of(group: str, source: Source, overrides: list[str]) -> list[str]:
-    """Return the names of a group's configs."""
-    loader = GlobalHydra.instance().config_loader()
-    return loader.get_group_options(group, config_name=source.name, overrides=overrides)
-
-
-def _no_such_config(group: str, name: str, names: Sequence[str]) -> PolicyError:
-    if group == "hydra/launcher" and name.startswith(("joblib", "submitit")):
-        return PolicyError(f"{group}={name}: {to_install(ModuleNotFoundError(name='hydra_plugins'))}")
-    return PolicyError(f"{brief(f'{group}={name}')}: there is no such config; {nearest(name, names)}")

@@ -7,7 +7,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -15,37 +14,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from gradpolicy.app.config import (
-    VERSION_BASE,
-    Settings,
-    Source,
-    check_job,
-    compose_job,
-    fixed_overrides,
-    hydra_at,
-    sweep_values,
-)
-from gradpolicy.app.messages import (
-    FAILED,
-    INTERRUPTED,
-    TERMINATED,
-    WRONG_INPUT,
-    explain,
-    wrong_input_errors,
-)
-from gradpolicy.app.processes import (
-    is_first_rank,
-    quoted,
-    termination_exits,
-    under_srun,
-)
+from gradpolicy.app import Exit
+from gradpolicy.app.config import VERSION_BASE, Settings, Source, check_config, fixed_overrides, sweep_values
+from gradpolicy.app.messages import explain, wrong_input_errors
+from gradpolicy.app.processes import is_first_rank, quoted, termination_exits, under_srun
 from gradpolicy.app.run_directory import RunDirectory, is_fixed, locked
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight.run_log import quieter
 from gradpolicy.insight.sweep_summary import summarize
-
-if TYPE_CHECKING:
-    from gradpolicy.app.resume import Resumed
 
 # Options of Hydra that print something instead of running a job.
 INFORMATION = ("help", "hydra_help", "version", "cfg", "info", "shell_completion")
@@ -80,8 +56,8 @@ def main(config_dir: Path, words: Sequence[str]) -> int:
         if any(getattr(options, name) for name in INFORMATION):
             run_by_hydra(source, options)
             return 0
-        with hydra_at(source):
-            config = compose_job(source, fixed_overrides(options.overrides))
+        with source.open():
+            config = source.compose(fixed_overrides(options.overrides))
             show_traceback = OmegaConf.select(config, "extras.traceback") is True
             settings = check_jobs(source, options, config)
             if settings is None:
@@ -92,21 +68,21 @@ def main(config_dir: Path, words: Sequence[str]) -> int:
     except (KeyboardInterrupt, SystemExit) as leaving:
         # Lightning raises SystemExit if Ctrl-C interrupts training.
         interrupts = any(isinstance(each, KeyboardInterrupt) for each in (leaving, leaving.__context__))
-        code = INTERRUPTED if interrupts else getattr(leaving, "code", FAILED)
-        if code in (INTERRUPTED, TERMINATED) and is_first_rank():
+        code = Exit.INTERRUPTED if interrupts else getattr(leaving, "code", Exit.FAILED)
+        if code in (Exit.INTERRUPTED, Exit.TERMINATED) and is_first_rank():
             said = "interrupted" if interrupts else "ended by SIGTERM"
             print(f"{said}; {_how_to_resume(words)}", file=sys.stderr)
-        return code if isinstance(code, int) else FAILED
+        return code if isinstance(code, int) else Exit.FAILED
     except wrong_input_errors() as error:
         if show_traceback:
             traceback.print_exception(error)
         print(f"error: {explain(error)}", file=sys.stderr)
-        return getattr(error, "exit_code", WRONG_INPUT)
+        return getattr(error, "exit_code", Exit.WRONG_INPUT)
     except OSError as error:
         if show_traceback or error.errno not in NO_ROOM:
             raise
         print(f"error: {error.strerror}", file=sys.stderr)
-        return FAILED
+        return Exit.FAILED
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -124,7 +100,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def check_jobs(source: Source, options: argparse.Namespace, config: DictConfig) -> Settings | None:
-    """Check every job of a command line; call it within :func:`hydra_at`.
+    """Check every job of a command line; call it within :meth:`Source.open`.
 
     Args:
         source: The directories of configs.
@@ -141,9 +117,9 @@ def check_jobs(source: Source, options: argparse.Namespace, config: DictConfig) 
     if not options.multirun and config.hydra.mode != RunMode.MULTIRUN:
         if fixed_overrides(overrides) != overrides:
             raise PolicyError("several values for one key make a sweep: add -m, or quote the value")
-        return check_job(config)
+        return check_config(config)
     for override in sweep_values(config, overrides):
-        check_job(compose_job(source, [*fixed_overrides(overrides), override]))
+        check_config(source.compose([*fixed_overrides(overrides), override]))
     return None
 
 
@@ -210,34 +186,27 @@ def run_by_hydra(
 
 
 def run_job(source: Source, options: argparse.Namespace, config: DictConfig, settings: Settings) -> None:
-    """Run one job; one that is resumed runs in the directory of the run that it continues."""
-    path, more = Path(config.hydra.run.dir), []
-    resumed = resumed_job(config, settings) if settings.train and not settings.plan_only else None
+    """Run one job; one that is resumed runs in the directory of the run that it continues.
+
+    Raises:
+        PolicyError: If there is no such checkpoint, or it contradicts the config.
+    """
+    key, path = "hydra.run.dir", Path(config.hydra.run.dir).absolute()
+    resumed, more = None, []
+    is_chosen = under_srun() or is_fixed(config.hydra.run)
+    if settings.train and not settings.plan_only and (is_chosen or settings.ckpt_path is not None):
+        from gradpolicy.app.resume import resumed_run
+
+        with quieter():
+            resumed = resumed_run(settings, path if is_chosen else None)
     if resumed is not None:
         more.append(f"ckpt_path={quoted(str(resumed.checkpoint.absolute()))}")
         path = resumed.directory or path
     if settings.plan_only or not is_first_rank() or (resumed is not None and resumed.directory is not None):
         # Hydra's own files remain those of the original command.
         more.append("hydra.output_subdir=null")
-    key = "hydra.run.dir"
     with locked(path, key, plan_only=settings.plan_only) as own:
         run_by_hydra(source, options, *more, f"{key}={quoted(str(own.path))}", directory=own)
-
-
-def resumed_job(config: DictConfig, settings: Settings) -> "Resumed | None":
-    """Return the checkpoint from which a job continues, and its run; None for a job that starts.
-
-    Raises:
-        PolicyError: If there is no such checkpoint, or it contradicts the config.
-    """
-    is_chosen = under_srun() or is_fixed(config.hydra.run)
-    own = Path(config.hydra.run.dir).absolute() if is_chosen else None
-    if settings.ckpt_path is None and own is None:
-        return None
-    from gradpolicy.app.resume import resumed_run
-
-    with quieter():
-        return resumed_run(settings, own)
 
 
 def run_sweep(source: Source, options: argparse.Namespace, config: DictConfig) -> None:

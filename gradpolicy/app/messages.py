@@ -11,10 +11,6 @@ from omegaconf.errors import OmegaConfBaseException
 from gradpolicy.errors import PolicyError, brief, shown
 from gradpolicy.imports import to_install
 
-WRONG_INPUT = 2
-FAILED = 1
-INTERRUPTED = 130
-TERMINATED = 143
 # The maximum length of a quoted library message, in characters.
 LINE = 300
 # The maximum length of a message, in characters.

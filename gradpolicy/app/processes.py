@@ -17,8 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf, open_dict, read_write
 
-from gradpolicy.app import CONFIGS
-from gradpolicy.app.messages import TERMINATED
+from gradpolicy.app import CONFIGS, Exit
 
 # Arguments of a sweep that its jobs must not get, since a job runs alone in the directory of its first rank.
 SWEEP_ONLY = re.compile(r"[+~]*hydra(/launcher|/sweeper|\.launcher|\.sweeper|\.sweep|\.mode|\.run)\b")
@@ -77,30 +76,29 @@ OmegaConf.register_new_resolver("program", program_name, replace=True)
 @contextmanager
 def termination_exits() -> Iterator[None]:
     """Exit with code 143 on SIGTERM, running all cleanup code."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    former = signal.signal(signal.SIGTERM, _exit)
+    former = exit_with_ranks(None)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, former)
+        if former is not None:
+            signal.signal(signal.SIGTERM, former)
 
 
-def _exit(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(TERMINATED)
+def exit_with_ranks(launcher: Any) -> Any:
+    """Exit with code 143 on SIGTERM from now on, and pass it to the ranks that a launcher has started.
 
-
-def exit_with_ranks(launcher: Any) -> None:
-    """Exit with code 143 on SIGTERM from now on, and pass it to the ranks that a launcher has started."""
+    Returns:
+        The former handler; None in a thread, which cannot handle signals.
+    """
 
     def end(number: int, frame: FrameType | None) -> None:
         if launcher is not None:
             launcher.kill(number)
-        _exit(number, frame)
+        raise SystemExit(int(Exit.TERMINATED))
 
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, end)
+        return signal.signal(signal.SIGTERM, end)
+    return None
 
 
 # ---- the other processes that Lightning starts

@@ -15,16 +15,16 @@ from optuna.distributions import (
 )
 from optuna.trial import TrialState
 
-from gradpolicy.app.config import Settings, Source, check_job, compose_job, hydra_at
+from gradpolicy.app import Exit
+from gradpolicy.app.config import Settings, Source, check_config
 from gradpolicy.app.launch import main as train
-from gradpolicy.app.messages import INTERRUPTED, TERMINATED, WRONG_INPUT
 from gradpolicy.app.processes import quoted, termination_exits
 from gradpolicy.errors import PolicyError, shown, unknown
 from gradpolicy.insight.run_files import RESULT, Result
 from gradpolicy.insight.sweep_summary import summarize
 
 # The exit codes after which no other trial may follow.
-ENDING = (INTERRUPTED, TERMINATED, WRONG_INPUT)
+ENDING = (Exit.INTERRUPTED, Exit.TERMINATED, Exit.WRONG_INPUT)
 
 
 def search(config_dir: Path, overrides: list[str], directory: Path, trials: int, seed: int) -> int:
@@ -56,15 +56,15 @@ def search(config_dir: Path, overrides: list[str], directory: Path, trials: int,
             code = run_trial(study, space, metric, config_dir, words, directory / name)
             if code in ENDING:
                 break
-    if code != WRONG_INPUT:
+    if code != Exit.WRONG_INPUT:
         summarize(directory / name, metric, mode, report=True)
     return code if code in ENDING else 0
 
 
 def read_space(source: Source, overrides: list[str]) -> tuple[str, dict[str, BaseDistribution], Settings]:
     """Return the name of the search space, its distributions by key, and the settings of a first trial."""
-    with hydra_at(source):
-        config = compose_job(source, overrides)
+    with source.open():
+        config = source.compose(overrides)
         sweep = config.get("sweep")
         space: Any = OmegaConf.to_container(sweep, resolve=True) if OmegaConf.is_config(sweep) else {}
         parameters = space.get("parameters") if isinstance(space, dict) else None
@@ -76,7 +76,7 @@ def read_space(source: Source, overrides: list[str]) -> tuple[str, dict[str, Bas
         found = {str(key): distribution(str(key), each) for key, each in parameters.items()}
         # Check the overrides with one value of each parameter.
         first = [f"{key}={json.dumps(_first(each))}" for key, each in found.items()]
-        settings = check_job(compose_job(source, [*overrides, *first]))
+        settings = check_config(source.compose([*overrides, *first]))
         return str(config.hydra.runtime.choices.sweep), found, settings
 
 
@@ -144,6 +144,6 @@ def run_trial(
                 raise unknown("metric", metric, result.metrics, key="optimized_metric")
     finally:
         study.tell(trial, value, TrialState.FAIL if value is None else None)
-    if code in (INTERRUPTED, TERMINATED):
+    if code in (Exit.INTERRUPTED, Exit.TERMINATED):
         study.enqueue_trial(trial.params)
     return code

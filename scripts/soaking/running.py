@@ -16,8 +16,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 # Everything that a run imports is imported once here; each run is a fork.
 import gradpolicy.app.run  # noqa: F401
+from gradpolicy.app import Exit
 from gradpolicy.app.launch import main as train
-from gradpolicy.app.messages import TERMINATED
 from gradpolicy.errors import PolicyError
 
 # A fork of a process with OpenMP threads would hang at its first parallel loop.
@@ -54,7 +54,7 @@ def run(
                 for child in set(children) - codes.keys():
                     (os.killpg if number is signal.SIGKILL else os.kill)(child, number)
             time.sleep(0.005)
-        ends = (0, *((-signal.SIGKILL, -signal.SIGTERM, TERMINATED) if killed else ()))
+        ends = (0, *((-signal.SIGKILL, -signal.SIGTERM, Exit.TERMINATED) if killed else ()))
         if failed := [code for code in codes.values() if code not in ends]:
             errors.seek(0)
             words = f"failed with exit codes {failed}:\n{errors.read()}"

@@ -5,7 +5,7 @@ from hydra.utils import instantiate
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 
-from gradpolicy.app.config import Source, compose_job, hydra_at
+from gradpolicy.app.config import Source
 
 from .conftest import CONF
 
@@ -14,8 +14,8 @@ SLURM = ("hydra/launcher=submitit_slurm", "trainer=slurm", "hydra.launcher.parti
 
 @pytest.fixture
 def composed():
-    with hydra_at(Source(CONF)):
-        yield compose_job(Source(CONF), list(SLURM))
+    with Source(CONF).open():
+        yield Source(CONF).compose(list(SLURM))
 
 
 def test_the_config_makes_the_launcher_of_submitit(composed) -> None:
@@ -42,9 +42,9 @@ def test_the_slurm_trainer_takes_ranks_and_nodes_from_the_job(monkeypatch: pytes
         monkeypatch.setenv(name, value)
     # A trainer sets it to its own rank, for the whole process.
     monkeypatch.setattr(rank_zero_only, "rank", 0)
-    with hydra_at(Source(CONF)):
+    with Source(CONF).open():
         settings = ["trainer=slurm", "trainer.accelerator=cpu", "trainer.devices=2"]
-        trainer = instantiate(compose_job(Source(CONF), settings).trainer)
+        trainer = instantiate(Source(CONF).compose(settings).trainer)
     environment = trainer.strategy.cluster_environment
     assert isinstance(environment, SLURMEnvironment)
     assert environment.auto_requeue

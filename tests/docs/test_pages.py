@@ -14,7 +14,7 @@ import yaml
 from hydra.utils import instantiate
 
 import gradpolicy as gp
-from gradpolicy.app.config import Source, check_job, compose_job, fixed_overrides, hydra_at, sweep_values
+from gradpolicy.app.config import Source, check_config, fixed_overrides, sweep_values
 from gradpolicy.policies import Policy
 from tests.docs.markdown import DOCS, ROOT, all_blocks, blocks, pictures, write_modules
 from tests.docs.plans import planned
@@ -145,11 +145,11 @@ def configs(tmp_path_factory):
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[command for _, command in COMMANDS])
 def test_a_command_of_a_page_or_config_is_understood(configs, page, command):
     words = [word for word in shlex.split(command, comments=True) if word != "-m"]
-    with hydra_at(configs):
-        job = compose_job(configs, fixed_overrides(words))
-        check_job(job)
+    with configs.open():
+        job = configs.compose(fixed_overrides(words))
+        check_config(job)
         for override in sweep_values(job, words):
-            check_job(compose_job(configs, [*fixed_overrides(words), override]))
+            check_config(configs.compose([*fixed_overrides(words), override]))
     assert "policy" in job
 
 
