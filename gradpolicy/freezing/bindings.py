@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradpolicy.errors import PolicyError, shortened, under, warn_user
-from gradpolicy.freezing.bound_policy import BoundPolicy, frozen_together, masks_never_change
+from gradpolicy.freezing.bound_policy import BoundPolicy, masks_never_change
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.masks.base import Layer
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.wrapped import check_settings
-from gradpolicy.policies import Freeze
+from gradpolicy.policies import Freeze, Train
 from gradpolicy.rates import Rates, Settings
 from gradpolicy.tensors.checkpoint_file import reading
 from gradpolicy.where import named_parameters, pick
@@ -35,7 +35,7 @@ class Bindings:
     """
 
     model: nn.Module
-    optimizers: Sequence[MaskedOptimizer]
+    optimizers: Sequence[MaskedOptimizer] | None
     given: Mapping[str, Freeze]
     rates: Mapping[str, Rates]
     seed: int
@@ -81,15 +81,23 @@ class Bindings:
         return {**{name: each.source.layer_groups for name, each in self.policies.items()}, **of_rates}
 
     def frozen_tensors(self) -> dict[str, set[str]]:
-        """Return the names of parameters that each policy freezes completely, now or later."""
+        """Return the names of parameters that each policy freezes completely, now or later.
+
+        ``Train`` policies freeze only what none of them trains.
+        """
         with self.gathered():
-            return frozen_together(self.policies)
+            frozen = {name: each.frozen_tensors() for name, each in self.policies.items()}
+        trains = [frozen[name] for name, each in self.policies.items() if isinstance(each.policy, Train)]
+        return {
+            name: names.intersection(*trains) if isinstance(self.given[name], Train) else names
+            for name, names in frozen.items()
+        }
 
     @contextmanager
     def gathered(self, *, values: bool = False) -> Iterator[None]:
         """Gather sharded parameters in the block: their shapes only, unless ``values=True``."""
         with ExitStack() as block:
-            for optimizer in self.optimizers:
+            for optimizer in self.optimized:
                 block.enter_context(optimizer.full_parameters(values=values))
             yield
 
@@ -140,14 +148,16 @@ class Bindings:
         self.named = named_parameters(self.model)
         self.optimized = {
             each: {parameter for group in each.param_groups for parameter in group["params"]}
-            for each in self.optimizers
+            for each in self.optimizers or ()
         }
         self._in_any: set[Tensor] = set().union(*self.optimized.values())
+        if self.optimizers is None:
+            self._in_any.update(self.named.values())
         self._counted = self.count_optimized()
 
     def count_optimized(self) -> int:
         """Return the number of parameters of all optimizers."""
-        return sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
+        return sum(len(group["params"]) for each in self.optimized for group in each.param_groups)
 
     def _bind_all(self) -> None:
         """Bind the policies, and set the attributes that depend on them."""
@@ -163,7 +173,7 @@ class Bindings:
         }
         for name, policies in self.policies_of.items():
             matching = [each for each in policies if each.matches(name)] or policies
-            check_together(name, {each.name: each.policy for each in matching})
+            _check_together(name, {each.name: each.policy for each in matching})
         self.settings_of = {name: self._settings(name, policy) for name, policy in self.rates.items()}
 
     def _bind(self, name: str, policy: Freeze) -> BoundPolicy:
@@ -175,8 +185,9 @@ class Bindings:
             parameters = self._optimized_of(pick(self.named, policy.restricts))
             policy.mask.model, policy.mask.idle = self.model, self.idle
             policy.mask.setup(own, seed=self.seed)
-            known = {key for each in self.optimizers for group in each.param_groups for key in group}
-            check_settings(policy.mask.setting_names, known)
+            if self.optimizers is not None:
+                known = {key for each in self.optimizers for group in each.param_groups for key in group}
+                check_settings(policy.mask.setting_names, known)
             return BoundPolicy(name, policy, parameters)
 
     def _optimized_of(self, matched: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -207,7 +218,7 @@ def _check_sources(policies: Mapping[str, Freeze]) -> None:
             raise PolicyError(f"policy.{name}: has the mask source of policy.{other}; each needs its own")
 
 
-def check_together(name: str, policies: Mapping[str, Freeze]) -> None:
+def _check_together(name: str, policies: Mapping[str, Freeze]) -> None:
     """Check that policies on a parameter want the same state, and none writes to what another freezes.
 
     Raises:

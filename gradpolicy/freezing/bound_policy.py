@@ -10,7 +10,6 @@ from torch import Tensor
 from gradpolicy.errors import PolicyError, nearest, shown, under
 from gradpolicy.masks.base import MaskSource
 from gradpolicy.policies import Freeze, Train
-from gradpolicy.rates import Settings
 from gradpolicy.tensors.mask import (
     Mask,
     active_share,
@@ -22,7 +21,6 @@ from gradpolicy.tensors.mask import (
     unite,
 )
 from gradpolicy.tensors.seeded import RandomMask, derive
-from gradpolicy.what_trains import Layers, what_trains
 from gradpolicy.when import When
 
 
@@ -203,19 +201,6 @@ def combine(policies: Iterable[BoundPolicy], name: str, parameter: Tensor) -> Ma
     return combined if trained is None else intersect(combined, trained, shape, device)
 
 
-def frozen_together(policies: Mapping[str, BoundPolicy]) -> dict[str, set[str]]:
-    """Return the parameters that each policy freezes completely, now or later, by name.
-
-    ``Train`` policies freeze only what none of them trains.
-    """
-    frozen = {name: each.frozen_tensors() for name, each in policies.items()}
-    trains = [frozen[name] for name, each in policies.items() if isinstance(each.policy, Train)]
-    return {
-        name: names.intersection(*trains) if isinstance(policies[name].policy, Train) else names
-        for name, names in frozen.items()
-    }
-
-
 def evaluated(in_effect: Iterable[BoundPolicy], masks: Mapping[str, Mask]) -> set[str]:
     """Return the parameters that active policies with ``buffers="eval"`` freeze, by name.
 
@@ -226,32 +211,6 @@ def evaluated(in_effect: Iterable[BoundPolicy], masks: Mapping[str, Mask]) -> se
     own = [each.masks.items() for each in in_effect if each.policy.buffers == "eval"]
     idle = {name for items in own for name, mask in items if mask is False}
     return {name for name in idle if masks.get(name, False) is False}
-
-
-def layers_under(
-    named: Mapping[str, Tensor],
-    masks: Mapping[str, Mask],
-    settings: Mapping[str, Settings],
-    bound: Collection[BoundPolicy],
-    in_effect: Collection[BoundPolicy],
-) -> Layers:
-    """Return what trains, layer by layer.
-
-    Args:
-        named: All parameters of the model by name.
-        masks: The masks of the parameters that may train, under all policies together.
-        settings: Their settings, under all policies together.
-        bound: The freeze policies.
-        in_effect: Those that are active.
-    """
-    return what_trains(
-        named,
-        {name: active_share(mask) for name, mask in masks.items()},
-        factors={name: own["lr"] for name, own in settings.items() if "lr" in own},
-        still=evaluated(in_effect, masks),
-        matched=set().union(*(each.source.parameters for each in bound)),
-        trains_only_matched=any(isinstance(each.policy, Train) for each in in_effect),
-    )
 
 
 def _as_flag(mask: Mask) -> Mask:

@@ -128,5 +128,5 @@ class ParameterSettings:
 
     def _set(self, settings: dict[str, Settings]) -> None:
         self.current, named = settings, self._bindings.named
-        for optimizer in self._bindings.optimizers:
+        for optimizer in self._bindings.optimized:
             optimizer.set_settings({named[name]: own for name, own in settings.items()})

@@ -4,20 +4,20 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gradpolicy.errors import under
 from gradpolicy.freezing.bindings import Bindings
-from gradpolicy.freezing.bound_policy import BoundPolicy, evaluated, layers_under, masks_never_change
+from gradpolicy.freezing.bound_policy import BoundPolicy, evaluated, masks_never_change
 from gradpolicy.freezing.combined import CombinedMasks, ParameterSettings
 from gradpolicy.freezing.moving_parts import StillModules
 from gradpolicy.freezing.requires_grad import ComputedGradients
 from gradpolicy.optim import MaskedOptimizer
-from gradpolicy.policies import Freeze
+from gradpolicy.policies import Freeze, Train
 from gradpolicy.rates import Rates
 from gradpolicy.tensors.mask import Mask, active_share, as_tensor
 from gradpolicy.tensors.sharding import finite_everywhere
-from gradpolicy.what_trains import Layers
+from gradpolicy.what_trains import Layers, what_trains
 
 
 class MaskObserver(Protocol):
@@ -40,7 +40,7 @@ class Freezer:
 
     Args:
         model: The model.
-        optimizers: The optimizers of its parameters.
+        optimizers: The optimizers of its parameters; None: for a plan, as if all parameters were in one.
         policies: The freeze policies by name.
         rates: The policies that set learning rates and other settings of single parameters, by name.
         seed: The seed of mask sources without their own seed.
@@ -51,7 +51,6 @@ class Freezer:
         idle: The names of parameters without a gradient, which make no layer.
 
     Attributes:
-        policies: The names of the freeze policies.
         all_policies: The names of all policies.
         parameters: The parameters that freeze policies restrict, by name.
         dropped: Parameters whose gradients are computed in this update, but dropped like those of updates in
@@ -68,7 +67,7 @@ class Freezer:
     def __init__(
         self,
         model: nn.Module,
-        optimizers: Sequence[MaskedOptimizer],
+        optimizers: Sequence[MaskedOptimizer] | None,
         policies: Mapping[str, Freeze],
         *,
         rates: Mapping[str, Rates] | None = None,
@@ -76,11 +75,10 @@ class Freezer:
         toggle_requires_grad: bool = True,
         idle: Collection[str] = (),
     ) -> None:
-        self.optimizers, rates = list(optimizers), dict(rates or {})
+        self.optimizers, rates = list(optimizers or ()), dict(rates or {})
         self.observers: list[MaskObserver] = []
-        self.policies = list(policies)
         self.all_policies = {*policies, *rates}
-        self._bindings = Bindings(model, self.optimizers, policies, rates, seed, idle)
+        self._bindings = Bindings(model, optimizers, policies, rates, seed, idle)
         self.parameters = self._bindings.parameters
         self.counted_layers = self._bindings.counted_layers
         self.may_change = not all(map(masks_never_change, policies.values()))
@@ -112,7 +110,7 @@ class Freezer:
         if step == self._step:
             return False
         self._bindings.check_optimizers()
-        asked = [each for each in self._bindings.policies.values() if each.asks(step, epoch, phase)]
+        asked = [each for each in self.policies.values() if each.asks(step, epoch, phase)]
         with self._bindings.gathered(values=any(each.source.reads_weights for each in asked)):
             changed, applied = self._begin_step(step, epoch, phase)
         writing = [each for each in (*asked, *applied) if each.source.writes_weights]
@@ -123,7 +121,7 @@ class Freezer:
 
     def _begin_step(self, step: int, epoch: int, phase: str) -> tuple[bool, list[BoundPolicy]]:
         self._step, self._now = step, (step, epoch)
-        bound = self._bindings.policies.values()
+        bound = self.policies.values()
         changes = {each.name: each.update(step, epoch, phase) for each in bound}
         changed = set().union(*changes.values()) if self._masks.current else set(self.parameters)
         for each in bound:
@@ -152,13 +150,12 @@ class Freezer:
         self._gradients.observe()
         optimized = self._bindings.optimized[optimizer]
         if self.wanted_gradients() and _has_finite_gradients(optimizer):
-            for each in self._bindings.policies.values():
+            for each in self.policies.values():
                 each.show(id(optimizer), optimized, *self._now)
 
     def wanted_gradients(self) -> set[str]:
         """Return the names of parameters whose full gradients mask sources need in the current update."""
-        bound = self._bindings.policies.values()
-        return set().union(*(each.gradient_names(*self._now) for each in bound))
+        return set().union(*(each.gradient_names(*self._now) for each in self.policies.values()))
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Pass the metrics of a validation to the sources of the policies in effect."""
@@ -194,20 +191,21 @@ class Freezer:
         self._still.release()
         self._settings.restore()
         self._step = None
-        for each in self._bindings.policies.values():
+        for each in self.policies.values():
             each.source.release()
             each.source.model = None
 
     # ---- for reports and other callers
 
     @property
+    def policies(self) -> dict[str, BoundPolicy]:
+        """The freeze policies with their parameters and masks, by name."""
+        return self._bindings.policies
+
+    @property
     def policy_of(self) -> dict[str, str]:
         """The first policy of each parameter."""
         return {name: policies[0].name for name, policies in self._bindings.policies_of.items()}
-
-    def parameters_of(self, policy: str) -> dict[str, Tensor]:
-        """Return the parameters that a policy restricts, by name."""
-        return self._bindings.policies[policy].parameters
 
     def mask_of(self, name: str) -> Mask:
         """Return the current mask of a parameter: the intersection of the masks of all policies in effect."""
@@ -224,7 +222,7 @@ class Freezer:
     def active_share(self, policy: str) -> float:
         """Return the share of the entries of a policy's parameters that train."""
         with self._bindings.gathered():
-            own = self.parameters_of(policy)
+            own = self.policies[policy].parameters
             active = sum(
                 p.numel() * active_share(as_tensor(self.mask_of(name), p.shape, p.device))
                 for name, p in own.items()
@@ -240,8 +238,14 @@ class Freezer:
         bindings = self._bindings
         with bindings.gathered():
             masks = {name: self.mask_of(name) for name in bindings.named if name in trainable}
-            settings, bound = self._settings.current, bindings.policies.values()
-            return layers_under(bindings.named, masks, settings, bound, bindings.in_effect)
+            return what_trains(
+                bindings.named,
+                {name: active_share(mask) for name, mask in masks.items()},
+                factors={n: own["lr"] for n, own in self._settings.current.items() if "lr" in own},
+                still=evaluated(bindings.in_effect, masks),
+                matched=set().union(*(each.source.parameters for each in self.policies.values())),
+                trains_only_matched=any(isinstance(each.policy, Train) for each in bindings.in_effect),
+            )
 
     # ---- checkpoints
 

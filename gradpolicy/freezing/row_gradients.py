@@ -60,7 +60,7 @@ class RowGradients:
 
 def _active_rows(mask: Mask, parameter: Tensor) -> Tensor | None:
     """Return the indices of the rows that train under a mask of rows; None for another mask."""
-    if isinstance(mask, bool) or (isinstance(mask, RandomMask) and mask.level != "row"):
+    if isinstance(mask, bool) or parameter.is_meta or (isinstance(mask, RandomMask) and mask.level != "row"):
         return None
     flags = as_tensor(mask, parameter.shape, parameter.device)
     if flags.shape != (*parameter.shape[:1], *[1] * (parameter.dim() - 1)):

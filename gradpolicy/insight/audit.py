@@ -172,7 +172,7 @@ class Audit(Callback):
                 self._counted.entries += len(indices)
                 self._counted.changed += changed
             if changed:
-                policies = [p for p in freezer.policies if name in freezer.parameters_of(p)]
+                policies = [p for p, each in freezer.policies.items() if name in each.parameters]
                 self._counted.differences.append(
                     f"{name} (policy.{', policy.'.join(policies)}): {changed} of {len(indices)} frozen "
                     f"entries changed between update {since} and update {step} on rank {self._rank}; "

@@ -9,22 +9,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from gradpolicy.errors import PolicyError, under
+from gradpolicy.errors import PolicyError
 from gradpolicy.factors import divided_factors
 from gradpolicy.flow import install
 from gradpolicy.flow.install import deactivate
 from gradpolicy.flow.locations import remarks as flow_remarks
 from gradpolicy.flow.policy_report import ReportRow, check_operations
-from gradpolicy.freezing.bindings import check_together
-from gradpolicy.freezing.bound_policy import BoundPolicy, frozen_together
+from gradpolicy.freezing import Freezer
 from gradpolicy.freezing.moving_parts import copy_buffers, moving_parts, moving_warnings
 from gradpolicy.freezing.requires_grad import is_turned_off
 from gradpolicy.optim.lost_updates import losing_updates
 from gradpolicy.optim.optimizers import plain_optimizers
 from gradpolicy.optim.put_back import put_back_remarks
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
+from gradpolicy.rates import Rates
 from gradpolicy.tensors.mask import active_share
-from gradpolicy.where import named_parameters, pick, pick_each, plain_name
+from gradpolicy.where import named_parameters, pick_each, plain_name
 
 Step = Callable[[nn.Module], Tensor]
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -43,7 +43,7 @@ class FirstStep:
         parameters: The trainable parameters of the copy.
         gradients: Their gradients; None for a parameter without one.
         report: The rows of the report of flow policies, each active, by policy.
-        bound: Copies of the freeze policies, bound to the copy, with their first masks.
+        freezer: Copies of the freeze policies on the copy, with their first masks.
         warnings: Remarks on operations that did not run, on optimizers, and on frozen parts that move.
         losing: Parameters of 16 bits in which updates are lost.
         idle: Parameters that get no gradient in any step, as far as this one tells.
@@ -54,7 +54,7 @@ class FirstStep:
     parameters: Mapping[str, nn.Parameter]
     gradients: Mapping[str, Tensor | None]
     report: Mapping[str, ReportRow]
-    bound: Mapping[str, BoundPolicy]
+    freezer: Freezer
     warnings: tuple[str, ...]
     losing: list[str]
     idle: tuple[str, ...]
@@ -108,12 +108,12 @@ def first_step(
         moving = moving_parts(buffers, duplicate)
         parameters = _trainable(duplicate)
         idle = _idle(flow, gradients)
-        bound = _bind(freeze, matched, duplicate, gradients, idle, seed)
+        freezer = _freezer(duplicate, policies, gradients, idle, seed)
     buffered = {name: policy.buffers for name, policy in freeze.items()}
-    still = moving_warnings(frozen_together(bound), moving, parameters, buffered)
-    put_back = put_back_remarks(_partly_frozen(bound), optimized, trained_by)
+    still = moving_warnings(freezer.frozen_tensors(), moving, parameters, buffered)
+    put_back = put_back_remarks(_partly_frozen(freezer), optimized, trained_by)
     remarks = (*unmet, *flow_remarks(flow), *divided, *put_back, *still)
-    return FirstStep(policies, matched, parameters, gradients, report, bound, remarks, losing, idle)
+    return FirstStep(policies, matched, parameters, gradients, report, freezer, remarks, losing, idle)
 
 
 def of_kind(policies: Mapping[str, Policy], kind: type[Kind]) -> dict[str, Kind]:
@@ -231,44 +231,38 @@ def _idle(flow: Mapping[str, FlowPolicy], gradients: Mapping[str, Tensor | None]
 # ---- freeze policies, with the masks of their first step
 
 
-def _bind(
-    policies: Mapping[str, Freeze],
-    matched: Matched,
+def _freezer(
     duplicate: nn.Module,
+    policies: Mapping[str, Policy],
     gradients: Mapping[str, Tensor | None],
     idle: Collection[str],
     seed: int,
-) -> dict[str, BoundPolicy]:
-    """Return copies of the policies, bound to the copy, with their first masks.
+) -> Freezer:
+    """Return the freezer of copies of the policies, each with the masks of its first step.
 
     Raises:
         PolicyError: If a source cannot mask the parameters of its policy, or policies disagree on the state.
     """
-    copies = named_parameters(duplicate)
-    bound: dict[str, BoundPolicy] = {}
-    for name, policy in policies.items():
-        own, when = copy.copy(policy), policy.when
-        source = own.mask = copy.deepcopy(policy.mask)
-        with under(f"policy.{name}"):
-            source.model, source.idle = duplicate, idle
-            source.setup({key: copies[key] for key in matched[name]}, seed=seed)
-            if source.needs_gradients:
-                known = {key: gradients.get(key) for key in source.parameters}
-                source.observe({key: gradient for key, gradient in known.items() if gradient is not None})
-        each = bound[name] = BoundPolicy(name, own, pick(copies, policy.restricts))
-        step, epoch = (when.start, 0) if when.unit == "step" else (0, when.start)
-        each.update(step, epoch, when.phases[0])
-    for key in copies:
-        if on_it := {name: each for name, each in policies.items() if key in matched[name]}:
-            check_together(key, on_it)
-    return bound
+    copies = {name: copy.copy(policy) for name, policy in of_kind(policies, Freeze).items()}
+    for each in copies.values():
+        each.mask = copy.deepcopy(each.mask)
+    rates = of_kind(policies, Rates)
+    freezer = Freezer(duplicate, None, copies, rates=rates, seed=seed, toggle_requires_grad=False, idle=idle)
+    for bound in freezer.policies.values():
+        source, when = bound.source, bound.policy.when
+        if source.needs_gradients:
+            known = {key: gradients.get(key) for key in source.parameters}
+            source.observe({key: gradient for key, gradient in known.items() if gradient is not None})
+        bound.update(*((when.start, 0) if when.unit == "step" else (0, when.start)), when.phases[0])
+    freezer.begin_step(0)
+    return freezer
 
 
-def _partly_frozen(bound: Mapping[str, BoundPolicy]) -> dict[str, list[str]]:
+def _partly_frozen(freezer: Freezer) -> dict[str, list[str]]:
     """Return the names of the parameters of which each policy freezes some entries."""
     return {
         name: [key for key, mask in each.masks.items() if 0.0 < active_share(mask) < 1.0]
-        for name, each in bound.items()
+        for name, each in freezer.policies.items()
     }
 
 

@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,18 +10,15 @@ from torch import Tensor, nn
 from gradpolicy.checks import check_integer
 from gradpolicy.errors import PolicyError, shortened, shown, under
 from gradpolicy.flow.install import checked_policies
-from gradpolicy.freezing.bound_policy import BoundPolicy, combine, layers_under, masks_never_change
-from gradpolicy.masks.base import Layer, MaskSource
+from gradpolicy.masks.base import MaskSource
 from gradpolicy.masks.layers import names_in
 from gradpolicy.optim.lost_updates import lost_updates_warning
 from gradpolicy.planning.first_step import FirstStep, Optimizers, Step, first_step, of_kind
 from gradpolicy.planning.plan_table import Plan, PlanRow
 from gradpolicy.policies import FlowPolicy, Freeze, Policy, Stop
-from gradpolicy.rates import Rates, at, combined
+from gradpolicy.rates import Rates
 from gradpolicy.tensors.mask import Mask, active_share
-from gradpolicy.what_trains import Layers
 from gradpolicy.when import When, Window
-from gradpolicy.where import named_parameters
 
 # What happens to the optimizer state of an entry that freezes, by ``frozen_state``.
 FATES = {
@@ -72,11 +69,9 @@ def plan(
         raise PolicyError(f"plan: needs a function from the model's copy to the loss, got {shown(step)}")
     named = checked_policies("plan", policies, Policy, "gradient policy")
     found = first_step(model, named, step, seed=check_integer("seed", seed), optimizers=optimizers)
-    # Of the first step: the policies that are active, and the masks of parameters under all of them.
-    active = [each for each in found.bound.values() if each.policy.when.active()]
-    masks = {key: combine(active, key, parameter) for key, parameter in found.parameters.items()}
-    layers = _layers(model, found, masks, active)
-    if all(masks_never_change(policy) for policy in of_kind(named, Freeze).values()):
+    masks = {key: found.freezer.mask_of(key) for key in found.parameters}
+    layers = found.freezer.what_trains(found.parameters)
+    if not found.freezer.may_change:
         layers.check()
     sizes = {name: parameter.numel() for name, parameter in found.parameters.items()}
     getting = [name for name in sizes if found.gets_gradient(name)]
@@ -103,22 +98,6 @@ def plan(
     )
 
 
-def _layers(
-    model: nn.Module, found: FirstStep, masks: Mapping[str, Mask], active: Sequence[BoundPolicy]
-) -> Layers:
-    """Return what trains in the first step, layer by layer."""
-    settings = [each.source.settings(0, 0) for each in active]
-    settings += [
-        {
-            key: at(own, each.when.count(0, 0))
-            for key, own in each.settings_of(found.matched[name], found.idle).items()
-        }
-        for name, each in of_kind(found.policies, Rates).items()
-        if each.when.active()
-    ]
-    return layers_under(named_parameters(model), masks, combined(settings), found.bound.values(), active)
-
-
 def _vain_warnings(found: FirstStep, masks: Mapping[str, Mask]) -> Iterator[str]:
     """Yield a line for each policy on parameters that get no gradient, and for those of no policy."""
     for name, matched in found.matched.items():
@@ -139,13 +118,11 @@ def _vain_warnings(found: FirstStep, masks: Mapping[str, Mask]) -> Iterator[str]
 
 def _idle_layers(found: FirstStep) -> Iterator[str]:
     """Yield a line for each policy that does not count layers without a gradient, or counts them."""
-    counted: dict[str, Sequence[Layer]] = {n: each.source.layer_groups for n, each in found.bound.items()}
     among: dict[str, Collection[str]] = dict(found.matched)
     for name, rates in of_kind(found.policies, Rates).items():
-        counted[name] = rates.layers_of(found.matched[name], found.idle)
         among[name] = names_in(rates.layers_of(found.matched[name]))
-    for name, layers in counted.items():
-        out = "exclude it (!…)" if name in found.bound else "name it in a pattern before"
+    for name, layers in found.freezer.counted_layers().items():
+        out = "exclude it (!…)" if name in found.freezer.policies else "name it in a pattern before"
         if layers and (left := set(among[name]) & set(found.idle) - names_in(layers)):
             yield (
                 f"{name}: {shortened(sorted(left))} get no gradient and make no layer; training without a "
@@ -206,7 +183,7 @@ def _row(name: str, policy: Policy, found: FirstStep) -> PlanRow:
 
 def _of_masks(name: str, policy: Freeze, found: FirstStep) -> dict[str, Any]:
     """Return the cells of a freeze policy."""
-    source, masks = found.bound[name].source, found.bound[name].masks
+    source, masks = found.freezer.policies[name].source, found.freezer.policies[name].masks
     sizes = {key: parameter.numel() for key, parameter in found.matched[name].items()}
     active = {key: size * active_share(masks[key]) for key, size in sizes.items()}
     entries, vain = sum(sizes.values()), found.vain(name)

@@ -179,7 +179,7 @@ class Measurements:
         self._flips, self._weights = {}, {}
         measured: Measured = {}
         for policy in self._freezer.policies:
-            names = list(self._freezer.parameters_of(policy))
+            names = list(self._freezer.policies[policy].parameters)
             columns: dict[str, list[Any]] = {key: [rows[name].get(key) for name in names] for key in SUMS}
             for key in NORMS:
                 squares = [rows[name].get(key) for name in names]

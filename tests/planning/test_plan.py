@@ -65,6 +65,13 @@ def test_what_several_freeze_policies_leave_to_train_is_their_intersection(plan_
     assert plan_of(policies).training_entries == 2 + 2
 
 
+def test_a_model_without_values_has_a_plan():
+    with torch.device("meta"):
+        model, batch = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.ones(1, 4)
+    plan = gp.plan(model, [gp.Freeze(gp.masks.Random(0.5, level="row"))], lambda copy: copy(batch).sum())
+    assert (plan.training_entries, plan.entries) == (15, 30)
+
+
 def test_a_freeze_policy_shows_its_source_its_timetable_and_its_state(plan_of):
     random = gp.masks.Random(gp.masks.Cubic(1.0, 0.1, steps=100), every=5, start=10, stop=90)
     fixed, later = gp.masks.Fixed(["head.bias"]), gp.When(start=3, unit="epoch")
