@@ -213,17 +213,14 @@ class PruneAndGrow(GradientSource):
 
     def _grown(self, name: str, kept: Tensor, period: int, target: int, gradient: Tensor | None) -> Tensor:
         """Return the mask of entries (or blocks) to grow, by the gradient or at random."""
-        key = derive(self.seed, period, name, "prune_and_grow")
-        if self._pattern.kept is not None:
-            scores = (
-                words_at(key, torch.arange(kept.numel(), device=kept.device)).reshape(kept.shape)
-                if gradient is None
-                else gradient.abs()
-            )
-            return self._pattern.best(scores.masked_fill(kept, math.inf)) & ~kept
         if gradient is None:
-            return grown_at_random(kept, key, target)
-        return grown_entries(kept, gradient, target)
+            key = derive(self.seed, period, name, "prune_and_grow")
+            scores = words_at(key, torch.arange(kept.numel(), device=kept.device)).reshape(kept.shape)
+        else:
+            scores = gradient.abs()
+        if self._pattern.kept is not None:
+            return self._pattern.best(scores.masked_fill(kept, math.inf)) & ~kept
+        return grown_entries(kept, scores, target)
 
 
 # ---- one change of the topology
@@ -256,34 +253,16 @@ def kept_entries(active: Tensor, weight: Tensor, fraction: float, target: int, *
     return kept.reshape(active.shape)
 
 
-def grown_entries(kept: Tensor, gradient: Tensor, target: int) -> Tensor:
-    """Return the mask of entries to grow: those with the largest ``|gradient|`` that are not kept.
+def grown_entries(kept: Tensor, scores: Tensor, target: int) -> Tensor:
+    """Return the mask of entries to grow: those with the highest scores that are not kept.
 
     Args:
         kept: The mask of active entries.
-        gradient: The gradient, in the same shape, without NaN.
-        target: The number of active entries after growing.
+        scores: Numbers of at least 0, in the same shape.
+        target: The number of active entries after growing, if there are so many.
     """
     wanted = target - int(torch.count_nonzero(kept))
-    if wanted >= kept.numel() - (target - wanted):
-        return ~kept
-    return highest(gradient.abs().masked_fill_(kept, -1.0), wanted)
-
-
-def grown_at_random(kept: Tensor, key: int, target: int) -> Tensor:
-    """Return a random mask of entries to grow, with the same number as :func:`grown_entries`.
-
-    Args:
-        kept: The mask of active entries.
-        key: The 64-bit key of the random numbers.
-        target: The number of active entries after growing.
-    """
-    wanted = target - int(torch.count_nonzero(kept))
-    among = ~kept.flatten()
-    indices = among.nonzero().flatten()
-    grown = torch.zeros_like(among)
-    grown[indices[highest(words_at(key, indices), wanted)]] = True
-    return grown.reshape(kept.shape)
+    return highest(scores.masked_fill(kept, -1.0), wanted) & ~kept
 
 
 def normal_values(key: int, indices: Tensor, deviation: float) -> Tensor:
