@@ -31,8 +31,8 @@ from gradpolicy.files import atomic_open
 from gradpolicy.tensors.checkpoint_file import check_kind, read_file
 
 FORMAT = "gradpolicy.delta 2"
-# The metadata that marks a delta, of any version, and the base that a run saves beside it.
-DELTA_MARK, BASE_MARK = ("format", "gradpolicy.delta"), ("gradpolicy", "base of a delta")
+# The metadata that marks a delta, of any version.
+DELTA_MARK = ("format", "gradpolicy.delta")
 _VALUES, _GAPS, _WHOLE = "values", "gaps", "whole"
 _LARGEST = 2**63 - 1
 Content = TypeVar("Content")
@@ -94,7 +94,7 @@ def check_replaceable(path: str | Path, mark: tuple[str, str] | None = DELTA_MAR
     Raises:
         PolicyError: If another file exists.
     """
-    kind = {None: None, DELTA_MARK: "delta", BASE_MARK: "base that a run kept"}[mark]
+    kind = None if mark is None else "delta"
     check_free("delta", Path(path), kind, lambda found: mark is not None and _has_mark(found, mark))
 
 
@@ -305,13 +305,12 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         raise PolicyError(f"delta: {path} is damaged: {brief(str(error))}") from error
 
 
-def write_weights(path: str | Path, tensors: dict[str, Tensor], *, is_base: bool = False) -> None:
+def write_weights(path: str | Path, tensors: dict[str, Tensor]) -> None:
     """Write a state_dict as a safetensors file.
 
     Args:
         path: The file, which must not exist.
         tensors: The state_dict.
-        is_base: True for the base that a run saves beside its delta, which may replace that of another run.
 
     Raises:
         PolicyError: If it cannot be written, has another extension, or already exists.
@@ -326,5 +325,4 @@ def write_weights(path: str | Path, tensors: dict[str, Tensor], *, is_base: bool
         alone[name] = tensor.clone() if tensor.data_ptr() in seen else tensor.contiguous()
         seen.add(tensor.data_ptr())
     # transformers does not read files without the name of the framework.
-    metadata = {"format": "pt", **dict([BASE_MARK] if is_base else [])}
-    write_safetensors(path, alone, metadata, BASE_MARK if is_base else None)
+    write_safetensors(path, alone, {"format": "pt"}, None)

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
+from loops import weights_of
 from process_pool import ProcessPool
 from runs import UPDATES, check_equal, fit
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import gradpolicy as gp
 from gradpolicy.freezing.row_gradients import _RowForward
 from gradpolicy.insight.audit import Audit
-from gradpolicy.train.lightning.delta_callback import SaveDelta
 
 STRATEGIES = ["ddp", "fsdp2"]
 KINDS = ["gradient sources", "rates", "phases"]
@@ -82,8 +82,23 @@ def test_a_resumed_run_ends_with_the_same_bits(
             assert all(torch.equal(again[what][name], value) for name, value in undisturbed[what].items())
 
 
+class SaveDelta(Callback):
+    """Saves the first weights, and at the end what has changed; every rank calls this."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self.base = weights_of(module)
+        if trainer.is_global_zero:
+            save_file(self.base, self.folder / "base.safetensors")
+
+    def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
+        gp.delta.save(self.folder / f"{trainer.global_rank}.delta", module, self.base)
+
+
 def fit_observed(strategy: str, folder: str) -> dict[str, Any]:
-    callbacks = [Audit(folder), SaveDelta(f"{folder}/delta")]
+    callbacks = [Audit(folder), SaveDelta(folder)]
     return fit(strategy, "rows", settings={"callbacks": callbacks})
 
 
@@ -96,6 +111,6 @@ def test_the_audit_and_the_delta_are_those_of_whole_weights(
     report = json.loads((tmp_path / "audit.json").read_text())
     assert report["changed"] == 0
     assert report["intervals"] > 0
-    weights = load_file(tmp_path / "delta" / "base.safetensors")
-    gp.delta.apply(weights, tmp_path / "delta" / "delta.safetensors")
+    weights = load_file(tmp_path / "base.safetensors")
+    gp.delta.apply(weights, tmp_path / "0.delta")
     assert all(torch.equal(weights[name], value) for name, value in ended["weights"].items())
