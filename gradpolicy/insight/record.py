@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,8 +148,6 @@ def load(run: str | Path) -> DataFrame:
     Raises:
         PolicyError: If the directory has no record, or a line is damaged.
     """
-    import pandas
-
     path = Path(run) / RECORD
     if not path.is_file():
         raise PolicyError(
@@ -161,8 +159,15 @@ def load(run: str | Path) -> DataFrame:
             rows += _rows_of(parse_json(line, _Line).model_dump(exclude_unset=True))
         except ValueError as error:
             raise PolicyError(f"{path}, line {number}: is no line of a record ({error})") from error
+    return table_of(rows)
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> DataFrame:
+    """Return the table of the rows of parameters and flow policies, with the rows of layers."""
+    import pandas
+
     numbers = dict.fromkeys((*MEASURED, *COMPUTED), "float64")
-    types = {"step": "int64", "epoch": "int64", **numbers}
+    types = {**dict.fromkeys(("kind", *WORDS), "object"), "step": "int64", "epoch": "int64", **numbers}
     columns = ("kind", "step", "epoch", *WORDS, *MEASURED, *COMPUTED)
     table = pandas.DataFrame(rows, columns=columns).astype(types)
     table = pandas.concat([table, _layers(table).astype(types)]) if rows else table

@@ -77,8 +77,6 @@ def styled(figure: go.Figure) -> go.Figure:
 def _curves(run: Run) -> pd.DataFrame:
     """Return the metrics of a run with a row for each value: ``step``, ``curve``, ``chart``, ``value``."""
     own = [name for name in run.metrics if "policy/" not in name and not name.endswith("_best")]
-    if "step" not in own:
-        return pd.DataFrame(columns=["step", "curve", "chart", "value"])
     table = run.metrics[own].drop(columns="epoch", errors="ignore")
     table = table.melt("step", var_name="curve").dropna().drop_duplicates(["step", "curve"], keep="last")
     # Training, validation and test share a chart.
@@ -118,68 +116,68 @@ def group_curves(groups: Sequence[Group]) -> list[Figure]:
 # ---- what policies did over the steps
 
 FLIPS = "flips per entry"
-# The columns of flow policies, and what the report calls them.
-FLOW = {
-    "gradient_norm_before": "gradient norm before",
-    "gradient_norm_after": "gradient norm after",
-    "operations": "operations",
-    "zeros_passed": "share of zeros let through",
+# What the report calls columns of the record.
+QUANTITIES = {
+    "freeze": {"active": "share that trains", "flipped": FLIPS},
+    "flow": {
+        "gradient_norm_before": "gradient norm before",
+        "gradient_norm_after": "gradient norm after",
+        "operations": "operations",
+        "zeros_passed": "share of zeros let through",
+    },
 }
 
 
-def _mask_quantities(run: Run) -> pd.DataFrame:
-    """Return the shares and flips of freeze policies: ``policy``, ``step``, ``quantity``, ``value``."""
-    rows = run.rows("freeze")
-    if rows.empty:
-        return rows
-    by = rows.groupby(["policy", "step"], as_index=False)
-    sums = by[["active", "flipped", "entries"]].sum(min_count=1)
-    quantities = {"share that trains": "active", FLIPS: "flipped"}
-    table = sums.assign(**{name: sums[column] / sums["entries"] for name, column in quantities.items()})
-    return table.melt(["policy", "step"], list(quantities), "quantity", "value").dropna()
+def _quantities(run: Run, kind: str) -> pd.DataFrame:
+    """Return the quantities of each policy of a kind: ``policy``, ``step``, ``quantity``, ``value``.
 
-
-def _flow_quantities(run: Run) -> pd.DataFrame:
-    """Return the norms, operations and zeros of each flow policy."""
-    rows = run.rows("flow")
-    if rows.empty:
-        return rows
-    table = rows.melt(["step", "policy"], list(FLOW), "quantity", "value").dropna()
-    return table.replace({"quantity": FLOW})
-
-
-def _varies(table: pd.DataFrame) -> "pd.Series[bool]":
-    """Return for each row if its policy's quantity changes over the steps, by more than a twentieth."""
+    ``varies`` is True if a policy's quantity changes over the steps, by more than a twentieth.
+    """
+    rows = run.rows(kind)
+    if kind == "freeze":
+        sums = rows.groupby(["policy", "step"])[["active", "flipped", "entries"]].sum(min_count=1)
+        rows = sums.div(sums["entries"], axis=0).reset_index()
+    table = rows.melt(["policy", "step"], [*QUANTITIES[kind]], "quantity", "value").dropna()
+    table = table.replace({"quantity": QUANTITIES[kind]})
     # The first row counts the flips of fewer steps than the others.
     later = table["value"].where((table["quantity"] != FLIPS) | table["step"].ne(table["step"].min()))
     own = later.groupby([table["policy"], table["quantity"]])
-    return own.transform("max") - own.transform("min") > own.transform("max").abs() / 20
+    most, least = own.transform("max"), own.transform("min")
+    return table.assign(varies=most - least > most.abs() / 20)
 
 
 def constants(run: Run) -> list[dict[str, Any]]:
     """Return what each policy kept within a twentieth: ``policy``, ``quantity``, ``value`` at last."""
-    tables = [table for table in (_mask_quantities(run), _flow_quantities(run)) if len(table)]
-    same = [table[~_varies(table)].drop_duplicates(["policy", "quantity"], keep="last") for table in tables]
-    return pd.concat(same)[["policy", "quantity", "value"]].to_dict("records") if same else []
+    same = [table[~table["varies"]] for table in (_quantities(run, kind) for kind in QUANTITIES)]
+    last = pd.concat(same).drop_duplicates(["policy", "quantity"], keep="last")
+    return last[["policy", "quantity", "value"]].to_dict("records")
+
+
+def _over_time(run: Run, kind: str, title: str, note: str = "") -> Figure | None:
+    """Draw the quantities of policies of a kind over the steps, where they vary."""
+    table = _quantities(run, kind)
+    table = table[table["varies"]]
+    how = {"y": "value", "color": "policy", "facet_row": "quantity"}
+    return None if table.empty else line_figure(title, table, note, wide=True, **how)
 
 
 def mask_curves(run: Run) -> Figure | None:
     """Draw the share of entries that train and flips over the steps, where they vary."""
-    table = _mask_quantities(run)
-    if table.empty or (table := table[_varies(table)]).empty:
-        return None
     note = "A change flips entries that it freezes or thaws; each change since the point before counts."
-    shared = {"y": "value", "color": "policy", "facet_row": "quantity"}
-    drawn = line_figure("Share and flips", table, note, wide=True, **shared)
-    drawn.figure.update_yaxes(rangemode="tozero")
+    drawn = _over_time(run, "freeze", "Share and flips", note)
+    if drawn is not None:
+        drawn.figure.update_yaxes(rangemode="tozero")
     return drawn
+
+
+def flow(run: Run) -> Figure | None:
+    """Draw the gradient norms, operations and zeros of flow policies over the steps, where they vary."""
+    return _over_time(run, "flow", "Flow policies")
 
 
 def timeline(run: Run) -> Figure | None:
     """Draw layers by steps, the share of entries that train in colour, where it is no random draw's."""
     layers = run.rows("layer")
-    if layers.empty:
-        return None
     own = layers.groupby(["policy", "layer"])
     share, entries = own["active_share"], own["entries"].first()
     deviation = np.sqrt(share.mean() * (1 - share.mean()) / entries)
@@ -195,12 +193,3 @@ def timeline(run: Run) -> Figure | None:
     styled(figure).update_layout(height=120 + 18 * min(len(table), 60)).update_xaxes(title="step")
     figure.update_yaxes(autorange="reversed", automargin=True, type="category")
     return Figure("Timeline of layers", figure, "The colour is the share of entries that train.", wide=True)
-
-
-def flow(run: Run) -> Figure | None:
-    """Draw the gradient norms, operations and zeros of flow policies over the steps, where they vary."""
-    table = _flow_quantities(run)
-    if table.empty or (table := table[_varies(table)]).empty:
-        return None
-    shared = {"y": "value", "color": "policy", "facet_row": "quantity"}
-    return line_figure("Flow policies", table, wide=True, **shared)

@@ -3,7 +3,7 @@
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
@@ -12,13 +12,7 @@ from plotly.offline import get_plotlyjs
 
 from gradpolicy.insight.report import figures
 from gradpolicy.insight.report.figures import Figure
-from gradpolicy.insight.report.recorded_run import (
-    Run,
-    compared_metrics,
-    config_differences,
-    groups_of,
-    spread,
-)
+from gradpolicy.insight.report.recorded_run import Run, compared_metrics, config_differences, groups_of
 
 # The maximum numbers of rows and columns of wide tables, and of runs that are shown one by one.
 ROWS, COLUMNS, RUNS = 200, 12, 40
@@ -33,55 +27,17 @@ def render(runs: Sequence[Run]) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"number": number, "drawn": drawn, "next": next, "breakable": breakable}
-    page, block = environment.get_template("report.html"), environment.get_template("run.html")
-    numbers = itertools.count()
-    comparison = _comparison(runs) if len(runs) > 1 else None
-    common = {"plotly": Markup(get_plotlyjs()), "numbers": numbers, "comparison": comparison, "runs": runs}
-    place = {"numbers": numbers, "several": len(runs) > 1}
-    details = [
-        {"name": run.name, "html": Markup(block.render(detail(run), index=index, **place))}
-        for index, run in enumerate(runs[:RUNS])
-    ]
-    return page.render(details=details, left_out=[run.name for run in runs[RUNS:]], **common)
-
-
-def detail(run: Run) -> dict[str, Any]:
-    """Return the variables of the template for one run."""
-    checked = run.audit.get("intervals", 0)
-    return {
-        "run": run,
-        "curves": figures.run_curves(run),
-        "metrics": _by_stage(run.final_metrics),
-        "mask_curves": figures.mask_curves(run),
-        "timeline": figures.timeline(run),
-        "flow": figures.flow(run),
-        "constants": figures.constants(run),
-        "checked": checked,
-        "verdict": "bad" if run.audit.get("changed") else "good" if checked else "",
-        "missing": run.missing,
-    }
-
-
-def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
-    groups = groups_of(runs)
-    metrics = compared_metrics(runs)
-    return {
-        "groups": groups,
-        "metrics": metrics[:COLUMNS],
-        "broken_off": [run for run in runs if run.broken_off],
-        "cells": {(group.label, name): spread(group.values(name)) for group in groups for name in metrics},
-        "differences": config_differences([run.config for run in runs])[:ROWS],
-        "curves": figures.group_curves(groups),
-    }
-
-
-def _by_stage(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Group metrics by the first part of their names."""
-    found: dict[str, dict[str, float]] = {}
-    for name in sorted(metrics):
-        if "policy/" not in name:
-            found.setdefault(name.split("/")[0], {})[name] = metrics[name]
-    return found
+    # The numbers of the figures in the page.
+    environment.globals |= {"figures": figures, "numbers": itertools.count()}
+    return environment.get_template("report.html").render(
+        plotly=Markup(get_plotlyjs()),
+        runs=runs,
+        several=len(runs) > 1,
+        shown=runs[:RUNS],
+        groups=groups_of(runs),
+        metrics=compared_metrics(runs)[:COLUMNS],
+        differences=config_differences([run.config for run in runs])[:ROWS],
+    )
 
 
 # ---- filters of the template

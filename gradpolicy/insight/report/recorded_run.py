@@ -1,17 +1,19 @@
 """Reads the files of runs for a report, naming missing ones, and compares runs."""
 
-import math
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+import numpy as np
 import pandas as pd
 import yaml
-from pydantic import BaseModel
 
 from gradpolicy.display import three_digits
 from gradpolicy.errors import brief
@@ -20,8 +22,6 @@ from gradpolicy.insight import record
 from gradpolicy.insight.run_files import AUDIT, PLAN, RESULT, AuditFile, Result, flat
 from gradpolicy.planning.plan_table import Plan
 from gradpolicy.train.lightning.runs import RunRecord
-
-Content = TypeVar("Content")
 
 WARNING = re.compile(r"\bwarning: (.*)", re.IGNORECASE)
 
@@ -34,45 +34,46 @@ class Run:
         directory: The run directory.
         name: The name of the run in the report.
         config: The resolved config, values by dotted key; ``policy`` has the names of the policies.
-        overrides: The overrides of the command line.
         plan: ``plan.json``; None if there is none.
         result: ``result.json``.
-        metrics: The curves: a row for each logged step, a column for each metric.
-        record: The record: a row for each line of ``record.jsonl``.
+        began: ``run.json``.
         audit: ``audit.json``.
-        started: The start time, as text.
-        warnings: The warnings of the plan and of the log, each once.
-        versions: The versions of the libraries.
+        log: ``train.log``.
+        metrics: The curves: a row for each logged step, a column for each metric.
+        record: The table of ``record.jsonl``.
         missing: For each missing file, the reason and the missing part of the report.
     """
 
     directory: Path
     name: str
     config: Mapping[str, Any] = field(default_factory=dict)
-    overrides: Sequence[str] = ()
     plan: Plan | None = None
-    result: Mapping[str, Any] = field(default_factory=dict)
-    metrics: pd.DataFrame = field(default_factory=pd.DataFrame)
-    record: pd.DataFrame = field(default_factory=pd.DataFrame)
-    audit: Mapping[str, Any] = field(default_factory=dict)
-    started: str = ""
-    warnings: Sequence[str] = ()
-    versions: Mapping[str, str] = field(default_factory=dict)
+    result: Result | None = None
+    began: RunRecord | None = None
+    audit: AuditFile | None = None
+    log: str = ""
+    metrics: pd.DataFrame = field(default_factory=partial(pd.DataFrame, columns=["step"]))
+    record: pd.DataFrame = field(default_factory=partial(record.table_of, []))
     missing: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def final_metrics(self) -> Mapping[str, float]:
         """The last value of each metric, from the result, or from the curves if the run did not end."""
-        if self.result.get("metrics"):
-            return {name: float(value) for name, value in self.result["metrics"].items()}
+        if self.result and self.result.metrics:
+            return self.result.metrics
         numbers = self.metrics.drop(columns=["step", "epoch"], errors="ignore")
-        known = {str(name): column.dropna() for name, column in numbers.items()}
-        return {name: float(column.iloc[-1]) for name, column in known.items() if len(column)}
+        return {} if numbers.empty else numbers.ffill().iloc[-1].dropna().to_dict()
+
+    @property
+    def metrics_by_stage(self) -> Mapping[str, Sequence[str]]:
+        """The names of the final metrics by their first parts, without those of policies."""
+        names = sorted(name.split("/") for name in self.final_metrics if "policy/" not in name)
+        return {stage: ["/".join(name) for name in own] for stage, own in groupby(names, itemgetter(0))}
 
     @property
     def status(self) -> str:
         """The status of the run."""
-        return str(self.result.get("status", "not finished"))
+        return self.result.status if self.result else "not finished"
 
     @property
     def broken_off(self) -> bool:
@@ -82,18 +83,28 @@ class Run:
     @property
     def last_step(self) -> int:
         """The last recorded or logged step; 0 if there is none."""
-        steps = [table["step"].max() for table in (self.record, self.metrics) if "step" in table]
-        return int(max((step for step in steps if step == step), default=0))
+        return int(max([0, *self.record["step"], *self.metrics["step"].dropna()]))
 
     @property
     def command(self) -> str:
         """The command that repeats the run."""
-        return f"{self.result.get('program', 'python train.py')} {shlex.join(self.overrides)}".rstrip()
+        result = self.result or Result([])
+        return f"{result.program} {shlex.join(result.overrides)}".rstrip()
+
+    @property
+    def started(self) -> str:
+        """The start time, as text."""
+        return f"{datetime.fromtimestamp(self.began.started):%d %b %Y, %H:%M}" if self.began else ""
+
+    @property
+    def warnings(self) -> Sequence[str]:
+        """The warnings of the plan and of the log, each once."""
+        planned = self.plan.warnings if self.plan else ()
+        return list(dict.fromkeys([*planned, *WARNING.findall(self.log)]))
 
     def rows(self, kind: str) -> pd.DataFrame:
-        """Return the rows of one kind in the record; an empty table if there are none."""
-        found = self.record[self.record["kind"] == kind] if "kind" in self.record else self.record
-        return pd.DataFrame() if found.empty else found
+        """Return the rows of one kind in the record."""
+        return self.record[self.record["kind"] == kind]
 
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:
@@ -112,55 +123,22 @@ def read_run(directory: Path, name: str | None = None) -> Run:
         directory: The run directory.
         name: The name of the run in the report; None: that of its directory.
     """
+    contents: dict[str, Any] = {}
     missing: dict[str, str] = {}
-
-    def read(name: str, purpose: str, reader: Callable[[Path], Content], empty: Content) -> Content:
-        path = directory / name
+    for key, (file, purpose, reader) in FILES.items():
+        path = max(directory.glob(file), key=lambda path: path.lstat().st_mtime, default=directory / file)
         try:
             if path.exists() and not path.is_file():
                 raise ValueError("it is no regular file")
             if not is_inside(path, directory):
                 raise ValueError("it is a link out of the directory")
-            return reader(path)
+            contents[key] = reader(path)
         except FileNotFoundError:
-            missing[name] = f"is absent, and with it {purpose}"
+            missing[file] = f"is absent, and with it {purpose}"
         except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
             reason = brief(" ".join(str(error).split()).replace(f"{path}, ", ""), most=160)
-            missing[name] = f"cannot be read ({reason}), and with it {purpose} is missing"
-        return empty
-
-    def read_model(name: str, purpose: str, model: type[Any]) -> dict[str, Any]:
-        return read(name, purpose, lambda path: _as_plain(read_json(path, model)), {})
-
-    plan = read(PLAN, "the plan, and what trains", lambda path: read_json(path, Plan), None)
-    audit = read_model(AUDIT, "the proof", AuditFile)
-    result = read_model(RESULT, "final results; the run did not end well", Result)
-    began = read_model("run.json", "when it began", RunRecord)
-    log = read("train.log", "warnings given during training", _read_text, "")
-    found = directory.glob("csv/*/metrics.csv")
-    curves = [path for path in found if path.is_file() and is_inside(path, directory)]
-    curves.sort(key=lambda path: path.stat().st_mtime)
-    metrics_file = str(curves[-1].relative_to(directory)) if curves else "csv/*/metrics.csv"
-    warnings = [*(plan.warnings if plan else ()), *(match[1] for match in WARNING.finditer(log))]
-    return Run(
-        directory=directory,
-        name=name or directory.name,
-        config=read("config.yaml", "what was asked", _read_config, {}),
-        overrides=result.get("overrides", ()),
-        plan=plan,
-        result=result,
-        metrics=read(metrics_file, "curves", _read_curves, pd.DataFrame()),
-        record=read("record.jsonl", "masks, gradient norms", _read_record, pd.DataFrame()),
-        audit=audit,
-        started=datetime.fromtimestamp(began["started"]).strftime("%d %b %Y, %H:%M") if began else "",
-        warnings=list(dict.fromkeys(warnings)),
-        versions=began.get("versions", {}),
-        missing=missing,
-    )
-
-
-def _as_plain(content: Any) -> dict[str, Any]:
-    return content.model_dump() if isinstance(content, BaseModel) else asdict(content)
+            missing[file] = f"cannot be read ({reason}), and with it {purpose} is missing"
+    return Run(directory, name or directory.name, missing=missing, **contents)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -175,10 +153,6 @@ def _read_config(path: Path) -> dict[str, Any]:
     return {**flat(config), **texts, "policy": names or "none"}
 
 
-def _read_text(path: Path) -> str:
-    return path.read_text("utf-8", errors="replace")
-
-
 def _read_curves(path: Path) -> pd.DataFrame:
     table = pd.read_csv(path)
     if "step" not in table:
@@ -190,6 +164,23 @@ def _read_record(path: Path) -> pd.DataFrame:
     if not path.is_file():
         raise FileNotFoundError(path)
     return record.load(path.parent)
+
+
+# The files of a run by the fields of `Run`: their names, what is missing without them, how they are read.
+FILES: dict[str, tuple[str, str, Callable[[Path], Any]]] = {
+    "plan": (PLAN, "the plan, and what trains", partial(read_json, model=Plan)),
+    "audit": (AUDIT, "the proof", partial(read_json, model=AuditFile)),
+    "result": (RESULT, "final results; the run did not end well", partial(read_json, model=Result)),
+    "began": ("run.json", "when it began", partial(read_json, model=RunRecord)),
+    "log": (
+        "train.log",
+        "warnings given during training",
+        partial(Path.read_text, encoding="utf-8", errors="replace"),
+    ),
+    "config": ("config.yaml", "what was asked", _read_config),
+    "metrics": ("csv/*/metrics.csv", "curves", _read_curves),
+    "record": ("record.jsonl", "masks, gradient norms", _read_record),
+}
 
 
 # ---- comparison
@@ -237,10 +228,15 @@ class Group:
         """The completed runs; the others do not count in means."""
         return [run for run in self.runs if not run.broken_off]
 
-    def values(self, metric: str) -> list[float]:
-        """Return the final value of a metric in each run that was completed and has a finite one."""
-        found = (run.final_metrics.get(metric, math.nan) for run in self.ended)
-        return [value for value in found if math.isfinite(value)]
+    def spread(self, metric: str) -> tuple[float, float]:
+        """Return the mean of the final values of a metric that are finite, over the completed runs.
+
+        Returns:
+            The mean, and the sample standard deviation (divisor n − 1; NaN for a single value).
+        """
+        values = pd.Series([run.final_metrics.get(metric) for run in self.ended], dtype=float)
+        finite = values[np.isfinite(values)]
+        return float(finite.mean()), float(finite.std())
 
 
 def config_differences(configs: Sequence[Mapping[str, Any]]) -> list[Difference]:
@@ -277,14 +273,3 @@ def compared_metrics(runs: Sequence[Run]) -> list[str]:
     names = dict.fromkeys(name for run in runs for name in run.final_metrics)
     chosen = [name for name in names if name.startswith(("test/", "val/")) and "/policy/" not in name]
     return sorted(chosen, key=lambda name: (not name.startswith("test/"), name))
-
-
-def spread(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean, and the sample standard deviation (divisor n − 1; NaN for a single value).
-
-    Example:
-        >>> spread([1.0, 3.0])
-        (2.0, 1.4142135623730951)
-    """
-    series = pd.Series(values, dtype=float)
-    return float(series.mean()), float(series.std())
