@@ -27,7 +27,7 @@ from gradpolicy.checks import check_free
 from gradpolicy.delta.change import TensorChange, decode, encode, widths_of
 from gradpolicy.delta.state import DTYPES, Print, Prints, content_of, fingerprint, tensors_of
 from gradpolicy.errors import PolicyError, brief, shown, under
-from gradpolicy.files import atomic_open
+from gradpolicy.files import atomic_open, parse_json
 from gradpolicy.tensors.checkpoint_file import check_kind, read_file
 
 FORMAT = "gradpolicy.delta 2"
@@ -99,12 +99,9 @@ def check_replaceable(path: str | Path, mark: tuple[str, str] | None = DELTA_MAR
 
 
 def _has_mark(path: Path, mark: tuple[str, str]) -> bool:
-    from safetensors import SafetensorError, safe_open
-
     try:
-        with safe_open(path, "pt") as file:
-            return (file.metadata() or {}).get(mark[0], "").startswith(mark[1])
-    except (OSError, SafetensorError):
+        return _load(path)[1].get(mark[0], "").startswith(mark[1])
+    except PolicyError:
         return False
 
 
@@ -170,25 +167,35 @@ def read_as(
     Raises:
         PolicyError: If it cannot be read, has another format, or is damaged.
     """
+    tensors, metadata = _load(path)
+    given = metadata.get("format", "")
+    if given != form:
+        other = f": it is {shown(given)}, and {form!r} is read" if given.startswith("gradpolicy") else ""
+        raise PolicyError(f"delta: {path} is no file of {form.split()[0]}{other}")
+    try:
+        if metadata.pop("checksum", None) != _checksum(tensors, metadata):
+            raise ValueError("its content differs from its checksum")
+        return checked(tensors, metadata)
+    except ValueError as error:
+        raise PolicyError(f"delta: {path} is damaged: {brief(str(error), most=120)}") from error
+
+
+def _load(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors and the metadata of a safetensors file.
+
+    Raises:
+        PolicyError: If it cannot be read, or is damaged.
+    """
     from safetensors import SafetensorError, safe_open
 
-    path = Path(path)
-    check_kind(path, "delta")
+    check_kind(Path(path), "delta")
     try:
         with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        given = metadata.get("format", "")
-        if given == form:
-            if metadata.pop("checksum", None) != _checksum(tensors, metadata):
-                raise ValueError("its content differs from its checksum")
-            return checked(tensors, metadata)
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except OSError as error:
         raise PolicyError(f"delta: {path} cannot be read: {error.strerror or error}") from error
-    except (SafetensorError, ValueError) as error:
+    except SafetensorError as error:
         raise PolicyError(f"delta: {path} is damaged: {brief(str(error), most=120)}") from error
-    other = f": it is {shown(given)}, and {form!r} is read" if given.startswith("gradpolicy") else ""
-    raise PolicyError(f"delta: {path} is no file of {form.split()[0]}{other}")
 
 
 def _checked(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Delta:
@@ -225,13 +232,9 @@ def table(metadata: Mapping[str, str], key: str) -> dict[str, Any]:
         ValueError: If there is none.
     """
     try:
-        found = json.loads(metadata[key])
-    # json raises RecursionError for deeply nested text.
-    except (KeyError, ValueError, RecursionError) as error:
-        raise ValueError(f"its metadata {key!r} cannot be read") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"its metadata {key!r} is no table")
-    return found
+        return parse_json(metadata.get(key, "").encode(), dict[str, Any])
+    except ValueError as error:
+        raise ValueError(f"its metadata {key!r} cannot be read, it is no table: {error}") from error
 
 
 def _print(name: str, entry: Any) -> Print:
@@ -286,23 +289,14 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     Raises:
         PolicyError: If it cannot be read, or has no weights.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     path = Path(path)
-    if path.suffix != ENDING:
-        found = read_file(path, "delta")
-        found = found.get("state_dict", found) if isinstance(found, dict) else None
-        if not isinstance(found, dict):
-            raise PolicyError(f"delta: {path} has no weights")
-        return tensors_of(found)
-    check_kind(path, "delta")
-    try:
-        return tensors_of(load_file(path))
-    except OSError as error:
-        raise PolicyError(f"delta: {path} cannot be read: {error.strerror or error}") from error
-    except SafetensorError as error:
-        raise PolicyError(f"delta: {path} is damaged: {brief(str(error))}") from error
+    if path.suffix == ENDING:
+        return tensors_of(_load(path)[0])
+    found = read_file(path, "delta")
+    found = found.get("state_dict", found) if isinstance(found, dict) else None
+    if not isinstance(found, dict):
+        raise PolicyError(f"delta: {path} has no weights")
+    return tensors_of(found)
 
 
 def write_weights(path: str | Path, tensors: dict[str, Tensor]) -> None:
