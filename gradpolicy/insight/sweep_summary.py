@@ -2,8 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,10 +19,10 @@ if TYPE_CHECKING:
 
 SUMMARY = "summary.csv"
 SEED = "seed"
-OWN_COLUMNS = ("job", "best", "status", "error", "directory")
+# What the table has of each result.
+TOLD = ("status", "error", "directory")
 
 
-@dataclass(frozen=True)
 class SweepSummary:
     """The settings of a sweep's jobs, and their results.
 
@@ -32,43 +30,28 @@ class SweepSummary:
         results: The results of the jobs.
         metric: The metric by which jobs are compared.
         mode: ``"min"`` or ``"max"``.
+
+    Attributes:
+        jobs: A row for each job, with a column for each key that any job set, and with its result.
+        varied: The keys that not all jobs set to the same value.
+        best: The index of the best result; None if no job has one.
     """
 
-    results: Sequence[Result]
-    metric: str = "metric"
-    mode: str = "max"
-
-    @property
-    def best(self) -> int | None:
-        """The index of the best result; None if no job has one."""
-        numbers = {index: result.optimized for index, result in enumerate(self.results)}
-        valued = {at: value for at, value in numbers.items() if value is not None and not math.isnan(value)}
-        choose = min if self.mode == "min" else max
-        return choose(valued, key=valued.__getitem__, default=None)
-
-    @cached_property
-    def settings(self) -> "pd.DataFrame":
-        """The overrides of each job, with a column for each key that any job set."""
+    def __init__(self, results: Sequence[Result], metric: str = "metric", mode: str = "max") -> None:
         import pandas as pd
 
-        given = [dict(_key_and_value(each) for each in result.overrides) for result in self.results]
-        table = pd.DataFrame(given, index=range(len(given)), dtype=object)
-        return table.drop(columns=[*OWN_COLUMNS], errors="ignore")
-
-    @property
-    def varied(self) -> list[str]:
-        """The keys that not all jobs set to the same value."""
-        return [key for key in self.settings if self.settings[key].nunique(dropna=False) > 1]
-
-    def frame(self) -> "pd.DataFrame":
-        """Return a row for each job, with a column for each key that any job set."""
-        table = self.settings.copy()
-        table.insert(0, "job", range(len(table)))
-        table[self.metric] = [result.optimized for result in self.results]
-        table["best"] = table["job"] == self.best
-        for column in ("status", "error", "directory"):
-            table[column] = [getattr(result, column) for result in self.results]
-        return table
+        given = [dict(_key_and_value(each) for each in result.overrides) for result in results]
+        settings = pd.DataFrame(given, index=range(len(given)), dtype=object)
+        settings = settings.drop(columns=["job", "best", *TOLD], errors="ignore")
+        values = pd.Series([result.optimized for result in results], dtype=float)
+        numbers = values.dropna()
+        best = numbers.idxmin if mode == "min" else numbers.idxmax
+        self.metric = metric
+        self.varied = [key for key in settings if settings[key].nunique(dropna=False) > 1]
+        self.best = None if numbers.empty else int(best())
+        self.jobs = settings.rename_axis("job").reset_index().assign(**{metric: values})
+        self.jobs["best"] = self.jobs["job"] == self.best
+        self.jobs[[*TOLD]] = pd.DataFrame(results)[[*TOLD]]
 
     def over_seeds(self) -> "pd.DataFrame | None":
         """Return the mean over seeds of each setting, and the sample standard deviation.
@@ -77,24 +60,21 @@ class SweepSummary:
             A row for each setting with ``mean``, ``std`` (NaN for one seed) and ``count``, in the order of
             the jobs; None if all jobs have the same seed.
         """
-        others = [key for key in self.varied if key != SEED]
         if SEED not in self.varied:
             return None
-        import pandas as pd
-
-        frame = self.frame().astype({self.metric: float})
-        by = others or pd.Series(0, frame.index)
-        folded = frame.groupby(by, sort=False, dropna=False)[self.metric].agg(["mean", "std", "count"])
+        others = [key for key in self.varied if key != SEED]
+        by = others or 0 * self.jobs["job"]
+        folded = self.jobs.groupby(by, sort=False, dropna=False)[self.metric].agg(["mean", "std", "count"])
         return folded.reset_index()[[*others, "mean", "std", "count"]]
 
     # ---- printing and writing
 
     def show(self, console: Console) -> None:
         """Print a table of the jobs, and one of means over seeds."""
-        frame = self.frame()
-        shown = frame[["job"]].join(frame[self.varied].fillna("–").map(three_digits))
-        shown[self.metric] = [result.error or _number(result.optimized) for result in self.results]
-        shown["best"] = ["*" if is_best else "" for is_best in frame["best"]]
+        jobs = self.jobs
+        shown = jobs[["job"]].join(jobs[self.varied].fillna("–").map(three_digits))
+        shown[self.metric] = jobs["error"].where(jobs["error"] != "", jobs[self.metric].map(_number))
+        shown["best"] = jobs["best"].map({True: "*", False: ""})
         _print(shown, "Sweep", console)
         folded = self.over_seeds()
         if folded is not None:
@@ -106,7 +86,7 @@ class SweepSummary:
 
     def write(self, path: Path, console: Console) -> None:
         """Write the table as CSV and print its path."""
-        self.frame().to_csv(path, index=False)
+        self.jobs.to_csv(path, index=False)
         console.print(escape(f"saved in {path}"), soft_wrap=True)
 
 
@@ -158,5 +138,5 @@ def _key_and_value(override: str) -> tuple[str, str]:
     return key.lstrip("+"), value if given else "removed"
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None or math.isnan(value) else f"{value:.4g}"
+def _number(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.4g}"
