@@ -33,8 +33,9 @@ from torch import Tensor
 from gradpolicy.checks import LARGEST_SIZE, check_integer, check_number, check_setting, plain_number
 from gradpolicy.errors import PolicyError, shown, under
 from gradpolicy.optim.masked_parameter import MaskedParameter, Options
-from gradpolicy.optim.put_back import first_state, is_torchs_own
+from gradpolicy.optim.put_back import first_state
 from gradpolicy.optim.shapes import local_mask
+from gradpolicy.optim.update_rules import is_torchs_own
 from gradpolicy.optim.update_rules.base import step_count
 from gradpolicy.optim.update_rules.master_weights import HIGH, LOW
 from gradpolicy.tensors.checkpoint_file import form_of
@@ -83,7 +84,7 @@ def save(
 def _saved(masked: MaskedParameter, *, dense: bool, is_new: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a parameter's record as tensors, and the optimizer's state as it is saved."""
     # Follows the parameter first, or raises if that has changed.
-    signed, values, rule = masked.signed_ages(), masked.state.values, masked.rule
+    signed, values, rule = masked.signed_ages(), masked.values, masked.rule
     shape, sharded = masked.mask_shape, is_sharded(masked.parameter)
     dense = dense or sharded
     packed = masked.ages.stored is not None and not dense
@@ -92,8 +93,8 @@ def _saved(masked: MaskedParameter, *, dense: bool, is_new: bool) -> tuple[dict[
     else:
         # A name with None is of state that was dropped.
         dropped = {name: None for name, value in values.items() if value is None}
-        state = dropped | (values if packed else masked.state.dense(masked.ages))
-    carries = packed or (masked.state.has_master_weights and not dense)
+        state = dropped | (values if packed else masked.dense())
+    carries = packed or (masked.has_master_weights and not dense)
     names = rule.names if rule is not None and carries else ()
     carried = {name: state[name] for name in names if state.get(name) is not None}
     state = {name: value for name, value in state.items() if name not in carried}
@@ -123,9 +124,9 @@ def _saved(masked: MaskedParameter, *, dense: bool, is_new: bool) -> tuple[dict[
 
 def filled(masked: MaskedParameter) -> dict[str, Any]:
     """Return the dense state of a parameter; what does not exist yet is initial."""
-    state, inner = masked.state.dense(masked.ages), masked.state.wrapped.optimizer
+    state, inner = masked.dense(), masked.wrapped.optimizer
     if masked.rule is not None:
-        state = {**masked.state.initial(masked.group, masked.updates), **state}
+        state = {**masked.initial(masked.group), **state}
         return masked.rule.dense_state(state, masked.parameter.detach())
     if not state and (is_sharded(masked.parameter) or is_torchs_own(inner)):
         return first_state(inner, masked.group, masked.parameter) or {}
@@ -276,7 +277,7 @@ def _carried(record: Record, masked: MaskedParameter) -> dict[str, Any]:
             )
         value = value if HIGH in wide else value.to(parameter.dtype.to_real())
         full = value.new_zeros(mask.shape).masked_scatter_(mask.to(value.device), value)
-        wide[name] = masked.state.shaped(local_mask(full, parameter))
+        wide[name] = masked.shaped(local_mask(full, parameter))
     return wide
 
 
@@ -319,7 +320,7 @@ def _check_settings(group: dict[str, Any], masked: MaskedParameter) -> None:
                 if name == "capturable" and group[name] and masked.parameter.device.type == "cpu":
                     raise PolicyError("capturable: expected False for parameters on a CPU, got True")
             # Torch adds flags that older versions have not saved.
-            elif name in masked.state.wrapped.optimizer.defaults and not isinstance(like, bool | None):
+            elif name in masked.wrapped.optimizer.defaults and not isinstance(like, bool | None):
                 raise PolicyError(f"has no {name!r}")
 
 
@@ -362,22 +363,22 @@ def _check_finite(key: str, value: Tensor, masked: MaskedParameter) -> None:
 
 def _likes(masked: MaskedParameter) -> Mapping[str, Any]:
     """Return tensors with the shapes and dtypes of a parameter's state, as far as they are known."""
-    parameter, inner = masked.parameter.detach(), masked.state.wrapped.optimizer
-    if (rule := masked.state.wrapped.rule) is not None:
+    parameter, inner = masked.parameter.detach(), masked.wrapped.optimizer
+    if (rule := masked.wrapped.rule) is not None:
         rest = torch.empty(parameter.shape, dtype=torch.uint8, device="meta")
         likes = dict.fromkeys(rule.names, parameter) | dict.fromkeys((HIGH, LOW), rest)
-        return masked.state.counts(masked.group, 0) | likes
+        return masked.counts(masked.group, 0) | likes
     if not is_torchs_own(inner):
-        return masked.state.dense(masked.ages)
+        return masked.dense()
     empty = (torch.zeros(parameter.shape, dtype=parameter.dtype, device=each) for each in ("meta", "cpu"))
     return next(filter(None, (first_state(inner, masked.group, each) for each in empty)), {})
 
 
 def _needed(group: dict[str, Any], masked: MaskedParameter) -> Iterable[str]:
     """Return the names of the state without which a step of the optimizer fails."""
-    if (rule := masked.state.wrapped.rule) is not None:
+    if (rule := masked.wrapped.rule) is not None:
         return rule.state({**masked.group, **group})
-    return _likes(masked) if is_torchs_own(masked.state.wrapped.optimizer) else ()
+    return _likes(masked) if is_torchs_own(masked.wrapped.optimizer) else ()
 
 
 def _check(record: Record, masked: MaskedParameter) -> None:
@@ -410,7 +411,7 @@ def _refuse(what: str, got: Any, masked: MaskedParameter) -> NoReturn:
 
 def uncast(masked: MaskedParameter, saved: Mapping[str, Any]) -> None:
     """Load state of other dtypes than the parameter's again, to which torch has cast it."""
-    values, parameter = masked.state.values, masked.parameter
+    values, parameter = masked.values, masked.parameter
     for name, value in saved.items() if HIGH in saved else ():
         if isinstance(value, Tensor) and value.dim() and name in values:
             values[name] = value.detach().clone().to(parameter.device)
@@ -420,7 +421,7 @@ def restore(masked: MaskedParameter, record: Record) -> None:
     """Restore a parameter's mask and ages from a record; its state is loaded already, as it was saved."""
     shape = record["mask_shape"]
     if carried := _carried(record, masked):
-        masked.state.wrapped.optimizer.state.setdefault(masked.parameter, {}).update(carried)
+        masked.wrapped.optimizer.state.setdefault(masked.parameter, {}).update(carried)
     master = masked.options.master_weights or record["master_weights"]
     masked.restore(
         record["ages"],

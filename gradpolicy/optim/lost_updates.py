@@ -39,7 +39,7 @@ def losing_updates(parameters: Mapping[str, Tensor], optimizers: Iterable[Any]) 
     masked = [
         known for each in optimizers if isinstance(each, MaskedOptimizer) for known in each.masked.values()
     ]
-    kept = {known.parameter for known in masked if known.state.has_master_weights}
+    kept = {known.parameter for known in masked if known.has_master_weights}
     return [
         name
         for name, parameter in parameters.items()

@@ -18,7 +18,6 @@ from gradpolicy.errors import PolicyError, shown
 from gradpolicy.optim import checkpoint, moving
 from gradpolicy.optim.masked_parameter import MaskedParameter, Mode, NewOptions, Options
 from gradpolicy.optim.put_back import mask_gradient, restore_frozen, save_frozen
-from gradpolicy.optim.shapes import local_entries
 from gradpolicy.optim.update_rules import Group, UpdateRule
 from gradpolicy.optim.update_rules.master_weights import DTYPES
 from gradpolicy.optim.wrapped import Wrapped
@@ -45,7 +44,7 @@ def _switch(masking: MaskedOptimizer, name: str) -> None:
             continue
         state = optimizer.state
         before = {p: p.detach().clone() for p, each in masked.items() if not each.is_full}
-        dense = {p: masked[p].state.dense(masked[p].ages) if p in masked else own for p, own in state.items()}
+        dense = {p: masked[p].dense() if p in masked else own for p, own in state.items()}
         optimizer.state = defaultdict(dict, dense)
         getattr(optimizer, name)()
         optimizer.state = state
@@ -58,7 +57,7 @@ def _take_out(optimizer: MaskedOptimizer) -> None:
     """Make state dense that a plain optimizer has loaded, and remove the records from its groups."""
     optimizer.load_state_dict(optimizer.inner.state_dict())
     for parameter, each in optimizer.masked.items():
-        if each.state.values:
+        if each.values:
             optimizer.state[parameter] = checkpoint.filled(each)
     optimizer.masked, optimizer.effective_steps = {}, 0
 
@@ -500,34 +499,21 @@ def _move(work: ByRule) -> None:
         together: dict[tuple[torch.dtype, torch.device], list[MaskedParameter]] = defaultdict(list)
         for each in members:
             together[each.parameter.dtype, each.parameter.device].append(each)
-        starts, counts = rule.state(group), rule.tensor_state(group, 0).keys()
         for alike in together.values():
-            moving.update(rule, group, [_entries(group, (*starts, *counts), each) for each in alike])
+            moving.update(rule, group, alike)
+        counts = rule.tensor_state(group, 0).keys()
         for each in members:
             each.count_update()
             if counts - {"step"}:
-                each.state.set_count(each.updates)
+                each.set_count(each.updates)
             elif counts:
-                steps.append(each.state.values["step"])
+                steps.append(each.values["step"])
     if steps:
         # On a CPU a Python number would be converted to a tensor for each of them.
         on_cpu = all(step.is_cpu for step in steps)
         torch._foreach_add_(steps, torch.tensor(1.0, device="cpu") if on_cpu else 1.0)
     # Autograd must detect that values it may have saved have changed.
     torch.autograd.graph.increment_version([each.parameter for *_, members in work for each in members])
-
-
-def _entries(group: Group, names: tuple[str, ...], masked: MaskedParameter) -> moving.Entries:
-    masked.follow()
-    gradient: Any = masked.parameter.grad
-    return moving.Entries(
-        local_entries(masked.parameter),
-        local_entries(gradient),
-        masked.state.completed(group, masked.ages, masked.updates, names),
-        masked.ages,
-        masked.updates if masked.options.bias_correction == "tensor" else None,
-        masked.cache,
-    )
 
 
 # --- wrapped optimizers
@@ -605,7 +591,7 @@ def _refuse_to_pass_masks(
     if masking is None or masking.steps_inner:
         return
     masked = masking.masked.values()
-    if any(each.state.has_master_weights for each in masked):
+    if any(each.has_master_weights for each in masked):
         raise PolicyError(
             f"{type(inner).__name__}.step does not know master_weights; call step() of its MaskedOptimizer"
         )

@@ -13,8 +13,7 @@ from gradpolicy.errors import PolicyError, unknown
 from gradpolicy.optim.ages import Ages
 from gradpolicy.optim.parameter_state import ParameterState
 from gradpolicy.optim.put_back import reset_frozen, warn_of_putting_back
-from gradpolicy.optim.shapes import as_logical, coarse_mask, fitting_mask, local_entries, local_mask
-from gradpolicy.optim.update_rules import Group, UpdateRule
+from gradpolicy.optim.shapes import as_logical, coarse_mask, fitting_mask, local_mask
 from gradpolicy.optim.wrapped import Wrapped
 from gradpolicy.tensors.sharding import full_tensor, is_sharded
 
@@ -65,7 +64,7 @@ class Mode(Enum):
     ON_OTHERS = "it is frozen on this process and trains on others"
 
 
-class MaskedParameter:
+class MaskedParameter(ParameterState):
     """A parameter that has, or once had, a mask.
 
     Args:
@@ -74,44 +73,21 @@ class MaskedParameter:
         options: The treatment of the state of frozen entries, and the age that bias correction uses.
 
     Attributes:
-        parameter, options: As given.
-        shape: Shape of the parameter.
-        state: Access to the optimizer's state of the parameter.
-        ages: Which of this process's entries are active, and their ages.
-        updates: Number of updates of the full tensor.
+        options: As given.
         mask_shape: Shape of the mask as it was set; None after a mask of None.
         frozen_everywhere: True if no entry of the full tensor is active, on any process.
-        cache: What follows from mask and ages, for the updates until the next mask.
         had_mask: True if a mask was ever set.
     """
 
     def __init__(self, parameter: Tensor, wrapped: Wrapped, options: Options) -> None:
-        self.parameter, self.options, self.shape = parameter, options, parameter.shape
-        self.state = ParameterState(parameter, wrapped)
+        super().__init__(parameter, wrapped)
+        self.options = options
         self.mask_shape: tuple[int, ...] | None = None
-        self.had_mask = False
-        self.state.keep_master_weights(self.options.master_weights)
-        self._begin(self.state.count())
-
-    def _begin(self, updates: int) -> None:
-        """Set every entry active, with its tensor's number of updates as its age."""
-        self.updates = updates
-        own = local_entries(self.parameter)
-        self.ages = Ages.all_active(self.updates, tuple(own.shape), own.device)
-        self.cache: dict[Any, Any] = {}
-        self.frozen_everywhere = False
+        self.frozen_everywhere = self.had_mask = False
+        self.keep_master_weights(options.master_weights)
+        self.begin(self.count())
 
     # --- properties
-
-    @property
-    def rule(self) -> UpdateRule | None:
-        """How the optimizer moves one entry; None where no update rule describes it."""
-        return self.state.rule
-
-    @property
-    def group(self) -> Group:
-        """The parameter's param group."""
-        return self.state.group
 
     @property
     def is_full(self) -> bool:
@@ -119,30 +95,27 @@ class MaskedParameter:
         return self.ages.active == self.ages.entries and not self.frozen_everywhere
 
     @property
+    def one_age(self) -> int | None:
+        """The age of all active entries in bias correction; None if they differ."""
+        return self.updates if self.options.bias_correction == "tensor" else self.ages.one
+
+    @property
     def mode(self) -> Mode:
         """How a step treats the parameter."""
         if self.frozen_everywhere:
             return Mode.FROZEN
-        ages, rule = self.ages, self.rule
-        if ages.active == ages.entries:
-            if rule is None:
-                return Mode.PLAIN
-            differs = self.options.bias_correction == "entry" and ages.one is None
-            by_rule = differs or rule.counts_in_group or rule.begins_alone(self.state.values, self.group)
-            return Mode.BY_RULE if by_rule else Mode.PLAIN
+        rule, is_full = self.rule, self.is_full
         if rule is None:
-            return Mode.PUT_BACK
-        return Mode.BY_RULE if ages.active else Mode.ON_OTHERS
+            return Mode.PLAIN if is_full else Mode.PUT_BACK
+        if not is_full:
+            return Mode.BY_RULE if self.ages.active else Mode.ON_OTHERS
+        differs = self.one_age is None or rule.counts_in_group
+        return Mode.BY_RULE if differs or rule.begins_alone(self.values, self.group) else Mode.PLAIN
 
     @property
     def bytes(self) -> int:
         """Memory of mask, ages, and what follows from ages."""
         return self.ages.bytes + sum(each.nbytes for made in self.cache.values() for each in made)
-
-    @property
-    def name(self) -> str:
-        """The parameter's name for messages."""
-        return self.state.wrapped.name_of(self.parameter)
 
     def mask(self) -> Tensor:
         """Return the mask as it was set."""
@@ -161,31 +134,6 @@ class MaskedParameter:
         self.follow()
         return as_logical(self.ages.signed(), self.parameter, self.ages.shape)
 
-    def follow(self) -> dict[str, Any]:
-        """Move ages to the parameter's device, and reset them if its state was removed.
-
-        Returns:
-            The optimizer's state of the parameter.
-
-        Raises:
-            PolicyError: If its shape has changed.
-        """
-        if self.parameter.shape != self.shape:
-            raise PolicyError(
-                f"a parameter of shape {tuple(self.shape)} now has the shape {tuple(self.parameter.shape)}; "
-                "its masks and ages are no longer known: make a new optimizer for the model and wrap that"
-            )
-        if self.ages.device != self.parameter.device:
-            self.ages, self.cache = self.ages.to(self.parameter.device), {}
-        values, rule = self.state.values, self.rule
-        if values or rule is None or not self.ages.entries:
-            return values
-        # Where other processes update their parts, a process without active entries has no state.
-        counted = self.ages.oldest > 0 or (self.updates > 0 and not is_sharded(self.parameter))
-        if counted and (rule.state(self.group) or rule.tensor_state(self.group, 0)):
-            self.ages, self.updates, self.cache = self.ages.restarted(), 0, {}
-        return values
-
     # --- a new mask
 
     def set_mask(self, mask: Any, **new_options: Unpack[NewOptions]) -> None:
@@ -202,10 +150,10 @@ class MaskedParameter:
         mask = None if mask is None else fitting_mask(mask, self.parameter, self.name)
         _check_change(self, mask)
         options = self.options.changed(**new_options)
-        self.state.keep_master_weights(options.master_weights)
+        self.keep_master_weights(options.master_weights)
         self.had_mask = True
         self.follow()
-        self.state.take_over()
+        self.take_over()
         shape = None if mask is None else tuple(mask.shape)
         if mask is None:
             mask = torch.ones((1,) * self.parameter.dim(), dtype=torch.bool, device=self.parameter.device)
@@ -220,36 +168,36 @@ class MaskedParameter:
         put_back = ages.is_partial and self.rule is None
         if put_back:
             warn_of_putting_back(self)
-        self.state.of_entries(before)  # raises before anything changes
+        self.of_entries()  # raises before anything changes
         self.frozen_everywhere = frozen_everywhere or _has_none(self, ages)
-        self._take(before, ages)
+        self._take(ages)
         if put_back and forget:
             reset_frozen(self)
         self.mask_shape = shape
         self._finish_change()
 
-    def _take(self, before: Ages, ages: Ages) -> None:
+    def _take(self, ages: Ages) -> None:
         """Take new ages, and pack, unpack or empty the state to match them and the options."""
         drops = self.options.frozen_state == "drop"
         if drops and ages.is_partial and self.rule is not None:
             ages = ages.packed()
-        self.ages, self.cache = ages, {}
         if ages.active or not drops:
-            self.state.arrange(before, ages, self.options.forget)
+            self.arrange(ages, self.options.forget)
+        self.ages, self.cache = ages, {}
         if (self.frozen_everywhere or (ages.entries and not ages.active)) and self.options.forget:
             self._empty_state()
 
     def _empty_state(self) -> None:
         """Empty the state of a tensor without active entries on this process."""
         self.ages = self.ages.restarted()
-        if not self.state.values:
+        if not self.values:
             return
         exact, drops = self.rule is not None, self.options.frozen_state == "drop"
         # Without a rule there is one count for the full tensor, the same on every process.
         restarts = self.options.bias_correction == "entry" and (exact or self.frozen_everywhere)
-        if not (restarts and (drops or not exact) and self.state.remove()):
+        if not (restarts and (drops or not exact) and self.remove()):
             if exact:
-                self.state.empty(drop=drops)
+                self.empty(drop=drops)
             else:
                 reset_frozen(self)
         if restarts:
@@ -261,17 +209,20 @@ class MaskedParameter:
             return
         if self.options.bias_correction == "entry" and self.ages.entries:
             assert self.ages.one is not None
-            if self.ages.one == 0 and self.state.remove():
+            if self.ages.one == 0 and self.remove():
                 self.updates = 0
                 return
             self.set_count(self.ages.one)
-        if self.updates or self.state.values:
-            self.state.completed(self.group, self.ages, self.updates)
+        if self.updates or self.values:
+            self.wrapped.optimizer.state[self.parameter].update(self.initial(self.group))
 
     def set_count(self, updates: int) -> None:
         """Set the number of updates of the full tensor."""
-        self.updates = updates
-        self.state.set_count(updates)
+        self.updates, rule = updates, self.rule
+        counts = {"step": float(updates)} if rule is None else rule.tensor_state(self.group, updates)
+        for name, value in counts.items():
+            if isinstance(self.values.get(name), Tensor):
+                self.values[name].fill_(value)
 
     def count_update(self) -> None:
         """Count an update of the active entries."""
@@ -283,7 +234,8 @@ class MaskedParameter:
     def adopt_state(self) -> None:
         """Take over the optimizer's present state, which is dense and of one age; the mask stays."""
         mask = None if self.mask_shape is None else self.mask()
-        self._begin(self.state.count())
+        self.frozen_everywhere = False
+        self.begin(self.count())
         self.set_mask(mask)
 
     def restore(
@@ -305,17 +257,17 @@ class MaskedParameter:
             begun: False if it has not been updated yet; its state is discarded then.
         """
         self.options, self.mask_shape = options, mask_shape
-        self.state.keep_master_weights(self.options.master_weights)
-        self._begin(updates)
+        self.keep_master_weights(self.options.master_weights)
+        self.begin(updates)
         if not begun:
-            self.state.wrapped.optimizer.state.pop(self.parameter, None)
+            self.wrapped.optimizer.state.pop(self.parameter, None)
         mask = ages > 0 if mask_shape is None else coarse_mask(ages > 0, mask_shape)
         signed, own = _local(self, ages), _local(self, mask)
         restored = Ages.of(signed, own, self.ages.shape)
         sharded = is_sharded(self.parameter)
         self.frozen_everywhere = _freezes_all(mask) if sharded else _has_none(self, restored)
         if restored.active or self.options.frozen_state == "drop" or self.rule is None or not own.numel():
-            self._take(self.ages, restored)
+            self._take(restored)
         else:
             self.ages = restored
         if restored.entries:
@@ -346,7 +298,7 @@ def _check_change(masked: MaskedParameter, mask: Tensor | None) -> None:
     """
     if mask is not None and masked.group.get("differentiable", False):
         raise PolicyError(f"{masked.name}: an optimizer with differentiable=True cannot freeze entries")
-    if masked.group.get("train_mode", True) or not masked.state.values:
+    if masked.group.get("train_mode", True) or not masked.values:
         return
     before = masked.mask().expand(masked.shape)
     if not torch.equal(before, torch.ones_like(before) if mask is None else mask.expand_as(before)):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
 from math import prod
-from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,7 +16,9 @@ from torch import Tensor
 
 from gradpolicy.optim import compiling
 from gradpolicy.optim.ages import Ages
-from gradpolicy.optim.update_rules import Group, State, UpdateRule
+from gradpolicy.optim.masked_parameter import MaskedParameter
+from gradpolicy.optim.shapes import local_entries
+from gradpolicy.optim.update_rules import Group, UpdateRule
 
 CHUNK = 1 << 17
 """Entries that a CPU moves at a time, where it must copy them or has no compiler."""
@@ -30,45 +31,23 @@ _tables: WeakKeyDictionary[UpdateRule, dict[Any, _Numbers]] = WeakKeyDictionary(
 
 
 @dataclass(slots=True, eq=False)
-class Entries:
-    """The entries of a tensor on this process, which a rule moves.
-
-    Attributes:
-        parameter, gradient: Real numbers in the shape of the ages.
-        state: The rule's state, in the same shape or, where ages are of stored slices, of these (1-D).
-        ages: Which are active, and their ages.
-        age: The age that all have by the tensor's own count; None: each has its own.
-        cache: What :func:`_weights` and :func:`_mask` have made, for as long as the mask stays.
-    """
-
-    parameter: Tensor
-    gradient: Tensor
-    state: State
-    ages: Ages
-    age: int | None
-    cache: dict[Any, list[Tensor]]
-
-
-@dataclass(slots=True, eq=False)
 class _Piece:
     """What one call moves: views of the entries, of which an index may choose slices.
 
     Attributes:
-        names: Names of the state.
         tensors: Parameter, gradient, mask or None for all, the state, and for each of the constants a tensor
             of each entry's weight or None.
         constants: The number of the age of all, or what the updates since the mask was set add.
-        index: Positions of the slices that move, a row each of the parameter and the gradient, and of the
-            state unless `is_stored`; None: all move.
-        is_stored: True if only these slices have state.
+        index: Positions of the slices that move; None: all move.
+        indexed: The number of tensors, from the first on, of which the index chooses slices: the parameter,
+            the gradient and, unless only these slices have state, the state.
         write_back: Writes copies back.
     """
 
-    names: tuple[str, ...]
     tensors: list[Any]
     constants: list[float]
     index: Tensor | None = None
-    is_stored: bool = False
+    indexed: int = 0
     write_back: list[Callable[[], Any]] = field(default_factory=list)
 
     @property
@@ -88,39 +67,36 @@ class _Piece:
         """The number of entries that move."""
         return self.parameter.numel() if self.index is None else prod(self.shape)
 
-    @property
-    def indexed(self) -> int:
-        """The number of tensors, from the first on, of which the index chooses slices."""
-        return 0 if self.index is None else 2 if self.is_stored else 3 + len(self.names)
-
     def flat(self) -> list[Tensor | None]:
         """Return what moves of each tensor as a vector."""
-        shape, flat, indexed = self.shape, list(self.tensors), self.indexed
+        flat, shape = _taken(self.tensors, self.index, self.indexed), self.shape
         for position, tensor in enumerate(flat):
             if tensor is not None:
-                tensor = tensor if position >= indexed else tensor.index_select(0, self.index)
                 tensor = tensor if tensor.shape == shape else tensor.expand(shape)
                 flat[position] = tensor if tensor.dim() == 1 else tensor.reshape(-1)
         return flat
 
 
-def update(rule: UpdateRule, group: Group, tensors: Sequence[Entries]) -> None:
-    """Update active entries of tensors of one dtype and device.
+def update(rule: UpdateRule, group: Group, masked: Sequence[MaskedParameter]) -> None:
+    """Update active entries of parameters of one dtype and device.
 
     Args:
         rule: How one entry moves.
         group: The param group.
-        tensors: The tensors.
+        masked: The parameters.
     """
-    settings, first = rule.settings(group), tensors[0].parameter
-    compiles = compiling.compiles(sum(each.parameter.numel() for each in tensors))
+    for each in masked:
+        each.follow()
+    compiles = compiling.compiles(sum(each.ages.entries for each in masked))
     # Inductor decides by the first tensor that it sees whether threads share the work.
-    tensors = sorted(tensors, key=lambda each: -each.parameter.numel()) if compiles else tensors
-    oldest = max(each.ages.oldest if each.age is None else each.age for each in tensors)
-    numbers = _numbers(rule, group, oldest)
-    pieces = (piece for each in tensors for piece in _pieces(numbers, each, compiles))
-    for piece in _joined(pieces, SMALL if on_cpu(first) else JOINED):
-        _call(rule, settings, piece, compiles and piece.size > 1)
+    masked = sorted(masked, key=lambda each: -each.ages.entries) if compiles else masked
+    oldest = max(each.ages.oldest if each.one_age is None else each.one_age for each in masked)
+    numbers, settings, names = _numbers(rule, group, oldest), rule.settings(group), tuple(rule.state(group))
+    needed = *names, *rule.tensor_state(group, 0)
+    states = ((each, each.completed(group, needed)) for each in masked)
+    pieces = (piece for each, state in states for piece in _pieces(numbers, each, state, compiles))
+    for piece in _joined(pieces, SMALL if on_cpu(masked[0].parameter) else JOINED):
+        _call(rule, names, settings, piece, compiles and piece.size > 1)
         for write in piece.write_back:
             write()
 
@@ -186,19 +162,19 @@ def _numbers(rule: UpdateRule, group: Group, oldest: int) -> _Numbers:
     return known[key]
 
 
-def _weights(numbers: _Numbers, each: Entries) -> tuple[list[float], list[Tensor | None]]:
+def _weights(numbers: _Numbers, each: MaskedParameter) -> tuple[list[float], list[Tensor | None]]:
     """Return a constant for each of the rule's numbers, and a weight for each entry or None.
 
     A moving average of base b has collected the weight w = 1 - b^a in a updates; n updates later it is
     w + e (1 - w) with e = 1 - b^n. So a step needs no powers. Without weights the number is the constant.
     """
-    ages, age = each.ages, each.ages.one if each.age is None else each.age
+    ages, age = each.ages, each.one_age
     if age is not None or numbers.is_constant:
         constants = numbers.of(age or 0)
         return constants, [None] * len(constants)
     above, bases = ages.others, numbers.bases
     assert isinstance(above, Tensor)
-    dtype = torch.promote_types(each.parameter.dtype, torch.float32)
+    dtype = torch.promote_types(each.parameter.dtype.to_real(), torch.float32)
     columns = numbers.columns(dtype, above.device)
     present = [column[ages.youngest + 1 :] for column in columns]
     if ages.stored is not None:  # where memory counts
@@ -211,12 +187,14 @@ def _weights(numbers: _Numbers, each: Entries) -> tuple[list[float], list[Tensor
     return elapsed + [0.0] * len(others), [*each.cache[bases, dtype], *others]
 
 
-def _mask(each: Entries, compiles: bool) -> Tensor:
-    """Return the mask in the form in which it is read fastest."""
+def _mask(each: MaskedParameter, compiles: bool) -> Tensor | None:
+    """Return the mask in the form in which it is read fastest; None if all entries move."""
+    if not each.ages.is_partial:
+        return None
     mask = each.ages.mask
     if not compiles:
         return mask
-    if not on_cpu(mask) or each.parameter.element_size() < 4:
+    if not on_cpu(mask) or each.parameter.dtype.to_real().itemsize < 4:
         return mask.view(torch.uint8)
     # Inductor's loops over float32 read single bytes slowly, over bfloat16 half precision.
     if "mask" not in each.cache:
@@ -243,51 +221,49 @@ def _looked_up(columns: list[Tensor], places: Tensor) -> list[Tensor]:
 # --- what a call moves
 
 
-def _pieces(numbers: _Numbers, each: Entries, compiles: bool) -> Iterator[_Piece]:
-    """Yield a tensor in pieces: of some slices, or of all."""
-    ages, names = each.ages, tuple(each.state)
+def _pieces(
+    numbers: _Numbers, each: MaskedParameter, state: Sequence[Tensor], compiles: bool
+) -> Iterator[_Piece]:
+    """Yield a parameter in pieces: of some slices, or of all."""
+    ages, gradient = each.ages, each.parameter.grad
+    assert gradient is not None
     constants, weights = _weights(numbers, each)
-    values = [each.parameter, each.gradient, *each.state.values()]
-    if ages.stored is None and not _is_few(each, values):
-        active = _mask(each, compiles) if ages.is_partial else None
-        piece = _Piece(names, _collapsed([*values[:2], active, *values[2:], *weights]), constants)
+    values = [local_entries(each.parameter), local_entries(gradient), *state]
+    if ages.stored is None and not _is_few(ages, values):
+        tensors = [*values[:2], _mask(each, compiles), *values[2:], *weights]
+        piece = _Piece(_collapsed(tensors, ages.dims), constants)
     else:
-        slices, is_stored = ages.active_slices(), ages.stored is not None
+        slices, indexed = ages.active_slices(), 2
         rows = [value.contiguous().view(-1, slices.size) for value in values]
-        if not is_stored:
-            weights = [w if w is None else slices.take(w) for w in weights]
-        piece = _Piece(names, [*rows[:2], None, *rows[2:], *weights], constants, slices.index, is_stored)
-        if not each.parameter.is_contiguous():
-            piece.write_back.append(partial(each.parameter.copy_, rows[0].view(ages.shape)))
+        if ages.stored is None:
+            weights, indexed = [w if w is None else slices.take(w) for w in weights], 3 + len(state)
+        piece = _Piece([*rows[:2], None, *rows[2:], *weights], constants, slices.index, indexed)
+        if not values[0].is_contiguous():
+            piece.write_back.append(partial(values[0].copy_, rows[0].view(ages.shape)))
     cuts = on_cpu(each.parameter) and not compiles and not piece.write_back
     yield from _chunks(piece) if cuts else [piece]
 
 
-def _is_few(each: Entries, values: Sequence[Tensor]) -> bool:
+def _is_few(ages: Ages, values: Sequence[Tensor]) -> bool:
     """Return True if a CPU moves the active slices alone in less time than all."""
-    ages = each.ages
     few = ages.dims < len(ages.shape) and 0 < ages.active <= FEW * ages.entries
-    return few and on_cpu(each.parameter) and all(value.is_contiguous() for value in values)
+    return few and on_cpu(values[0]) and all(value.is_contiguous() for value in values)
 
 
-def _collapsed(tensors: list[Tensor | None]) -> list[Tensor | None]:
-    """Return views with as few dimensions as all tensors allow, so that few shapes are compiled."""
+def _collapsed(tensors: list[Tensor | None], dims: int) -> list[Tensor | None]:
+    """Return views in which dimensions that no mask or age cuts are one, so that few shapes are compiled.
+
+    Args:
+        tensors: The tensors, of which the first has the full shape.
+        dims: The number of leading dimensions that masks or ages may cut.
+    """
     present = [each for each in tensors if each is not None]
     shape = present[0].shape
-    full_ones = [each for each in present if each.shape == shape]
-    if len(shape) <= 1 or not all(map(Tensor.is_contiguous, full_ones)):
+    full = [each for each in present if each.shape == shape]
+    if len(shape) <= 1 or not all(map(Tensor.is_contiguous, full)):
         return tensors
-    if len(full_ones) == len(present):
-        return [None if each is None else each.view(-1) for each in tensors]
-    dims = [
-        ([each.shape[dim] == size for each in present], size) for dim, size in enumerate(shape) if size > 1
-    ]
-    merged = [(full, prod(size for _, size in some)) for full, some in groupby(dims, key=itemgetter(0))]
-    views = [
-        each.reshape([size if full[place] else 1 for full, size in merged] or [1])
-        for place, each in enumerate(present)
-    ]
-    return [None if each is None else views.pop(0) for each in tensors]
+    first = 0 if len(full) == len(present) else min(dims, len(shape) - 1)
+    return [None if each is None else each.flatten(first) for each in tensors]
 
 
 def _chunks(piece: _Piece) -> Iterator[_Piece]:
@@ -307,17 +283,16 @@ def _chunks(piece: _Piece) -> Iterator[_Piece]:
 
 def _joined(pieces: Iterator[_Piece], most: int) -> Iterator[_Piece]:
     """Yield pieces of at most so many entries flat and joined, so that there are few calls."""
-    alike: dict[Any, list[_Piece]] = {}
-    entries: dict[Any, int] = {}
+    alike: dict[Any, list[_Piece]] = defaultdict(list)
+    entries: Counter[Any] = Counter()
     for piece in pieces:
         size = piece.size
         if size > most:
             yield piece
             continue
-        forms = [each if each is None else each.dtype for each in piece.tensors]
-        key = (*piece.constants, *piece.names, *forms)
-        alike.setdefault(key, []).append(piece)
-        entries[key] = entries.get(key, 0) + size
+        key = (*piece.constants, *(each if each is None else each.dtype for each in piece.tensors))
+        alike[key].append(piece)
+        entries[key] += size
         if entries[key] >= JOINED:
             yield _join(alike.pop(key))
             del entries[key]
@@ -325,18 +300,16 @@ def _joined(pieces: Iterator[_Piece], most: int) -> Iterator[_Piece]:
 
 
 def _join(pieces: list[_Piece]) -> _Piece:
-    first = pieces[0]
+    first, sizes = pieces[0], [each.size for each in pieces]
     if len(pieces) == 1:
         return first
     columns = zip(*(each.flat() for each in pieces), strict=True)
     tensors = [None if column[0] is None else torch.cat(column) for column in columns]
-    joined, sizes = _Piece(first.names, tensors, first.constants), [each.size for each in pieces]
 
     def split() -> None:
-        for position in (0, *range(3, 3 + len(first.names))):
-            parts = zip(pieces, tensors[position].split(sizes), strict=True)
+        for position in (0, *range(3, len(tensors) - len(first.constants))):
             targets, views = [], []
-            for piece, part in parts:
+            for piece, part in zip(pieces, tensors[position].split(sizes), strict=True):
                 target = piece.tensors[position]
                 if position < piece.indexed:
                     index: Any = piece.index
@@ -347,19 +320,21 @@ def _join(pieces: list[_Piece]) -> _Piece:
             if targets:
                 torch._foreach_copy_(targets, views)
 
-    joined.write_back = [split, *(write for each in pieces for write in each.write_back)]
-    return joined
+    write_back = [split, *(write for each in pieces for write in each.write_back)]
+    return _Piece(tensors, first.constants, write_back=write_back)
 
 
 # --- the call
 
 
-def _call(rule: UpdateRule, settings: tuple[float, ...], piece: _Piece, compiles: bool) -> None:
+def _call(
+    rule: UpdateRule, names: tuple[str, ...], settings: tuple[float, ...], piece: _Piece, compiles: bool
+) -> None:
     """Move a piece, by compiled code if it is to and can be compiled."""
 
     def eagerly() -> None:
         numbers = [torch.tensor(each, dtype=torch.float64, device="cpu") for each in piece.constants]
-        _move(rule, piece.names, piece.tensors, (*settings, *numbers), piece.index, piece.is_stored)
+        _move(rule, names, piece.tensors, (*settings, *numbers), piece.index, piece.indexed)
 
     if not compiles:
         eagerly()
@@ -368,15 +343,22 @@ def _call(rule: UpdateRule, settings: tuple[float, ...], piece: _Piece, compiles
     dtype = torch.promote_types(piece.parameter.dtype, torch.float32)
     constants: Any = torch.tensor([*settings, *piece.constants], dtype=dtype, device="cpu")
     constants = constants if piece.parameter.is_cpu else constants.unbind()
-    arguments = (rule, piece.names, piece.tensors, constants, piece.index, piece.is_stored)
-    compiling.run_compiled(_move, _kind(rule, piece), arguments, eagerly)
-
-
-def _kind(rule: UpdateRule, piece: _Piece) -> Any:
-    """Return what decides on a graph: a rule, and the forms of tensors."""
+    # What decides on a graph: a rule, and the forms of tensors.
     order = sorted(range(piece.parameter.dim()), key=piece.parameter.stride)
-    forms = map(compiling.form, (*piece.tensors, piece.index, piece.is_stored))
-    return rule.kind, piece.parameter.device.type, *order, *piece.names, *forms
+    forms = map(compiling.form, (*piece.tensors, piece.index, piece.indexed))
+    kind = rule.kind, piece.parameter.device.type, *order, *names, *forms
+    arguments = (rule, names, piece.tensors, constants, piece.index, piece.indexed)
+    compiling.run_compiled(_move, kind, arguments, eagerly)
+
+
+def _taken(tensors: Sequence[Any], index: Tensor | None, indexed: int) -> list[Any]:
+    """Return tensors, of which the first ones are the slices that an index chooses."""
+    if index is None:
+        return list(tensors)
+    return [
+        each if each is None or place >= indexed else each.index_select(0, index)
+        for place, each in enumerate(tensors)
+    ]
 
 
 def _move(
@@ -385,29 +367,25 @@ def _move(
     tensors: Sequence[Any],
     constants: Any,
     index: Tensor | None,
-    is_stored: bool,
+    indexed: int,
 ) -> None:
     """Move active entries in place, see :class:`_Piece`; constants of ages come after the settings."""
-    parameter, gradient, active, *rest = tensors
+    parameter, gradient, active, *rest = _taken(tensors, index, indexed)
     state, weights = rest[: len(names)], rest[len(names) :]
     constants = constants.unbind() if isinstance(constants, Tensor) else constants
     count = len(constants) - len(weights)
     dtype = torch.promote_types(parameter.dtype, torch.float32)
-
-    def taken(values: Any, of_slices: bool = is_stored) -> Any:
-        return values if index is None or of_slices else values.index_select(0, index)
-
     numbers = tuple(
         constant if weight is None else weight + constant * (1 - weight)
         for constant, weight in zip(constants[count:], weights, strict=True)
     )
-    values = {name: taken(value).to(dtype) for name, value in zip(names, state, strict=True)}
-    before, gradient = taken(parameter, False).to(dtype), taken(gradient, False).to(dtype)
-    new, updated = rule.update(before, gradient, values, constants[:count], numbers)
+    values = {name: value.to(dtype) for name, value in zip(names, state, strict=True)}
+    new, updated = rule.update(parameter.to(dtype), gradient.to(dtype), values, constants[:count], numbers)
     moves = active if active is None or active.dtype == torch.bool else active.float() > 0
-    for old, value in ((parameter, new), *((state[names.index(n)], v) for n, v in updated.items())):
+    for place, value in ((0, new), *((3 + names.index(name), value) for name, value in updated.items())):
+        old = tensors[place]
         value = value.to(old.dtype)
-        if index is not None and (old is parameter or not is_stored):
+        if index is not None and place < indexed:
             old.index_copy_(0, index.long(), value)
         else:
             # The result for frozen entries, whose gradients are arbitrary, is discarded. Inductor is slow

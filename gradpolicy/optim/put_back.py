@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from gradpolicy.errors import PolicyError, under, warn_user
+from gradpolicy.optim.parameter_state import ParameterState
 from gradpolicy.optim.shapes import fill_frozen, local_entries
-from gradpolicy.optim.update_rules import Group, rule_for
+from gradpolicy.optim.update_rules import Group, is_torchs_own, rule_for
 from gradpolicy.tensors.sharding import is_composed
 
 OF_THE_TENSOR = ("step", "mu_product", "eta", "mu")
@@ -36,13 +37,6 @@ _WARNED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 # --- the state of such an optimizer
-
-
-def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True for one of torch's optimizers whose state belongs to single parameters (all but LBFGS)."""
-    # The module of Adafactor and Muon is the package, that of others a module in it.
-    of_torch = f"{type(optimizer).__module__}.".startswith("torch.optim.")
-    return of_torch and type(optimizer) is not torch.optim.LBFGS
 
 
 def entry_state(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
@@ -86,7 +80,7 @@ def first_state(optimizer: torch.optim.Optimizer, group: Group, parameter: Tenso
 # --- around a step
 
 
-def mask_gradient(masked: Any, gradient: Tensor) -> None:
+def mask_gradient(masked: ParameterState, gradient: Tensor) -> None:
     """Zero the gradient of frozen entries in place, including NaN and infinity."""
     masked.follow()
     if 0 in gradient.stride() and gradient.numel() > 1:
@@ -95,7 +89,7 @@ def mask_gradient(masked: Any, gradient: Tensor) -> None:
     fill_frozen(local_entries(gradient), masked.ages.mask, 0.0)
 
 
-def save_frozen(masked: Any) -> dict[str, Tensor]:
+def save_frozen(masked: ParameterState) -> dict[str, Tensor]:
     """Return copies of what a step may change, and have frozen entries count as nothing in it.
 
     Their gradients become 0, and with torch's own optimizers their state what it begins as.
@@ -105,29 +99,29 @@ def save_frozen(masked: Any) -> dict[str, Tensor]:
     """
     values: dict[str, Any] = masked.follow()
     if masked.ages.active:
-        check_state_of_entries(masked.state.wrapped.optimizer, values)
+        check_state_of_entries(masked.wrapped.optimizer, values)
     if masked.parameter.grad is not None:
         mask_gradient(masked, masked.parameter.grad)
     own = {"": masked.parameter, **entry_state(values, masked.parameter)}
     saved = {key: local_entries(tensor).clone() for key, tensor in own.items()}
-    if is_torchs_own(masked.state.wrapped.optimizer):
+    if is_torchs_own(masked.wrapped.optimizer):
         reset_frozen(masked)
     return saved
 
 
-def restore_frozen(masked: Any, saved: Mapping[str, Tensor]) -> None:
+def restore_frozen(masked: ParameterState, saved: Mapping[str, Tensor]) -> None:
     """Put frozen entries and their state back after the step."""
-    own = entry_state(masked.state.values, masked.parameter)
+    own = entry_state(masked.values, masked.parameter)
     for key, tensor in {"": masked.parameter, **own}.items():
         if key in saved:
             _fill_frozen(masked, tensor, saved[key])
     reset_frozen(masked, saved.keys())
 
 
-def reset_frozen(masked: Any, kept: Collection[str] = ()) -> None:
+def reset_frozen(masked: ParameterState, kept: Collection[str] = ()) -> None:
     """Set the state of frozen entries, except for some, to its initial values, if these are known."""
-    optimizer, parameter, first = masked.state.wrapped.optimizer, masked.parameter, {}
-    state = entry_state(masked.state.values, parameter)
+    optimizer, parameter, first = masked.wrapped.optimizer, masked.parameter, {}
+    state = entry_state(masked.values, parameter)
     state = {key: value for key, value in state.items() if key not in kept}
     if state and not is_torchs_own(optimizer):
         if (found := first_state(optimizer, masked.group, parameter)) is None:
@@ -140,7 +134,7 @@ def reset_frozen(masked: Any, kept: Collection[str] = ()) -> None:
         _fill_frozen(masked, value, local_entries(first[key]) if key in first else number)
 
 
-def _fill_frozen(masked: Any, tensor: Tensor, values: Tensor) -> None:
+def _fill_frozen(masked: ParameterState, tensor: Tensor, values: Tensor) -> None:
     entries = local_entries(tensor)
     entries.copy_(torch.where(masked.ages.mask, entries, values.to(entries.dtype)))
 
@@ -194,9 +188,9 @@ def put_back_remark(optimizer: torch.optim.Optimizer, group: Group, parameter: T
     )
 
 
-def warn_of_putting_back(masked: Any) -> None:
+def warn_of_putting_back(masked: ParameterState) -> None:
     """Warn, once per optimizer, of the effects of a mask on some entries; see :func:`put_back_remark`."""
-    optimizer = masked.state.wrapped.optimizer
+    optimizer = masked.wrapped.optimizer
     remark = put_back_remark(optimizer, masked.group, masked.parameter)
     if optimizer not in _WARNED:
         _WARNED.add(optimizer)

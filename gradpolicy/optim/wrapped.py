@@ -19,8 +19,7 @@ from torch import Tensor
 from gradpolicy.checks import check_setting
 from gradpolicy.errors import PolicyError, shown, under, unknown
 from gradpolicy.optim.optimizers import Optimizers
-from gradpolicy.optim.put_back import is_torchs_own
-from gradpolicy.optim.update_rules import Group, UpdateRule, rule_for
+from gradpolicy.optim.update_rules import Group, UpdateRule, is_torchs_own, rule_for
 from gradpolicy.optim.update_rules.master_weights import MasterWeights
 
 Settings = tuple[tuple[str, Any], ...]

@@ -11,8 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.optimizers import plain_optimizers
-from gradpolicy.optim.put_back import is_torchs_own
-from gradpolicy.optim.update_rules import rule_for
+from gradpolicy.optim.update_rules import is_torchs_own, rule_for
 from gradpolicy.policies import Freeze, Policy
 from gradpolicy.tensors.sharding import is_sharded
 from gradpolicy.train.optimizer_steps import parameters_of

@@ -13,7 +13,7 @@ from torch import nn
 import gradpolicy as gp
 from gradpolicy import MaskedOptimizer
 from gradpolicy.errors import PolicyError
-from gradpolicy.optim.put_back import is_torchs_own
+from gradpolicy.optim.update_rules import is_torchs_own
 from tests.optim.alone import FROZEN_STATES, run_alone, without_rule
 
 HALF = torch.tensor([[True, False], [False, True]])

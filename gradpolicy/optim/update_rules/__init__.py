@@ -16,7 +16,7 @@ from gradpolicy.optim.update_rules.rmsprop import RMSprop
 from gradpolicy.optim.update_rules.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
 from gradpolicy.optim.update_rules.sgd import SGD
 
-__all__ = ["Group", "State", "UpdateRule", "rule_for", "update_rule"]
+__all__ = ["Group", "State", "UpdateRule", "is_torchs_own", "rule_for", "update_rule"]
 
 RULES: dict[str, type[UpdateRule]] = {
     "torch.optim.Adam": Adam,
@@ -87,6 +87,13 @@ def rule_for(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
             rule = known(optimizer)
             return rule if all(map(rule.supports, optimizer.param_groups)) else None
     return None
+
+
+def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True for one of torch's optimizers whose state belongs to single parameters (all but LBFGS)."""
+    # The module of Adafactor and Muon is the package, that of others a module in it.
+    of_torch = f"{type(optimizer).__module__}.".startswith("torch.optim.")
+    return of_torch and type(optimizer) is not torch.optim.LBFGS
 
 
 def _package(kind: type) -> str:
