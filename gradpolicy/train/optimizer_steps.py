@@ -59,6 +59,8 @@ class Steps:
     Args:
         run: The run.
         optimizers: The optimizers.
+        freezer: The freezer.
+        guarded: The parameters that no other optimizer may update, by name.
         driven: False if the steps and gradients also begin updates, and show gradients to mask sources.
 
     Attributes:
@@ -66,32 +68,29 @@ class Steps:
         masked: Those of them that have masks.
         partitioned: The partitioned optimizer of an engine, if there is one.
         wanted: The parameters whose full gradients sources need in this update.
+        stepped: The optimizers that have stepped in the current update.
         hooks: Handles that are removed with the run.
     """
 
-    def __init__(self, run: Updates, optimizers: Sequence[Any], *, driven: bool = True) -> None:
+    def __init__(
+        self,
+        run: Updates,
+        optimizers: Sequence[Any],
+        freezer: Freezer,
+        guarded: Mapping[str, Tensor],
+        *,
+        driven: bool = True,
+    ) -> None:
         self._run, self.optimizers, self._driven = run, list(optimizers), driven
-        self.masked = [each for each in optimizers if isinstance(each, MaskedOptimizer)]
+        self._freezer, self._guarded, self.masked = freezer, guarded, freezer.optimizers
         self.partitioned: Any = next((each for each in self.masked if each.is_partitioned), None)
-        # The steps of each optimizer, and the optimizers that have stepped in the current update.
-        self._taken = {each: getattr(each, "effective_steps", 0) for each in optimizers}
-        self._stepped: set[Any] = set()
+        self.stepped: set[Any] = set()
         self.wanted: set[Tensor] = set()
-        self.hooks: list[Any] = []
         self._hooked: set[Tensor] = set()
         # The state of the run in a state_dict that an optimizer is loading.
         self._loaded: dict[Any, dict[str, Any]] = {}
         self._mode = ""
-
-    def hook(self, guarded: Mapping[str, Tensor], freezer: Freezer) -> None:
-        """Follow the optimizers, and the gradients of freeze policies.
-
-        Args:
-            guarded: The parameters that no other optimizer may update, by name.
-            freezer: The freezer.
-        """
-        self._guarded = guarded
-        self.hooks.append(register_optimizer_step_pre_hook(self._refuse_other_step))
+        self.hooks: list[Any] = [register_optimizer_step_pre_hook(self._refuse_other_step)]
         for each in self.optimizers:
             self.hooks.append(each.register_step_pre_hook(self._before_step))
             self.hooks.append(each.register_step_post_hook(self._after_step))
@@ -101,22 +100,22 @@ class Steps:
             if (former := _SAVING.pop(each, None)) is not None:
                 former.remove()
             _SAVING[each] = each.register_state_dict_post_hook(self._save)
-        self.hook_gradients(freezer)
+        self.hook_gradients()
         if self.partitioned is not None:
             self.partitioned.hook_gradients()
             self.hooks.append(self.partitioned)
 
-    def hook_gradients(self, freezer: Freezer) -> None:
+    def hook_gradients(self) -> None:
         """Follow the gradients of freeze policies, also of parameters that were added later."""
-        for name, parameter in freezer.parameters.items():
+        for name, parameter in self._freezer.parameters.items():
             if parameter not in self._hooked and parameter.requires_grad:
                 self._hooked.add(parameter)
                 owner = next(each for each in self.masked if parameter in set(parameters_of(each)))
                 note = torch.compiler.disable(partial(self._take_gradient, name))
-                mask = torch.compiler.disable(partial(self._mask_gradient, freezer, owner))
+                mask = torch.compiler.disable(partial(self._mask_gradient, owner))
                 self.hooks.append(parameter.register_hook(note))
                 self.hooks.append(parameter.register_post_accumulate_grad_hook(mask))
-        self.wanted = {freezer.parameters[name] for name in freezer.wanted_gradients()}
+        self.wanted = {self._freezer.parameters[name] for name in self._freezer.wanted_gradients()}
 
     def switch(self, mode: str) -> None:
         """Have schedule-free optimizers set the weights of ``"train"`` or ``"eval"``, unless they are set."""
@@ -129,22 +128,9 @@ class Steps:
         while self.hooks:
             self.hooks.pop().remove()
 
-    def count(self, former: int = 0) -> int:
-        """Return the number of updates; optimizers that have not stepped get this number of former steps."""
-        for each, steps in self._taken.items():
-            self._taken[each] = steps or former
-            if isinstance(each, MaskedOptimizer):
-                each.effective_steps = steps or former
-        return max(self._taken.values(), default=former)
-
-    def end(self) -> int:
-        """Wait for all optimizers to step again, and return the number of updates."""
-        self._stepped.clear()
-        return self.count()
-
     def end_if_stepped(self) -> None:
         """End an update in which not every optimizer steps."""
-        if self._stepped:
+        if self.stepped:
             self._run.end()
 
     # ---- gradients and steps
@@ -154,10 +140,10 @@ class Steps:
             self._run.begin(late=True)
         self._run.notices.missing.note(name, gradient)
 
-    def _mask_gradient(self, freezer: Freezer, owner: MaskedOptimizer, parameter: Tensor) -> None:
+    def _mask_gradient(self, owner: MaskedOptimizer, parameter: Tensor) -> None:
         """Zero the frozen entries of a gradient, unless the run does or masks may change before the step."""
-        may_change = self._stepped and not self._driven
-        if parameter in freezer.dropped:
+        may_change = self.stepped and not self._driven
+        if parameter in self._freezer.dropped:
             parameter.grad = None
         elif not (self._run.measures or may_change or parameter in self.wanted):
             owner.mask_gradient(parameter)
@@ -168,7 +154,7 @@ class Steps:
             if optimizer is self.partitioned:
                 self._run.gradients(optimizer)  # the engine clips them in its step
             return None
-        if optimizer in self._stepped:
+        if optimizer in self.stepped:
             self._run.end()  # it steps again before the others have
         (closure,) = (*arguments[1:], *named.values()) or (None,)
         self._run.begin(late=closure is None)
@@ -185,9 +171,10 @@ class Steps:
 
     @torch.compiler.disable
     def _after_step(self, optimizer: Any, *_: Any) -> None:
-        self._taken[optimizer] = getattr(optimizer, "effective_steps", self._taken[optimizer] + 1)
-        self._stepped.add(optimizer)
-        if len(self._stepped) == len(self.optimizers):
+        if optimizer in self.stepped:
+            self._run.updates += 1  # under the masks of this batch
+        self.stepped.add(optimizer)
+        if len(self.stepped) == len(self.optimizers):
             self._run.end()
 
     def _refuse_other_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -196,7 +183,7 @@ class Steps:
         Raises:
             PolicyError: If it does.
         """
-        if optimizer in self._taken or any(each.steps_inner for each in self.masked):
+        if optimizer in self.optimizers or any(each.steps_inner for each in self.masked):
             return
         stepped = set(parameters_of(optimizer))
         if names := [name for name, parameter in self._guarded.items() if parameter in stepped]:
@@ -214,11 +201,7 @@ class Steps:
         It may go through ``torch.distributed.checkpoint``, which loads tensors only in the sizes
         that they have in the loading run, but bytes of any length.
         """
-        state = {
-            "steps": self._taken[optimizer],
-            "stepped": optimizer in self._stepped,
-            "updates": self._run.updates,
-        }
+        state = {"stepped": optimizer in self.stepped, "updates": self._run.updates}
         if optimizer is self.optimizers[0]:
             state |= self._run.state_dict()
         torch.save(state, written := io.BytesIO())
@@ -234,13 +217,10 @@ class Steps:
 
     def _after_load(self, optimizer: Any) -> None:
         state = self._loaded.pop(optimizer)
-        for name in ("steps", "updates"):
-            check_integer(f"the saved number of {name}", state.get(name, 0), least=0, most=LARGEST_SIZE)
-        self._taken[optimizer] = steps = state.get("steps", getattr(optimizer, "effective_steps", 0))
-        if isinstance(optimizer, MaskedOptimizer):
-            optimizer.effective_steps = steps
-        (self._stepped.add if state.get("stepped") else self._stepped.discard)(optimizer)
-        self._run.load_state_dict({"updates": steps, **state})
+        updates = state.get("updates", getattr(optimizer, "effective_steps", 0))
+        check_integer("the saved number of updates", updates, least=0, most=LARGEST_SIZE)
+        (self.stepped.add if state.get("stepped") else self.stepped.discard)(optimizer)
+        self._run.load_state_dict({"updates": updates, **state})
 
 
 _SAVING: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()

@@ -286,6 +286,7 @@ class PartitionedOptimizer(MaskedOptimizer):
 
     def _take_settings(self, _: Any) -> None:
         self._settings = self.local.param_groups
+        self.effective_steps = self.local.effective_steps // len(self._pieces)
 
 
 class _ModelParameters(Optimizer):

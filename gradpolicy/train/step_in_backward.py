@@ -19,8 +19,10 @@ from gradpolicy.train.optimizer_steps import parameters_of
 OPTION = "step_in_backward"
 
 
-class StepInBackward:
-    """Updates each parameter in the backward pass, as soon as its gradient is complete.
+def update_in_backward(
+    optimizers: Sequence[MaskedOptimizer], policies: Mapping[str, Policy], *, allow_closures: bool = False
+) -> list[RemovableHandle]:
+    """Update each parameter in the backward pass, as soon as its gradient is complete.
 
     The optimizer's ``step()`` ends the update: it counts it, and updates parameters whose gradients were set
     in another way.
@@ -30,64 +32,54 @@ class StepInBackward:
         policies: The policies of the run, by name.
         allow_closures: False to refuse a step with a closure.
 
+    Returns:
+        The handles of the hooks. Without them parameters are updated in ``step()`` only.
+
     Raises:
         PolicyError: If an optimizer counts the updates of all its parameters together, a mask source needs
             gradients, or ranks would diverge; in the backward pass, if a gradient is accumulated after its
             parameter was updated.
     """
+    _check_processes(optimizers)
+    _check_optimizers(optimizers)
+    _check_sources(policies)
+    updated: set[Tensor] = set()
 
-    def __init__(
-        self,
-        optimizers: Sequence[MaskedOptimizer],
-        policies: Mapping[str, Policy],
-        *,
-        allow_closures: bool = False,
-    ) -> None:
-        _check_processes(optimizers)
-        _check_optimizers(optimizers)
-        _check_sources(policies)
-        self._allow_closures = allow_closures
-        self._updated: set[Tensor] = set()
-        self._handles: list[RemovableHandle] = []
-        for each in optimizers:
-            each.sees_loss_scale = True
-            self._handles.append(each.register_step_pre_hook(self._before_step))
-            self._handles.append(each.register_step_post_hook(self._after_step))
-            for parameter in parameters_of(each):
-                update = torch.compiler.disable(partial(self._update, each))
-                trains = parameter.requires_grad
-                # Torch takes hooks only of tensors that require a gradient.
-                self._handles.append(parameter.requires_grad_().register_post_accumulate_grad_hook(update))
-                parameter.requires_grad_(trains)
-
-    def remove(self) -> None:
-        """Update parameters only in ``step()`` again."""
-        while self._handles:
-            self._handles.pop().remove()
-
-    def _update(self, optimizer: MaskedOptimizer, parameter: Tensor) -> None:
+    def update(optimizer: MaskedOptimizer, parameter: Tensor) -> None:
         if parameter.grad is None:
             return
-        if parameter in self._updated:
+        if parameter in updated:
             raise PolicyError(
                 f"{OPTION}: a parameter got a second gradient in one update; expected one backward pass for "
                 "each step() and no reentrant checkpoints of one weight, since gradients are not accumulated"
             )
-        self._updated.add(parameter)
+        updated.add(parameter)
         optimizer.step_parameter(parameter)
         parameter.grad = None
 
     @torch.compiler.disable
-    def _before_step(self, optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def before_step(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         (closure,) = (*arguments[1:], *named.values()) or (None,)
-        if closure is not None and not self._allow_closures:
+        if closure is not None and not allow_closures:
             raise refused("a closure", "backward() before step()")
         if getattr(optimizer, "grad_scale", None) is not None:
             raise refused("GradScaler", "training in bfloat16 or float32")
 
     @torch.compiler.disable
-    def _after_step(self, optimizer: MaskedOptimizer, *_: Any) -> None:
-        self._updated.difference_update(parameters_of(optimizer))
+    def after_step(optimizer: Any, *_: Any) -> None:
+        updated.difference_update(parameters_of(optimizer))
+
+    handles: list[RemovableHandle] = []
+    for each in optimizers:
+        each.sees_loss_scale = True
+        handles += [each.register_step_pre_hook(before_step), each.register_step_post_hook(after_step)]
+        for parameter in parameters_of(each):
+            own = torch.compiler.disable(partial(update, each))
+            trains = parameter.requires_grad
+            # Torch takes hooks only of tensors that require a gradient.
+            handles.append(parameter.requires_grad_().register_post_accumulate_grad_hook(own))
+            parameter.requires_grad_(trains)
+    return handles
 
 
 def refused(found: str, expected: str) -> PolicyError:

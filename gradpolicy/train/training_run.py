@@ -20,7 +20,7 @@ from gradpolicy.train.measurements import Measured, Measurements, summary
 from gradpolicy.train.notices import Notices
 from gradpolicy.train.optimizer_steps import STATE, Steps, parameters_of
 from gradpolicy.train.ranks import Ranks
-from gradpolicy.train.step_in_backward import StepInBackward, refused
+from gradpolicy.train.step_in_backward import refused, update_in_backward
 from gradpolicy.where import named_parameters, once_each, pick_each
 
 
@@ -90,7 +90,7 @@ class Run:
         self.freezer = Freezer(nn.Module(), [], {})
         # The updates and the sources of an earlier training.
         self._former: tuple[int, dict[str, Any]] = (0, {})
-        self.steps = Steps(self, [])
+        self.steps = Steps(self, [], self.freezer, {})
         self.ranks: Ranks | None = None
         self.epoch = self.updates = 0
         self.has_begun = self.measures = False
@@ -155,9 +155,8 @@ class Run:
             else each
             for each in optimizers
         ]
-        self.steps = Steps(self, wrapping, driven=driven)
-        self.updates = self.steps.count()
-        masked, self.has_gradients = self.steps.masked, self.steps.partitioned is None
+        masked = [each for each in wrapping if isinstance(each, MaskedOptimizer)]
+        self.updates = max((each.effective_steps for each in masked), default=0)
         for each in masked if self.master_weights else ():
             keep_master_weights(each)
         freezes = {name: each for name, each in self.policies.items() if isinstance(each, Freeze)}
@@ -174,14 +173,15 @@ class Run:
         if masks_all:
             own = {parameter for each in masked for parameter in parameters_of(each)}
             guarded |= {name: p for name, p in named_parameters(model).items() if p in own}
-        self.steps.hook(guarded, self.freezer)
+        self.steps = Steps(self, wrapping, self.freezer, guarded, driven=driven)
+        self.has_gradients = self.steps.partitioned is None
         self.notices.attach(self.freezer, wrapping, partitioned=not self.has_gradients)
         named = once_each(named_parameters(model))
         self.ranks = Ranks(wrapped, named, self.freezer, masked, agreement_every=self.agreement_every)
         self.steps.hooks.append(self.ranks)
         if self.in_backward:
             # A driver's closure is called once.
-            self.steps.hooks.append(StepInBackward(masked, self.policies, allow_closures=driven))
+            self.steps.hooks += update_in_backward(masked, self.policies, allow_closures=driven)
             self.has_gradients = False
         for each, state in zip(wrapping, loaded, strict=True):
             if state is not None:
@@ -234,7 +234,7 @@ class Run:
         now = (self.updates, self.epoch)
         self.installed.update(phase="fit", step=self.updates, epoch=self.epoch)
         changed = self.freezer.begin_step(*now)
-        self.steps.hook_gradients(self.freezer)
+        self.steps.hook_gradients()
         if self.ranks is not None:
             self.ranks.begin_step(self.updates, cut=any(_cuts(each, *now) for each in self.policies.values()))
         self.measures = self._is_measured is not None and self._is_measured(self.updates)
@@ -266,8 +266,8 @@ class Run:
 
     def end(self) -> None:
         """End the update. Masks change only as the next one begins."""
-        # An engine steps by itself if no policy needs its optimizer.
-        self.updates = self.steps.end() or self.updates + 1
+        self.updates += 1
+        self.steps.stepped.clear()
         try:
             self.notices.end()
         except PolicyError:
@@ -291,7 +291,9 @@ class Run:
         updates, sources = self._former
         if steps and steps == updates and not self.updates:
             self.freezer.load_state_dict(sources)
-        self.updates = max(self.updates, self.steps.count(steps))
+        self.updates = max(self.updates, steps)
+        for each in self.steps.masked:
+            each.effective_steps = each.effective_steps or steps
 
     # ---- evaluation and measurements
 
