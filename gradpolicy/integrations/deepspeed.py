@@ -8,7 +8,7 @@ from deepspeed import DeepSpeedEngine
 from gradpolicy.flow.install import name_policies
 from gradpolicy.train.loop import Policies
 from gradpolicy.train.loop import training as plain_training
-from gradpolicy.train.partitioned_optimizer import PartitionedOptimizer, partitioned
+from gradpolicy.train.partitioned_optimizer import PartitionedOptimizer
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def training(
             not work with partitions.
     """
     named = name_policies(policies)
-    optimizer = partitioned(engine, named)
+    optimizer = PartitionedOptimizer(engine, named)
     block = plain_training(engine, optimizer, named, seed, steps_per_epoch=steps_per_epoch, layers=layers)
     try:
         with block:

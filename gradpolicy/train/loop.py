@@ -205,7 +205,6 @@ def _install(
         scaler=scaler,
         toggle_requires_grad=toggle_requires_grad and follows and len(optimizers) == 1,
         driven=False,
-        masks_all=True,
     )
     for prepared, each in zip(given, masked, strict=True):
         put_inside(prepared, each)
@@ -217,12 +216,11 @@ def _check_parameters(run: Run, model: nn.Module) -> None:
     """Check that the policies know the parameters that train.
 
     Raises:
-        PolicyError: If they were sharded within the block.
+        PolicyError: If they were replaced within the block.
     """
-    trained = {id(parameter) for each in run.steps.masked for parameter in parameters_of(each)}
     now = named_parameters(model)
     for name, known in run.freezer.parameters.items():
-        if id(known) not in trained or (is_sharded(now.get(name, known)) and not is_sharded(known)):
+        if now.get(name, known) is not known:
             raise PolicyError(
                 f"gradpolicy.training: {name} was replaced after the block began, and the policies do "
                 "not know the new one; shard the model before (fully_shard, accelerator.prepare)"

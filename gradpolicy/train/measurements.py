@@ -14,9 +14,9 @@ from gradpolicy.freezing import Freezer
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.ages import Ages
 from gradpolicy.optim.masked_parameter import MaskedParameter
-from gradpolicy.tensors.sharding import is_sharded, local_shard
+from gradpolicy.tensors.sharding import local_shard
 from gradpolicy.train.agreement import of_every_rank
-from gradpolicy.train.ranks import is_first_rank
+from gradpolicy.train.ranks import is_first_copy
 
 Measured = dict[str, dict[str, Any]]
 """The quantities of each policy. Those of a freeze policy are lists with one value per parameter."""
@@ -148,7 +148,7 @@ class Measurements:
         rows: dict[str, dict[str, Any]] = {}
         stored: dict[str, Tensor] = {}
         for name, parameter in self._freezer.parameters.items():
-            if not _is_first_replica(parameter):
+            if not is_first_copy(parameter):
                 rows[name] = {}
                 continue
             optimizer, masked = self._find(name)
@@ -261,12 +261,3 @@ def _as_numbers(tree: Any) -> Any:
     tensors = [each.double() for each in tree_leaves(tree) if isinstance(each, Tensor)]
     numbers = iter(torch.stack([each.to(tensors[0].device) for each in tensors]).tolist() if tensors else ())
     return tree_map_only(Tensor, lambda _: next(numbers), tree)
-
-
-def _is_first_replica(parameter: Tensor) -> bool:
-    """Return True if this process is the first of those that hold the same entries."""
-    if not is_sharded(parameter):
-        return is_first_rank()
-    sharded: Any = parameter
-    places = zip(sharded.placements, sharded.device_mesh.get_coordinate() or (), strict=False)
-    return all(place == 0 for placement, place in places if placement.is_replicate())

@@ -66,7 +66,7 @@ class Steps:
     Attributes:
         optimizers: The optimizers.
         masked: Those of them that have masks.
-        partitioned: The partitioned optimizer of an engine, if there is one.
+        partitioned: The partitioned optimizer of an engine, or none.
         wanted: The parameters whose full gradients sources need in this update.
         stepped: The optimizers that have stepped in the current update.
         hooks: Handles that are removed with the run.
@@ -83,14 +83,16 @@ class Steps:
     ) -> None:
         self._run, self.optimizers, self._driven = run, list(optimizers), driven
         self._freezer, self._guarded, self.masked = freezer, guarded, freezer.optimizers
-        self.partitioned: Any = next((each for each in self.masked if each.is_partitioned), None)
+        self.partitioned: list[Any] = [each for each in self.masked if each.is_partitioned]
         self.stepped: set[Any] = set()
         self.wanted: set[Tensor] = set()
         self._hooked: set[Tensor] = set()
         # The state of the run in a state_dict that an optimizer is loading.
         self._loaded: dict[Any, dict[str, Any]] = {}
         self._mode = ""
-        self.hooks: list[Any] = [register_optimizer_step_pre_hook(self._refuse_other_step)]
+        self.hooks: list[Any] = []
+        if guarded:
+            self.hooks.append(register_optimizer_step_pre_hook(self._refuse_other_step))
         for each in self.optimizers:
             self.hooks.append(each.register_step_pre_hook(self._before_step))
             self.hooks.append(each.register_step_post_hook(self._after_step))
@@ -101,9 +103,9 @@ class Steps:
                 former.remove()
             _SAVING[each] = each.register_state_dict_post_hook(self._save)
         self.hook_gradients()
-        if self.partitioned is not None:
-            self.partitioned.hook_gradients()
-            self.hooks.append(self.partitioned)
+        for each in self.partitioned:
+            each.hook_gradients()
+            self.hooks.append(each)
 
     def hook_gradients(self) -> None:
         """Follow the gradients of freeze policies, also of parameters that were added later."""
@@ -119,7 +121,7 @@ class Steps:
 
     def switch(self, mode: str) -> None:
         """Have schedule-free optimizers set the weights of ``"train"`` or ``"eval"``, unless they are set."""
-        for each in self.optimizers if mode != self._mode and self.partitioned is None else ():
+        for each in self.optimizers if mode != self._mode and not self.partitioned else ():
             getattr(each, mode, bool)()
         self._mode = mode
 
@@ -151,7 +153,7 @@ class Steps:
     @torch.compiler.disable
     def _before_step(self, optimizer: Any, arguments: tuple, named: dict[str, Any]) -> Any:
         if self._driven:
-            if optimizer is self.partitioned:
+            if optimizer in self.partitioned:
                 self._run.gradients(optimizer)  # the engine clips them in its step
             return None
         if optimizer in self.stepped:

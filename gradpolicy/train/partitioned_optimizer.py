@@ -32,15 +32,6 @@ from gradpolicy.tensors.mask import Mask
 from gradpolicy.train.optimizer_steps import STATE
 
 
-def partitioned(engine: Any, policies: Mapping[str, Policy | None]) -> PartitionedOptimizer:
-    """Return the optimizer of an engine, for these policies.
-
-    Raises:
-        PolicyError: If a policy, the optimizer or a setting of the engine does not work with partitions.
-    """
-    return PartitionedOptimizer(engine, _checked_frozen_state(policies))
-
-
 def _checked_frozen_state(policies: Mapping[str, Policy | None]) -> str:
     """Check that policies can act on partitions, and return the frozen state that all of them have.
 
@@ -90,17 +81,18 @@ class PartitionedOptimizer(MaskedOptimizer):
 
     Args:
         engine: The engine.
-        frozen_state: As MaskedOptimizer's.
+        policies: The policies by name.
 
     Attributes:
         zero: The engine's own optimizer, which holds the partitions.
         local: The optimizer that was given to the engine, wrapped; its parameters are this rank's partitions.
 
     Raises:
-        PolicyError: If masks would not be exact with this optimizer or these settings of the engine.
+        PolicyError: If a policy, the optimizer or a setting of the engine does not work with partitions.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, frozen_state: str = "keep") -> None:
+    def __init__(self, engine: DeepSpeedEngine, policies: Mapping[str, Policy | None]) -> None:
+        frozen_state = _checked_frozen_state(policies)
         self.zero: Any = _checked_zero(engine)
         base = self.zero.optimizer
         self.local = base if isinstance(base, MaskedOptimizer) else MaskedOptimizer(base, frozen_state)

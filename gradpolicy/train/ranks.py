@@ -129,6 +129,11 @@ def _replica_groups(parameter: Tensor) -> list[Any]:
     ]
 
 
+def is_first_copy(parameter: Tensor) -> bool:
+    """Return True if this process is the first of those that hold the same entries."""
+    return not dist.is_initialized() or all(dist.get_rank(each) == 0 for each in _replica_groups(parameter))
+
+
 def is_first_rank() -> bool:
     """Return True in the process that prints and warns for all."""
     return not dist.is_initialized() or dist.get_rank() == 0

@@ -112,7 +112,6 @@ class Run:
         entry_points: Mapping[str, Sequence[str]] | None = None,
         toggle_requires_grad: bool = True,
         driven: bool = True,
-        masks_all: bool = False,
     ) -> list[Any]:
         """Install all policies.
 
@@ -124,14 +123,14 @@ class Run:
             entry_points: As for ``gradpolicy.flow.install``.
             toggle_requires_grad: As for :class:`~gradpolicy.freezing.Freezer`.
             driven: True if a driver calls :meth:`begin` before the batches of each update, and
-                :meth:`gradients` before it clips gradients; False: optimizers do in their steps.
-            masks_all: Wrap each optimizer, also without a parameter of a freeze policy, and go on from the
-                count of an earlier run.
+                :meth:`gradients` before it clips gradients; False: optimizers do in their steps. Then each is
+                wrapped, also without a parameter of a freeze policy, and goes on from the count of an earlier
+                run.
 
         Returns:
             The optimizers to train with; those of an engine as they are.
         """
-        given, masks_all = list(optimizers), masks_all or self.master_weights or self.in_backward
+        given, masks_all = list(optimizers), not driven or self.master_weights or self.in_backward
         former = (self.updates, self.freezer.state_dict())
         self._reset()
         self._former, self._scaler = former, scaler
@@ -174,7 +173,7 @@ class Run:
             own = {parameter for each in masked for parameter in parameters_of(each)}
             guarded |= {name: p for name, p in named_parameters(model).items() if p in own}
         self.steps = Steps(self, wrapping, self.freezer, guarded, driven=driven)
-        self.has_gradients = self.steps.partitioned is None
+        self.has_gradients = not self.steps.partitioned
         self.notices.attach(self.freezer, wrapping, partitioned=not self.has_gradients)
         named = once_each(named_parameters(model))
         self.ranks = Ranks(wrapped, named, self.freezer, masked, agreement_every=self.agreement_every)
@@ -439,9 +438,9 @@ def _of_engine(engine: Any, given: list[Any], policies: Mapping[str, Policy]) ->
         return given
     if not any(isinstance(policy, Freeze | Rates) for policy in policies.values()):
         return []
-    from gradpolicy.train.partitioned_optimizer import partitioned  # takes seconds
+    from gradpolicy.train.partitioned_optimizer import PartitionedOptimizer  # takes seconds
 
-    return [partitioned(engine, policies)]
+    return [PartitionedOptimizer(engine, policies)]
 
 
 def _masked(optimizer: Any, *, again: bool) -> MaskedOptimizer:

@@ -5,7 +5,7 @@ import pytest
 import gradpolicy as gp
 
 pytest.importorskip("deepspeed")
-from gradpolicy.train.partitioned_optimizer import partitioned
+from gradpolicy.train.partitioned_optimizer import PartitionedOptimizer
 
 
 @pytest.mark.parametrize(
@@ -26,4 +26,4 @@ from gradpolicy.train.partitioned_optimizer import partitioned
 )
 def test_what_cannot_act_on_partitions_is_refused(policies, message):
     with pytest.raises(gp.PolicyError, match=message):
-        partitioned(None, policies)
+        PartitionedOptimizer(None, policies)

@@ -655,8 +655,6 @@ def test_however_the_model_is_entered(way, clips):
     assert_close(model, by_hand(6, mask=whole, clip=0.05 if clips else None))
 
 
-@pytest.mark.supports("entries", loop="plain", compiled=True)
-@pytest.mark.slow
 def through_a_file(model):
     torch.save(model, buffer := io.BytesIO())
     buffer.seek(0)
