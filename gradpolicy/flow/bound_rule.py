@@ -123,12 +123,14 @@ class BoundRule:
         location: The location, for messages: ``"operation 'relu'"``.
         sums_broadcast: True if gradients in the output's shape are summed to the shape of broadcast inputs.
         current: Values of the rule's parameters that replace those of the state.
+        outputs: For rules with ``own``, the operation's output and its version, once they are known.
     """
 
     state: RuleState
     location: str
     sums_broadcast: bool = False
     current: Mapping[str, Any] = field(default_factory=dict)
+    outputs: Sequence = ()
 
     def __post_init__(self) -> None:
         self.rule = self.state.rule
@@ -158,6 +160,22 @@ class BoundRule:
             return self
         where = f"module {module!r}" if module else "the model"
         return replace(self, location=f"{self.location} in {where}")
+
+    def result(self) -> Tensor | None:
+        """Return the output of the operation whose own gradients the rule modifies, if it reads that.
+
+        Raises:
+            PolicyError: If it was changed in place, or second derivatives are recorded.
+        """
+        if not self.outputs:
+            return None
+        output, version = self.outputs
+        if output._version != version or torch.is_grad_enabled():
+            raise self.error(
+                "reads the operation's output, which must not be changed in place and has no second "
+                "derivatives (create_graph=True); compute what it needs from the inputs"
+            )
+        return output
 
     def gradients(
         self, grad: Any, inputs: tuple[Tensor, ...], output: Any, wanted: Sequence[bool]

@@ -9,6 +9,7 @@ They work under ``torch.compile`` and ``torch.func``, but not under forward-mode
 of the input, and unless this map is linear, it has no transpose that forward mode could use.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,9 +18,10 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from gradpolicy.errors import PolicyError
-from gradpolicy.flow.bound_rule import BoundRule
+from gradpolicy.flow.bound_rule import BoundRule, RuleState
 from gradpolicy.flow.containers import rebuilt_sequence
 from gradpolicy.flow.tracing import in_functorch, in_transform, is_compiling, skip_alone
+from gradpolicy.rules.registry import Rule
 from gradpolicy.rules.routing import is_differentiable
 
 
@@ -45,7 +47,7 @@ class Replaced(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(bound_rule: "EdgeRule", indices: Sequence[int], start: int, *tensors: Tensor) -> Any:
+    def forward(bound_rule: BoundRule, indices: Sequence[int], start: int, *tensors: Tensor) -> Any:
         """Return the values.
 
         Args:
@@ -62,10 +64,13 @@ class Replaced(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         """Save the tensors that the rule reads; of other inputs the shapes."""
-        ctx.bound_rule, _, ctx.start, *tensors = inputs
-        given, outputs = tensors[ctx.start :], output if isinstance(output, tuple) else (output,)
-        ctx.reads_inputs, ctx.reads_output = (each in ctx.bound_rule.reads for each in ("inputs", "output"))
-        ctx.set_materialize_grads(not isinstance(ctx.bound_rule, Taps))
+        rule, ctx.indices, ctx.start, *tensors = inputs
+        ctx.bound_rule, given = rule, tensors[ctx.start :]
+        outputs = output if isinstance(output, tuple) else (output,)
+        ctx.reads_inputs = "inputs" in rule.reads
+        # The output of a tapped operation does not exist yet.
+        ctx.reads_output = "output" in rule.reads and not rule.rule.own
+        ctx.set_materialize_grads(not rule.rule.own)
         ctx.floating = [is_differentiable(value) for value in outputs]
         ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in given]
         ctx.save_for_backward(*(given if ctx.reads_inputs else ()), *(outputs if ctx.reads_output else ()))
@@ -74,12 +79,18 @@ class Replaced(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         """Call the rule."""
         saved = _saved(ctx)
+        wanted = ctx.needs_input_grad[3 + ctx.start :]
         grads = tuple(grad for grad, is_floating in zip(grads, ctx.floating, strict=True) if is_floating)
         inputs = [saved.pop(0) if ctx.reads_inputs else _stand_in(grads[0], *each) for each in ctx.like]
-        outputs = tuple(saved) if ctx.reads_output else grads
-        grad = grads[0] if len(grads) == 1 else grads
-        output = outputs[0] if len(ctx.floating) == 1 else outputs
-        wanted = ctx.needs_input_grad[3 + ctx.start :]
+        if ctx.bound_rule.rule.own:
+            # The values are inputs of the operation: what comes for them are its own gradients.
+            own = dict(zip(ctx.indices, grads, strict=True))
+            grad, output = tuple([own.get(index) for index in range(len(inputs))]), ctx.bound_rule.result()
+            wanted = [each is not None for each in grad]
+        else:
+            outputs = tuple(saved) if ctx.reads_output else grads
+            grad = grads[0] if len(grads) == 1 else grads
+            output = outputs[0] if len(ctx.floating) == 1 else outputs
         gradients = ctx.bound_rule.gradients(grad, tuple(inputs), output, wanted)
         return (None, None, None, *[None] * ctx.start, *gradients)
 
@@ -89,55 +100,6 @@ def _stand_in(grad: Tensor | None, shape: torch.Size, dtype: torch.dtype, device
     if grad is not None and grad.shape == shape:
         return grad.to(dtype)
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
-
-
-class Taps:
-    """Stands for a rule in :class:`Replaced` where the values are inputs of an operation.
-
-    There is one node for all inputs, so the rule gets all of the operation's own gradients at once.
-
-    Args:
-        bound_rule: The rule.
-        positions: The indices of the inputs that require a gradient.
-        outputs: A list to which the operation's output and its version are added later.
-    """
-
-    def __init__(self, bound_rule: BoundRule, positions: Sequence[int], outputs: list) -> None:
-        self.bound_rule, self.positions, self.outputs = bound_rule, positions, outputs
-        self.reads = tuple([each for each in bound_rule.reads if each == "inputs"])
-        self.error = bound_rule.error
-
-    def gradients(
-        self, grad: Any, inputs: tuple[Tensor, ...], output: Any, wanted: Sequence[bool]
-    ) -> list[Tensor | None]:
-        """Return the rule's gradient for each input."""
-        own: list[Tensor | None] = [None] * len(inputs)
-        for position, each in zip(self.positions, grad if isinstance(grad, tuple) else (grad,), strict=True):
-            own[position] = each
-        output = None
-        if self.outputs:
-            output, version = self.outputs
-            if output._version != version or torch.is_grad_enabled():
-                raise self.error(
-                    "reads the operation's output, which must not be changed in place and has no second "
-                    "derivatives (create_graph=True); compute what it needs from the inputs"
-                )
-        return self.bound_rule.gradients(tuple(own), inputs, output, [each is not None for each in own])
-
-
-class Wire:
-    """Stands for a rule in :class:`Replaced`: every input gets the gradient as it is."""
-
-    reads = ()
-
-    def gradients(
-        self, grad: Tensor, inputs: tuple[Tensor, ...], output: Tensor, wanted: Sequence[bool]
-    ) -> list[Tensor]:
-        """Return the gradient for each input, in its dtype."""
-        return [grad.to(tensor.dtype) for tensor in inputs]
-
-
-EdgeRule = BoundRule | Taps | Wire
 
 
 class AdoptHistory(Function):
@@ -238,7 +200,7 @@ def tap(bound_rule: BoundRule, inputs: Sequence[Tensor], outputs: list) -> list[
     if not positions:
         return list(inputs)
     _check_transforms(bound_rule)
-    rule = Taps(bound_rule.with_current_numbers(), positions, outputs)
+    rule = dataclasses.replace(bound_rule.with_current_numbers(), outputs=outputs)
     return _with_items(inputs, positions, run_function(Replaced, rule, tuple(positions), 0, *inputs))
 
 
@@ -259,9 +221,14 @@ def insert_rule(bound_rule: BoundRule, values: Any) -> Any:
     return rebuilt_sequence(values, [insert_rule(bound_rule, value) for value in values])
 
 
+# The gradient goes to each of several inputs.
+_TO_ALL = Rule("a gradient path", lambda grad, inputs, output: (grad,) * len(inputs), reads=())
+_JOIN = BoundRule(RuleState(_TO_ALL.name, _TO_ALL), "a discrete result")
+
+
 def join(values: Tensor, path: Tensor) -> Tensor:
     """Return values whose gradient goes to them and to a path of their shape."""
-    return run_function(Replaced, Wire(), (0,), 0, values, path)
+    return run_function(Replaced, _JOIN, (0,), 0, values, path)
 
 
 @skip_alone
