@@ -85,8 +85,8 @@ class Replaced(Function):
         if ctx.bound_rule.rule.own:
             # The values are inputs of the operation: what comes for them are its own gradients.
             own = dict(zip(ctx.indices, grads, strict=True))
-            grad, output = tuple([own.get(index) for index in range(len(inputs))]), ctx.bound_rule.result()
-            wanted = [each is not None for each in grad]
+            grad: Any = tuple([own.get(index) for index in range(len(inputs))])
+            output, wanted = ctx.bound_rule.result(), [each is not None for each in grad]
         else:
             outputs = tuple(saved) if ctx.reads_output else grads
             grad = grads[0] if len(grads) == 1 else grads

@@ -20,14 +20,13 @@ from gradpolicy.flow.locations import (
     describe_location,
     find_locations,
     is_below,
-    location_at,
 )
 from gradpolicy.flow.operation_rule import DispatchTable, OperationRule
 from gradpolicy.flow.parameters import ParameterRules
 from gradpolicy.flow.policy_report import Outcome, Report, ReportRow
 from gradpolicy.flow.wrapped_forward import InstallSession, WrappedForward
 from gradpolicy.what_trains import what_trains
-from gradpolicy.where import STEP_OPERATIONS, named_parameters, plain_name
+from gradpolicy.where import named_parameters, plain_name
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -234,7 +233,7 @@ class Installed(Displayed):
         on_parameters: OnParameters = {}
         for policy, locations in self._locations.items():
             for name, parameter in locations.parameters.items():
-                on_parameters.setdefault(id(parameter), []).append((name, self._states[policy]))
+                on_parameters.setdefault(parameter, []).append((name, self._states[policy]))
         # A compiled module only calls the original module, which is wrapped.
         named = [item for item in self.model.named_modules() if "_orig_mod" not in item[1]._modules]
         on_modules = [_rules_on_parameters(module, on_parameters) for _, module in named]
@@ -261,20 +260,14 @@ class Installed(Displayed):
         self, name: str, module: nn.Module, rules: list[ParameterRules], methods: Sequence[str]
     ) -> None:
         table = self._table(module)
-        at_module = {key: at for key, at in self._locations.items() if id(module) in at.boundaries}
+        states = [self._states[key] for key, at in self._locations.items() if id(module) in at.boundaries]
         # The model itself is always wrapped, to track its forward passes.
-        if name and table is None and not at_module and not rules:
+        if name and table is None and not states and not rules:
             return
-        states = [self._states[policy] for policy in at_module]
-        for state, locations in zip(states, at_module.values(), strict=True):
-            is_named = any(locations.modules.get(pattern) is module for pattern in state.policy.modules)
-            has_forward = getattr(type(module), "forward", None) is not nn.Module.forward
-            expected = policy_report.Expected(name, is_named, has_forward)
-            state.row.expected[location_at(state.policy.at, name)] = expected
         counted = [
             self._states[policy]
             for policy, at in self._locations.items()
-            if self.policies[policy].calls and any(module is each for each in at.modules.values())
+            if self.policies[policy].calls and id(module) in at.modules.values()
         ]
         for method in methods:
             signature = Signature(getattr(module, method))
@@ -342,20 +335,7 @@ def _refuse_replicas(model: nn.Module) -> None:
 
 def _state(name: str, policy: RulePlacement, locations: Locations) -> RuleState:
     """Return the rule of a policy, with the policy's row of the report."""
-    row = ReportRow(
-        name,
-        kind=type(policy).__name__,
-        where=describe_location(policy),
-        modules=tuple(locations.modules),
-        operations=tuple(operation.name for operation in locations.operations),
-        parameters=tuple(locations.parameters),
-        each=locations.each,
-        any_of=bool(policy.kin) or policy.ops == STEP_OPERATIONS,
-        expected={
-            f"parameter {key!r}": policy_report.Expected(None, key in policy.params)
-            for key in locations.parameters
-        },
-    )
+    row = ReportRow(name, locations, type(policy).__name__, describe_location(policy))
     return RuleState(name, policy.rule, policy, row=row)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from gradpolicy.errors import PolicyError, under
@@ -40,25 +41,30 @@ class RulePlacement:
 
 @dataclass(frozen=True)
 class Locations:
-    """The locations of a policy in a model.
+    """The locations of a policy in a model, by names and ids, so that reports do not hold the model.
 
     Args:
-        modules: The modules that match the policy's patterns, by name.
+        modules: The ids of the modules that match the policy's patterns, by name.
         operations: The policy's operations.
         inside: For a policy on operations, the names of the modules in whose forward it acts, by id.
-        boundaries: For a policy on modules, their ids.
-        parameters: For a policy on parameters, the parameters by name.
+        boundaries: For a policy on modules, their names by id.
+        parameters: For a policy on parameters, their ids by name.
         each: For a policy on operations, the modules that should run one of them: with None those that it
             names, or a class or ``*.mlp`` matches; with their class those that an open glob (``layers.*``)
             matches, which should if another of that class does.
+        kind: What the policy acts on: ``"operation"``, ``"module"`` or ``"parameter"``.
+        expected: The operations or locations where the rule should act: True for those that the policy names,
+            False if one of several is enough.
     """
 
-    modules: dict[str, nn.Module] = field(default_factory=dict)
+    modules: dict[str, int] = field(default_factory=dict)
     operations: tuple[Operation, ...] = ()
     inside: dict[int, str] = field(default_factory=dict)
-    boundaries: frozenset[int] = frozenset()
-    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    boundaries: dict[int, str] = field(default_factory=dict)
+    parameters: dict[str, int] = field(default_factory=dict)
     each: dict[str, type | None] = field(default_factory=dict)
+    kind: str = "operation"
+    expected: dict[str, bool] = field(default_factory=dict)
 
 
 def find_locations(model: nn.Module, name: str, policy: RulePlacement) -> Locations:
@@ -74,13 +80,21 @@ def find_locations(model: nn.Module, name: str, policy: RulePlacement) -> Locati
     """
     if policy.params:
         with under(f"policy.{name}.params"):
-            return Locations(parameters=match_parameters(model, policy.params))
+            parameters = match_parameters(model, policy.params)
+        expected = {f"parameter {each!r}": each in policy.params for each in parameters}
+        ids = {each: id(parameter) for each, parameter in parameters.items()}
+        return Locations(parameters=ids, kind="parameter", expected=expected)
     with under(f"policy.{name}.ops"):
         operations = tuple(dict.fromkeys(resolve_operation(operation) for operation in policy.ops))
     with under(f"policy.{name}.modules"):
         modules = match_modules(model, policy.modules) if policy.modules else {"": model}
+    ids = {each: id(module) for each, module in modules.items()}
     if not policy.ops:
-        return Locations(modules, boundaries=frozenset(map(id, modules.values())))
+        first = {id(module): plain_name(name) for name, module in model.named_modules()}
+        boundaries = {key: first[key] for key in ids.values()}
+        return Locations(
+            ids, boundaries=boundaries, kind="module", expected=_at_modules(policy, modules, first)
+        )
     apart = [p for p in policy.modules if isinstance(p, str) and p.startswith("!")]
     excluded = {name for pattern in apart for name in match_modules(model, pattern[1:])}
     closed = [p for p in policy.modules if not (isinstance(p, str) and p.endswith("*")) and p not in apart]
@@ -94,7 +108,20 @@ def find_locations(model: nn.Module, name: str, policy: RulePlacement) -> Locati
     for module in model.modules():
         if policy.kin and id(module) in inside and policy.kin in type(module).__name__.lower():
             each[inside[id(module)]] = None
-    return Locations(modules, operations, inside, each=each)
+    are_named = not policy.kin and policy.ops != STEP_OPERATIONS
+    expected = dict.fromkeys([operation.name for operation in operations], are_named)
+    return Locations(ids, operations, inside, each=each, expected=expected)
+
+
+def _at_modules(
+    policy: RulePlacement, modules: Mapping[str, nn.Module], names: Mapping[int, str]
+) -> dict[str, bool]:
+    """Return the locations of a policy at modules, True for those that it names."""
+    named = [modules[pattern] for pattern in policy.modules if pattern in modules]
+    running = [module for module in modules.values() if not isinstance(module, torch.jit.ScriptModule)]
+    # A glob that matches a ModuleList, which has no forward, matches its modules too.
+    forwards = [each for each in running if each in named or type(each).forward is not nn.Module.forward]
+    return {location_at(policy.at, names[id(each)]): each in named for each in forwards or running}
 
 
 def location_at(side: str, module: str) -> str:
@@ -202,8 +229,8 @@ def _conflict(
         where = f"module {inside[0]!r}" if inside[0] else "the model"
         conflicts = _overlap(one.calls, other.calls) and not composes
         return f"both have a rule for operation {operations[0]!r} in {where}" if conflicts else ""
-    both = here.boundaries & there.boundaries if one.at == other.at else frozenset()
-    modules = [name for name, module in here.modules.items() if id(module) in both]
+    both = here.boundaries.keys() & there.boundaries if one.at == other.at else ()
+    modules = [name for name, module in here.modules.items() if module in both]
     if modules and one.at == "through":
         conflicts = _overlap(one.output, other.output)
         return f"both make the gradient through module {modules[0]!r}" if conflicts else ""

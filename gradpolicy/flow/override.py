@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.bound_rule import RuleState
+from gradpolicy.flow.locations import Locations
 from gradpolicy.flow.operation_rule import DispatchMode, DispatchTable, OperationRule, note_taken
 from gradpolicy.flow.operations import as_rule, resolve_operation
 from gradpolicy.flow.policy_report import Outcome, ReportRow, report_unmet
@@ -116,8 +117,8 @@ class Block:
         if self._has_warned or not (names - row.matched.keys() or row.opaque_calls or row.lost):
             return
         row.note_all(Outcome.PLAIN, self.table.names_seen)
-        left = tuple(state.name for state in self.states if not state.acted_in_compiled_code)
-        row = replace(row, name=self.subject, operations=left)
+        left = {state.name: True for state in self.states if not state.acted_in_compiled_code}
+        row = replace(row, name=self.subject, locations=Locations(expected=left))
         self._has_warned = bool(row.unmet()) and not self.strict
         report_unmet(self.subject, row, strict=self.strict)
 

@@ -2,7 +2,7 @@
 
 import enum
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradpolicy.display import Displayed
 from gradpolicy.errors import PolicyError, nearest, shortened, warn_user
-from gradpolicy.flow.locations import is_below
+from gradpolicy.flow.locations import Locations, is_below
 from gradpolicy.flow.operations import takes_rule
 from gradpolicy.flow.tracing import runs_while_tracing
 
@@ -20,25 +20,6 @@ if TYPE_CHECKING:
 
 # The way out where a rule cannot act within a call.
 ACROSS = "put a rule across the module that calls it (modules=…, at='through'), or gradpolicy.apply around it"
-NO_GRADIENT = (
-    "ran only where no gradient is recorded (under torch.no_grad, in an autograd.Function, or on tensors "
-    "that need none)"
-)
-NEVER_FLOATING = (
-    "never became floating-point there, so no gradient passed: cast it where the rule acts (.float()), or "
-    "multiply it with floats"
-)
-
-
-# Why the rule was not applied at a module or parameter.
-NEVER_RAN = (
-    "{} never ran through its forward; another method of it, or a function of its weights, skips the policy"
-)
-NOT_CROSSED = (
-    "no gradient crosses {}: what passes there needs none (it is data, comes from frozen modules, or runs "
-    "under torch.no_grad)"
-)
-NOT_REACHED = "no gradient came to {}: it is frozen, not used, or no backward pass ran"
 
 
 class Outcome(enum.Enum):
@@ -52,28 +33,27 @@ class Outcome(enum.Enum):
     TAKEN = "an inner override or policy acted instead"
 
 
-# Why the rule was not applied to operations, the first reason that holds, and the words for it.
-REASONS: dict[Outcome | None, str] = {
-    Outcome.TAKEN: "{operations} {were} taken by another override or policy inside",
-    Outcome.DISCRETE: f"the result of {{names}} {NEVER_FLOATING}",
-    Outcome.WITHOUT_GRADIENT: f"{{operations}} {NO_GRADIENT}",
-    None: "{operations} {were} never met; {instead}",
+# Why a rule did not act at the operations, modules or parameters of its policy, and the words for it. The
+# first outcome that occurred there is the reason; None if none of them did.
+REASONS: dict[str, dict[Outcome | None, str]] = {
+    "operation": {
+        Outcome.TAKEN: "operation{s} {names} {were} taken by another override or policy inside",
+        Outcome.DISCRETE: "the result of {names} never became floating-point there, so no gradient passed: "
+        "cast it where the rule acts (.float()), or multiply it with floats",
+        Outcome.WITHOUT_GRADIENT: "operation{s} {names} ran only where no gradient is recorded (under "
+        "torch.no_grad, in an autograd.Function, or on tensors that need none)",
+        None: "operation{s} {names} {were} never met; {instead}",
+    },
+    "module": {
+        None: "{names} never ran through its forward; another method of it, or a function of its weights, "
+        "skips the policy",
+        Outcome.WITHOUT_GRADIENT: "no gradient crosses {names}: what passes there needs none (it is data, "
+        "comes from frozen modules, or runs under torch.no_grad)",
+    },
+    "parameter": {
+        None: "no gradient came to {names}: it is frozen, not used, or no backward pass ran",
+    },
 }
-
-
-@dataclass(frozen=True)
-class Expected:
-    """A location where a rule should act.
-
-    Args:
-        module: The module's name; None for a parameter.
-        is_named: True if the policy names it, False if it matches a glob or class, of which one is enough.
-        has_forward: True if the module has a forward.
-    """
-
-    module: str | None
-    is_named: bool
-    has_forward: bool = True
 
 
 @dataclass(eq=False)
@@ -82,16 +62,11 @@ class ReportRow:
 
     Args:
         name: The policy's name.
+        locations: Where it acts.
         kind: The policy's class.
         where: The location in words.
         active: True if the policy is active.
-        modules: The names of the matched modules, at or in which it acts.
-        operations: The names of its operations.
-        parameters: The names of the matched parameters.
-        each: The modules of which each should run one of the operations; see :class:`Locations`.
-        ran_in: The modules in which one of them ran, in eager mode.
-        any_of: True if one of the operations is enough, as for the default of ``StraightThrough``.
-        expected: The locations where the rule should act.
+        ran_in: The modules in which one of its operations ran, in eager mode.
         counts: How often each outcome occurred at each location.
         lost: Messages on discrete results of operations whose gradient a function lost.
         opaque_calls: Calls in which the rule cannot act, each with the reason.
@@ -102,16 +77,11 @@ class ReportRow:
     """
 
     name: str
+    locations: Locations = field(default_factory=Locations)
     kind: str = ""
     where: str = ""
     active: bool = True
-    modules: tuple[str, ...] = ()
-    operations: tuple[str, ...] = ()
-    parameters: tuple[str, ...] = ()
-    each: Mapping[str, type | None] = field(default_factory=dict)
     ran_in: set[str] = field(default_factory=set)
-    any_of: bool = False
-    expected: dict[str, Expected] = field(default_factory=dict)
     counts: dict[tuple[str, Outcome], int] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
     opaque_calls: dict[str, str] = field(default_factory=dict)
@@ -184,25 +154,23 @@ class ReportRow:
         """The total number of times that the rule was applied."""
         return sum(self.matched.values())
 
-    def unmet(self, *ignored: Outcome) -> list[str]:
-        """Return the operations that should have run with the rule and did not.
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """The names of the policy's operations."""
+        return tuple(self.locations.expected) if self.locations.kind == "operation" else ()
 
-        Args:
-            *ignored: Operations with one of these outcomes are left out.
-        """
-        excused = self.locations_with(Outcome.ACTED, Outcome.OFF, *ignored)
-        if self.ran_off:
-            # Operations that ran while the policy was inactive need not run while it is active.
-            excused |= self.locations_with(Outcome.PLAIN)
-        missing = [name for name in self.operations if name not in excused]
-        return [] if self.any_of and len(missing) < len(self.operations) else missing
+    def unmet(self) -> list[str]:
+        """Return the operations that should have run with the rule and did not."""
+        found = self._missing(()).values() if self.operations else ()
+        return [name for names in found for name in names]
 
     @property
     def missed(self) -> list[str]:
         """A clause for the modules that should run one of the operations, as others do, and ran none."""
-        met = {name for name in self.each if any(is_below(ran, [name]) for ran in self.ran_in)}
-        kinds = {self.each[name] for name in met} | {None}
-        found = [name for name, kind in self.each.items() if name not in met and kind in kinds]
+        each = self.locations.each
+        met = {name for name in each if any(is_below(ran, [name]) for ran in self.ran_in)}
+        kinds = {each[name] for name in met} | {None}
+        found = [name for name, kind in each.items() if name not in met and kind in kinds]
         if self.compiled or self.ran_off or not met or not found:
             return []
         modules = _listed(repr(name) for name in found if not is_below(name.rpartition(".")[0], found))
@@ -214,39 +182,40 @@ class ReportRow:
         Args:
             *ignored: Operations and locations with one of these outcomes are left out.
         """
-        parts = *self._about_operations(self.unmet(*ignored)), *self._about_locations(*ignored)
-        return "; ".join(parts)
+        missing = self._missing(ignored)
+        if len(missing) > 1 and not all(self.locations.expected[name] for name in missing.get(None, ())):
+            # One of the operations is enough, and why others had no gradient says more.
+            del missing[None]
+        reasons = REASONS[self.locations.kind]
+        return "; ".join(self._clause(reasons[each], missing[each]) for each in reasons if each in missing)
 
-    def _about_locations(self, *ignored: Outcome) -> Iterator[str]:
-        """Yield a clause for modules that never ran, and for locations that no gradient reached."""
-        ran = self.locations_with(Outcome.ACTED, Outcome.WITHOUT_GRADIENT, Outcome.OFF)
-        idle = {key for key, at in self.expected.items() if at.module is not None and key not in ran}
+    def _missing(self, ignored: Iterable[Outcome]) -> dict[Outcome | None, list[str]]:
+        """Return the operations and locations where the rule should have acted and did not, by reason."""
         reached = self.locations_with(Outcome.ACTED, Outcome.OFF, *ignored)
         reached |= {call.partition(" at ")[2] for call in self.opaque_calls}
-        acted = any(key in self.matched for key in self.expected)
-        missing: dict[str, list[str]] = {NEVER_RAN: [], NOT_CROSSED: [], NOT_REACHED: []}
-        for key, at in self.expected.items():
-            # A glob that matches a ModuleList, which has no forward, matches its modules too.
-            if key in idle and (at.is_named or at.has_forward or len(idle) == len(self.expected)):
-                missing[NEVER_RAN].append(f"module {at.module!r}" if at.module else "the model")
-            elif key not in idle and key not in reached and (at.is_named or not acted):
-                missing[NOT_REACHED if at.module is None else NOT_CROSSED].append(key)
-        return (reason.format(_listed(names)) for reason, names in missing.items() if names)
+        if self.ran_off:
+            # Operations that ran while the policy was inactive need not run while it is active.
+            reached |= self.locations_with(Outcome.PLAIN)
+        kind, expected = self.locations.kind, self.locations.expected
+        is_enough = not reached.isdisjoint(expected)
+        found: dict[Outcome | None, list[str]] = {}
+        for location, is_named in expected.items():
+            reason = next((each for each in REASONS[kind] if (location, each) in self.counts), None)
+            never_ran = kind == "module" and reason is None
+            if location not in reached and (is_named or never_ran or not is_enough):
+                # Of a module that never ran, the module, not the side of it where the rule acts.
+                location = location[location.find("module") :].split(", ")[0] if never_ran else location
+                found.setdefault(reason, []).append(location)
+        return found
 
-    def _about_operations(self, unmet: list[str]) -> Iterator[str]:
-        """Yield a clause for each reason why the rule was not applied to some operations."""
-        left = unmet
-        for reason, text in REASONS.items():
-            found = [name for name in left if reason is None or (name, reason) in self.counts]
-            left = [name for name in left if name not in found]
-            if found and (reason or not self.any_of or found == unmet):
-                names, several = _listed(map(repr, found)), len(found) > 1
-                yield text.format(
-                    names=names,
-                    operations=f"operation{'s' * several} {names}",
-                    were="were" if several else "was",
-                    instead="" if reason else self._instead(found),
-                )
+    def _clause(self, text: str, found: list[str]) -> str:
+        several = len(found) > 1
+        return text.format(
+            names=_listed(map(repr, found) if self.operations else found),
+            s="s" * several,
+            were="were" if several else "was",
+            instead=self._instead(found) if "{instead}" in text else "",
+        )
 
     def _instead(self, never: list[str]) -> str:
         """Return a hint for operations that never ran."""
@@ -328,7 +297,11 @@ class Report(Displayed):
             table.add_column(heading, overflow="fold")
         for row in self.rows:
             active = "yes" if row.active else "no"
-            counts = str(len(row.modules) or "–"), _matched(row), str(len(row.parameters) or "–")
+            counts = (
+                str(len(row.locations.modules) or "–"),
+                _matched(row),
+                str(len(row.locations.parameters) or "–"),
+            )
             # Brackets are part of globs, not of rich's markup.
             table.add_row(*map(escape, (row.name, row.kind, row.where, active, *counts)))
         clauses = [f"{row.name}: {each}" for row in self.rows for each in (*row.unseen, *row.missed)]

@@ -170,7 +170,7 @@ def _row(name: str, policy: Policy, found: FirstStep) -> PlanRow:
     if isinstance(policy, FlowPolicy):
         report = found.report[name]
         row["where"] = report.where
-        row["modules"] = report.modules if policy.modules else ()
+        row["modules"] = tuple(report.locations.modules) if policy.modules else ()
         row["operations"] = dict(report.matched) if policy.ops else {}
     elif isinstance(policy, Rates):
         with under(f"policy.{name}.params"):
