@@ -77,7 +77,7 @@ class ReportRow:
     """
 
     name: str
-    locations: Locations = field(default_factory=Locations)
+    locations: Locations = None  # type: ignore[assignment]  # of gradpolicy.apply, which is in no report
     kind: str = ""
     where: str = ""
     active: bool = True
