@@ -121,7 +121,6 @@ def start_path(
     """
     values = result if classes is None else F.one_hot(result, classes)
     path = replace(bound_rule, values.to(floating_dtype(inputs)), inputs)
-    bound_rule.state.note(operation, Outcome.DISCRETE)
     origin = Origin(bound_rule.state, operation)
     return set_path(result, GradientPath(path, (origin,), is_index=classes is not None))
 

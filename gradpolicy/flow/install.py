@@ -98,9 +98,9 @@ class Installed(Displayed):
         self.model = model
         self.strict = strict
         self.policies = dict(policies)
-        self._locations = {name: find_locations(model, name, each) for name, each in self.policies.items()}
-        check_policies(self.policies, self._locations)
-        self._states = {name: _state(name, self.policies[name], at) for name, at in self._locations.items()}
+        found = {name: find_locations(model, name, policy) for name, policy in self.policies.items()}
+        check_policies(self.policies, found)
+        self._states = {name: _state(name, self.policies[name], at) for name, at in found.items()}
         self._session = InstallSession(self._states.values())
         # Modules with the same policies inside share a table; by the names of the policies.
         self._tables: dict[tuple[str, ...], DispatchTable] = {}
@@ -231,9 +231,9 @@ class Installed(Displayed):
     def _put_on(self, entry_points: EntryPoints) -> None:
         # The rules on each parameter, with its name, in the order in which the backward pass applies them.
         on_parameters: OnParameters = {}
-        for policy, locations in self._locations.items():
-            for name, parameter in locations.parameters.items():
-                on_parameters.setdefault(parameter, []).append((name, self._states[policy]))
+        for state in self._states.values():
+            for name, parameter in state.row.locations.parameters.items():
+                on_parameters.setdefault(parameter, []).append((name, state))
         # A compiled module only calls the original module, which is wrapped.
         named = [item for item in self.model.named_modules() if "_orig_mod" not in item[1]._modules]
         on_modules = [_rules_on_parameters(module, on_parameters) for _, module in named]
@@ -251,24 +251,20 @@ class Installed(Displayed):
                 continue
             if not is_below(name, scripted):
                 scripted.append(name)
-            for policy, locations in self._locations.items():
-                if id(module) in locations.inside or id(module) in locations.boundaries:
-                    reason = "what is in it runs outside Python"
-                    self._states[policy].row.note_opaque(f"ScriptModule {scripted[-1]!r}", reason)
+            for row in [state.row for state in self._states.values()]:
+                if id(module) in row.locations.inside or id(module) in row.locations.boundaries:
+                    row.note_opaque(f"ScriptModule {scripted[-1]!r}", "what is in it runs outside Python")
 
     def _put_on_module(
         self, name: str, module: nn.Module, rules: list[ParameterRules], methods: Sequence[str]
     ) -> None:
         table = self._table(module)
-        states = [self._states[key] for key, at in self._locations.items() if id(module) in at.boundaries]
+        all_states = self._states.values()
+        states = [state for state in all_states if id(module) in state.row.locations.boundaries]
         # The model itself is always wrapped, to track its forward passes.
         if name and table is None and not states and not rules:
             return
-        counted = [
-            self._states[policy]
-            for policy, at in self._locations.items()
-            if self.policies[policy].calls and id(module) in at.modules.values()
-        ]
+        matched = [state for state in all_states if id(module) in state.row.locations.modules.values()]
         for method in methods:
             signature = Signature(getattr(module, method))
             wrap = WrappedForward(
@@ -278,7 +274,7 @@ class Installed(Displayed):
                 name=name,
                 table=table,
                 at_module=ModuleRules(name, signature, states) if states else None,
-                counted=counted,
+                counted=[state for state in matched if state.policy.calls],
                 parameter_rules=tuple(rules),
             )
             module.__dict__[method] = wrap
@@ -286,12 +282,15 @@ class Installed(Displayed):
 
     def _table(self, module: nn.Module) -> DispatchTable | None:
         """Return the table of rules on operations inside a module; None without policies on operations."""
-        if not any(locations.operations for locations in self._locations.values()):
+        if not any(state.policy.ops for state in self._states.values()):
             return None
-        names = tuple(key for key, locations in self._locations.items() if id(module) in locations.inside)
+        inside = [state for state in self._states.values() if id(module) in state.row.locations.inside]
+        names = tuple(state.name for state in inside)
         if names not in self._tables:
-            on = [(key, operation) for key in names for operation in self._locations[key].operations]
-            self._tables[names] = DispatchTable([OperationRule(each, self._states[key]) for key, each in on])
+            rules = [
+                OperationRule(each, state) for state in inside for each in state.row.locations.operations
+            ]
+            self._tables[names] = DispatchTable(rules)
         return self._tables[names]
 
 

@@ -68,9 +68,15 @@ class OperationRule:
             return native.run()
         # An outer override of the same operation must not act on this call too.
         with without_modes():
-            if self.operation.is_in_place(native.function, native.kwargs):
-                return self._in_place(native)
-            return self._result(native)
+            is_in_place = self.operation.is_in_place(native.function, native.kwargs)
+            result = self._in_place(native) if is_in_place else self._result(native)
+            if carrying.path_of(result) is not None:
+                outcome = Outcome.DISCRETE
+            else:
+                acts = self.state.policy.detaches or any(map(may_have_gradient, tensors_in(result)))
+                outcome = Outcome.ACTED if acts else Outcome.WITHOUT_GRADIENT
+            self.state.note(self.name, outcome)
+        return result
 
     def _in_place(self, native: "NativeCall") -> Any:
         """Make a call that modifies its first argument in place.
@@ -106,19 +112,16 @@ class OperationRule:
             values = target.copy_(values)
         if carrying.is_discrete(values):
             return carrying.start_path(self._bound_to(native), self.name, values, native.inputs)
-        self.state.note(self.name, Outcome.ACTED)
         return replace(self._bound_to(native), values, native.inputs)
 
     def _filtered(self, result: Any, inputs: Sequence[Tensor]) -> Any:
         """Return the result of the native operation with the rule's filter on its gradient."""
-        if not any(map(may_have_gradient, tensors_in(result))):
-            self.state.note(self.name, Outcome.WITHOUT_GRADIENT)
-            return result
-        self.state.note(self.name, Outcome.ACTED)
         takes_hook = isinstance(result, Tensor) and not in_transform() and not result._is_view()
         # If the operation returned its input, the hook would act on other uses of that too.
         if not takes_hook or any(one is result for one in inputs):
             return insert_rule(self.bound_rule, result)
+        if not result.requires_grad:
+            return result
         bound_rule = self.bound_rule.with_current_numbers()
         # Saving the result saves its values, without a warning of torch about the hook.
         result.register_hook(
@@ -164,10 +167,6 @@ class OperationRule:
         result = native.mapped(replacement).run()
         if result is None:
             raise PolicyError(f"operation {self.name!r} gives no result, and a rule cannot be put on it")
-        if not (self.state.policy.detaches or any(map(may_have_gradient, tensors_in(result)))):
-            self.state.note(self.name, Outcome.WITHOUT_GRADIENT)
-            return result
-        self.state.note(self.name, Outcome.ACTED)
         if "output" in bound_rule.reads:
             outputs += [map_tensors(Tensor.detach, result), result._version]
         return result
