@@ -157,7 +157,10 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def _product_of(module: nn.Module) -> _Product | None:
     """Return the product with rows of a module; None if there is none."""
     kind = type(module)
-    if not isinstance(module._parameters.get("weight"), nn.Parameter):
+    # The parameters of a ScriptModule have no method get, and what is in it runs outside Python.
+    if isinstance(module, torch.jit.ScriptModule) or not isinstance(
+        module._parameters.get("weight"), nn.Parameter
+    ):
         return None
     if kind.forward is nn.Linear.forward:
         return _linear
