@@ -24,15 +24,15 @@ BIAS_CORRECTIONS = ("entry", "tensor")
 BUFFERS = ("move", "eval")
 
 
-def check_choice(key: str, value: object, valid: Iterable[str]) -> str:
-    """Check that a value is one of several names, and return it.
+def check_choice(key: str, value: object, valid: Iterable[str], kind: str = "value") -> str:
+    """Check that a value is one of several names, and return it; an error says what kind of name it is.
 
     Raises:
         PolicyError: For anything else; it names the nearest valid name.
     """
     names = tuple(valid)
     if value not in names:
-        raise unknown("value", str(value), names, key=key)
+        raise unknown(kind, str(value), names, key=key)
     return str(value)
 
 

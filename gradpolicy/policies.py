@@ -22,7 +22,7 @@ from gradpolicy.checks import (
     check_flag,
     check_number,
 )
-from gradpolicy.errors import KnowsItsArguments, PolicyError, shown, under, unknown
+from gradpolicy.errors import KnowsItsArguments, PolicyError, shown, under
 from gradpolicy.flow.locations import RulePlacement
 from gradpolicy.flow.operations import find_rule
 from gradpolicy.masks.base import MaskSource
@@ -149,10 +149,8 @@ class FlowPolicy(Policy, RulePlacement):
             PolicyError: If they do not.
         """
         kind, rule = type(self).__name__, shown(self.rule.name)
-        if self.at not in LOCATIONS:
-            raise unknown("boundary", str(self.at), LOCATIONS, key=f"{kind}.at")
-        if self.inside not in self.INSIDE:
-            raise unknown("choice", str(self.inside), self.INSIDE, key=f"{kind}.inside")
+        check_choice(f"{kind}.at", self.at, LOCATIONS, kind="boundary")
+        check_choice(f"{kind}.inside", self.inside, self.INSIDE, kind="choice")
         for key, values in (("argument", self.argument), ("output", self.output)):
             for value in values:
                 if isinstance(value, bool) or not isinstance(value, int | str):
@@ -236,10 +234,8 @@ class Stop(FlowPolicy):
     own = True
 
     def __init__(self, mode: str = "detach", **where_and_when: Any) -> None:
-        if mode not in self.MODES:
-            raise unknown("mode", str(mode), self.MODES, key="Stop.mode")
+        self.mode = check_choice("Stop.mode", mode, self.MODES, kind="mode")
         super().__init__(get_rule("stop"), **where_and_when)
-        self.mode = mode
         self.detaches = mode == "detach"
 
     def describe(self) -> list[str]:

@@ -1,35 +1,28 @@
 """Times: when a policy is active, and when masks may change."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
 
-from gradpolicy.checks import check_integer
-from gradpolicy.errors import PolicyError, refuse_unknown_arguments, shown, unknown
+from gradpolicy.checks import check_choice, check_integer
+from gradpolicy.errors import KnowsItsArguments, PolicyError, shown
 
 PHASES = ("fit", "validate", "test", "predict")
 UNITS = ("step", "epoch")
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(KnowsItsArguments):
     """The counts ``start <= n < stop`` of effective optimizer steps, or of epochs.
 
-    Args:
+    Attributes:
         start: First step or epoch, from 0.
         stop: The step or epoch at which the window ends; None for never.
         unit: ``"step"`` or ``"epoch"``.
     """
 
-    start: int = 0
-    stop: int | None = None
-    unit: str = "step"
-
-    def __new__(cls, *values: Any, **named: Any) -> Self:
-        """Check the names of the arguments."""
-        refuse_unknown_arguments(cls, named)
-        return super().__new__(cls)
+    start: int
+    stop: int | None
+    unit: str
 
     def check(self, key: str) -> None:
         """Check the values; an error names the argument of ``key``.
@@ -37,12 +30,12 @@ class Window:
         Raises:
             PolicyError: For an unknown unit or an impossible range.
         """
-        if self.unit not in UNITS:
-            raise unknown("unit", str(self.unit), UNITS, key=f"{key}.unit")
+        check_choice(f"{key}.unit", self.unit, UNITS, kind="unit")
         check_integer(f"{key}.start", self.start, least=0)
-        if self.stop is not None and not _is_above(self.stop, self.start):
+        stop = self.stop
+        if stop is not None and (isinstance(stop, bool) or not isinstance(stop, int) or stop <= self.start):
             limit = f"an integer above start ({self.start})"
-            raise PolicyError(f"{key}.stop: expected {limit}, got {shown(self.stop)}")
+            raise PolicyError(f"{key}.stop: expected {limit}, got {shown(stop)}")
 
     def count(self, step: int, epoch: int) -> int:
         """Return the count in the window's unit."""
@@ -72,6 +65,9 @@ class Timetable(Window):
         every: The number of steps or epochs between two counts; None: only the first one.
     """
 
+    start: int = 0
+    stop: int | None = None
+    unit: str = "step"
     every: int | None = None
 
     def check(self, key: str) -> None:
@@ -107,7 +103,7 @@ class Timetable(Window):
         return change if self.stop is None or change < self.stop else None
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class When(Window):
     """The times at which a policy is active.
 
@@ -131,28 +127,21 @@ class When(Window):
         (False, True)
     """
 
-    phases: tuple[str, ...] = ("fit",)
+    phases: str | Sequence[str] = ("fit",)
+    start: int = 0
+    stop: int | None = None
     stride: int = 1
+    unit: str = "step"
 
-    def __init__(
-        self,
-        phases: str | Iterable[str] = ("fit",),
-        start: int = 0,
-        stop: int | None = None,
-        stride: int = 1,
-        unit: str = "step",
-    ) -> None:
-        if not isinstance(phases, Iterable) or not phases:
-            raise PolicyError(f"when.phases: must name one phase or more, got {shown(phases)}")
-        names = (phases,) if isinstance(phases, str) else tuple(phases)
-        for phase in names:
-            if phase not in PHASES:
-                raise unknown("phase", str(phase), PHASES, key="when.phases")
-        given = {"phases": names, "start": start, "stop": stop, "stride": stride, "unit": unit}
-        for name, value in given.items():
-            object.__setattr__(self, name, value)
+    def __post_init__(self) -> None:
+        if not isinstance(self.phases, Iterable) or not self.phases:
+            raise PolicyError(f"when.phases: must name one phase or more, got {shown(self.phases)}")
+        phases = (self.phases,) if isinstance(self.phases, str) else tuple(self.phases)
+        for phase in phases:
+            check_choice("when.phases", phase, PHASES, kind="phase")
+        object.__setattr__(self, "phases", phases)
         self.check("when")
-        check_integer("when.stride", stride, least=1)
+        check_integer("when.stride", self.stride, least=1)
 
     @property
     def changes(self) -> bool:
@@ -172,7 +161,3 @@ class When(Window):
         if phase != "fit":
             return True
         return self.contains(step, epoch) and (self.count(step, epoch) - self.start) % self.stride == 0
-
-
-def _is_above(value: Any, bound: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > bound

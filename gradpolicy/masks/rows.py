@@ -53,9 +53,7 @@ class Rows(StaticSource):
                 hint = '; an index is written as text: "2, 0, 3:"' if isinstance(part, Mapping) else ""
                 raise PolicyError(f"Rows: {shown(part)} is no number, no slice and no '...'{hint}")
         self.size = check_integer("Rows.size", size, least=1)
-        if isinstance(dim, bool) or not isinstance(dim, int):
-            raise PolicyError(f"Rows.dim: expected an integer, got {shown(dim)}")
-        self.dim = dim
+        self.dim = check_integer("Rows.dim", dim)
         if self._is_index and (dim != 0 or size != 1):
             raise PolicyError(f"Rows: an index ({shown(rows)}) goes with neither dim nor size")
 

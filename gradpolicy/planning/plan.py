@@ -178,7 +178,7 @@ def _row(name: str, policy: Policy, found: FirstStep) -> PlanRow:
     elif isinstance(policy, Freeze):
         row |= _of_masks(name, policy, found)
     when = policy.when
-    return PlanRow(name=name, policy=kind, phases=when.phases, when=_moments(when), **row)
+    return PlanRow(name=name, policy=kind, phases=tuple(when.phases), when=_moments(when), **row)
 
 
 def _of_masks(name: str, policy: Freeze, found: FirstStep) -> dict[str, Any]:
