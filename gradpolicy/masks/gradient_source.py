@@ -34,6 +34,8 @@ class GradientSource(MaskSource):
     remembered: Mapping[str, Any] = {"sums": {}, "steps": 0, "decided": 0, "decided_at": 0}
     # The statistics that are summed: keys of STATISTICS.
     statistics: Sequence[str] = ("gradient",)
+    # False if sums are only needed while they are observed, so that gradients need not be copied.
+    keeps_gradients = True
 
     def __init__(self, *, window: int = 1, **timetable: Any) -> None:
         super().__init__(**timetable)
@@ -94,7 +96,7 @@ class GradientSource(MaskSource):
                 if name in sums:
                     sums[name] += value
                 else:
-                    sums[name] = value.clone() if value is gradient else value
+                    sums[name] = value.clone() if value is gradient and self.keeps_gradients else value
                 # Free the memory before the next value is computed.
                 del value
 

@@ -134,30 +134,24 @@ def highest(scores: Tensor, kept: int) -> Tensor:
 
 
 def marks_of_highest(
-    scores: Mapping[str, Scores], kept: int, total: int, dtype: torch.dtype = torch.float32
+    scores: Mapping[str, Scores], kept: int, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[str, Tensor]]:
     """Return masks of the highest scores of all tensors together, with those of one in memory at a time.
 
     Args:
         scores: For each tensor a function that computes its scores.
-        kept: The number of highest scores.
-        total: The number of scores.
+        kept: The number of highest scores; at most that of all.
         dtype: The dtype of comparisons: float64 or, for all others, float32.
 
     Yields:
         Each name with the mask of its scores (1-D).
     """
     bits = 64 if dtype == torch.float64 else 32
-    least, above = 0, 0
-    if 0 < kept < total:
-        least, above = _least_key(scores, kept, bits)
+    least, above = _least_key(scores, kept, bits)
     ties = kept - above
     for name, compute in scores.items():
         marks = []
         for keys in _keys(compute(), bits):
-            if not 0 < kept < total:
-                marks.append(torch.full_like(keys, kept > 0, dtype=torch.bool))
-                continue
             chosen = keys >= least
             equal = (keys == least).nonzero().flatten()
             chosen[equal[max(ties, 0) :]] = False
@@ -167,7 +161,7 @@ def marks_of_highest(
 
 
 def _least_key(scores: Mapping[str, Scores], kept: int, bits: int) -> tuple[int, int]:
-    """Return the key of the ``kept``-th highest score, and the number of higher keys.
+    """Return the key of the ``kept``-th highest score (the highest key for none), and the number above it.
 
     Each pass over the scores finds the next 16 bits of the key, from counts of keys with the same prefix.
     """

@@ -167,18 +167,11 @@ class TopK(GradientSource):
         """
         a_window = self.window == 1 and self.timetable.unit == "step"
         complete = a_window and gradients.keys() == self.parameters.keys()
-        if not complete or not isinstance(self.density, Constant):
-            super().observe(gradients)
-            return
-        self.sums = {
-            statistic: {
-                name: STATISTICS[statistic](self.parameters[name].detach(), wide(gradient))
-                for name, gradient in gradients.items()
-            }
-            for statistic in self.statistics
-        }
-        self._next = self._choose(self.density.value)
-        self.sums, self.steps = {}, 1
+        self.keeps_gradients = not (complete and isinstance(self.density, Constant))
+        super().observe(gradients)
+        if isinstance(self.density, Constant) and not self.keeps_gradients:
+            self._next = self._choose(self.density.value)
+            self.sums, self.steps = {}, 1
 
     def describe(self) -> dict[str, Any]:
         """Return the arguments, without the default of ``largest``."""
@@ -224,7 +217,7 @@ class TopK(GradientSource):
             total = sum(math.prod(self._shape(name)) for name in names)
             doubles = {torch.float64, torch.complex128} & {self.parameters[name].dtype for name in names}
             dtype = torch.float64 if doubles else torch.float32
-            yield from marks_of_highest(scores, kept_count(density, total), total, dtype)
+            yield from marks_of_highest(scores, kept_count(density, total), dtype)
 
     def _scopes(self) -> list[list[str]]:
         """Return the names of the parameters that are compared with each other."""
