@@ -1,47 +1,33 @@
 """Points in the plane, labelled by the spiral that they are on, and a network that tells which."""
 
 import torch
-from lightning import LightningDataModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
+
+from gradpolicy.tasks.loading import DataModule
 
 
-class Spirals(LightningDataModule):
-    """Two spirals of points, in a training, a validation and a test split.
+class Spirals(DataModule):
+    """Two spirals of points, in a training, a validation and a test set.
 
     Args:
         points: The number of points.
         noise: The standard deviation of their distance from the spiral.
         batch_size: The number of points per batch.
-        seed: The seed of the points.
+        seed: The seed of the points and of their order.
     """
 
     def __init__(self, points: int = 1200, noise: float = 0.05, batch_size: int = 64, seed: int = 0) -> None:
-        super().__init__()
+        super().__init__(batch_size, seed)
         generator = torch.Generator().manual_seed(seed)
         label = torch.arange(points) % 2
         radius = torch.rand(points, generator=generator)
         angle = 6 * radius + torch.pi * label
         position = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
         position += noise * torch.randn(points, 2, generator=generator)
-        last = points // 5
-        self.splits = [
-            TensorDataset(position[chosen], label[chosen])
-            for chosen in (slice(2 * last, None), slice(last), slice(last, 2 * last))
-        ]
-        self.batch_size = batch_size
-
-    def train_dataloader(self) -> DataLoader:
-        """Return the training split, shuffled."""
-        return DataLoader(self.splits[0], self.batch_size, shuffle=True)
-
-    def val_dataloader(self) -> DataLoader:
-        """Return the validation split."""
-        return DataLoader(self.splits[1], self.batch_size)
-
-    def test_dataloader(self) -> DataLoader:
-        """Return the test split."""
-        return DataLoader(self.splits[2], self.batch_size)
+        sizes = [points // 5, points // 5, points - 2 * (points // 5)]
+        parts = zip(position.split(sizes), label.split(sizes), strict=True)
+        self.validation_set, self.test_set, self.train_set = (TensorDataset(*part) for part in parts)
 
 
 class Network(nn.Module):
