@@ -5,9 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import yaml
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -15,14 +13,10 @@ from gradpolicy.app.build import build_all
 from gradpolicy.app.config import Settings
 from gradpolicy.app.processes import in_sweep, is_first_rank, quoted
 from gradpolicy.errors import PolicyError, shown
-from gradpolicy.insight.run_files import flat
 from gradpolicy.train.lightning.checkpoints import BY_INITIAL_WEIGHTS
 from gradpolicy.train.lightning.resumed_files import append_rows
 from gradpolicy.train.lightning.runs import LAST, RunRecord, find_checkpoint, last_checkpoint, run_of, step_of
 
-CONFIG = "config.yaml"
-# What a run keeps whenever it is resumed.
-KEPT = ("seed", "data._target_", "model._target_")
 # The argument of each logger that identifies a stored run.
 LOGGER_IDS = {
     "CSVLogger": "version",
@@ -79,24 +73,21 @@ def resumed_run(settings: Settings, own: Path | None) -> Resumed | None:
     directory = run_of(checkpoint) if settings.train else None
     if directory is None or (own is not None and own.resolve() != directory.resolve()):
         return Resumed(checkpoint, None)
-    saved, given = flat(_saved_config(directory)), flat(dict(settings))
-    for key in KEPT:
-        if saved.get(key, given.get(key)) != given.get(key):
+    record = RunRecord.load(directory)
+    for key, given in kept(settings).items():
+        saved = record.kept.get(key, given) if record is not None else given
+        if saved != given:
             raise PolicyError(
-                f"{key}: {shown(given.get(key))} given, and the run that ckpt_path goes on with has"
-                f" {shown(saved[key])}; a new run starts from its weights by {BY_INITIAL_WEIGHTS}"
+                f"{key}: {shown(given)} given, and the run that ckpt_path goes on with has {shown(saved)};"
+                f" a new run starts from its weights by {BY_INITIAL_WEIGHTS}"
             )
     return Resumed(checkpoint, directory)
 
 
-def _saved_config(directory: Path) -> Mapping[str, Any]:
-    """Return the config of the run in a directory; empty if it cannot be read."""
-    path = directory / CONFIG
-    try:
-        saved = yaml.safe_load(path.read_text("utf-8")) if path.is_file() else None
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return saved if isinstance(saved, Mapping) else {}
+def kept(settings: Settings) -> dict[str, int | str]:
+    """Return what a run keeps whenever it is resumed."""
+    targets = {"data._target_": settings.data, "model._target_": settings.model}
+    return {"seed": settings.seed, **{key: str(node.get("_target_")) for key, node in targets.items()}}
 
 
 def command_of(named: Sequence[str], changes: Sequence[str]) -> list[str]:

@@ -29,7 +29,7 @@ from gradpolicy.app.processes import (
     program_name,
     termination_exits,
 )
-from gradpolicy.app.resume import CONFIG, Resumed, resumed_run, run_loggers, stored_runs
+from gradpolicy.app.resume import Resumed, kept, resumed_run, run_loggers, stored_runs
 from gradpolicy.app.run_directory import RunDirectory
 from gradpolicy.errors import nearest
 from gradpolicy.files import write_text
@@ -156,7 +156,7 @@ def plan_and_run(settings: Settings, result: Result, directory: RunDirectory, co
         if settings.plan_only:
             return replace(result, status="planned", error="")
         if is_first_rank():
-            write_text(directory.path / CONFIG, yaml.safe_dump(container, sort_keys=False))
+            write_text(directory.path / "config.yaml", yaml.safe_dump(container, sort_keys=False))
             if reporter.plan is not None:
                 write_plan(reporter.plan, directory.path)
         metrics = train_and_test(settings, subject, trainer, checkpoint)
@@ -205,7 +205,7 @@ def record_of(settings: Settings, directory: RunDirectory, resumed: Resumed | No
     kind: Kind = "sweep" if sweep_name() or "WANDB_SWEEP_ID" in os.environ else "run"
     command = job_arguments(HydraConfig.get())
     record = RunRecord.begin(directory.path, settings.task_name, former.kind if former else kind, command)
-    return replace(record, checkpoints=former.checkpoints) if former else record
+    return replace(record, kept=kept(settings), checkpoints=former.checkpoints if former else [])
 
 
 def optimized_metrics(settings: Settings) -> list[str]:

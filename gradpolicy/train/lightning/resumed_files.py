@@ -134,9 +134,7 @@ def append_rows(logger: CSVLogger) -> None:
 
 
 def count_rows(trainer: Trainer) -> list[int]:
-    """Write the pending rows of each CSVLogger, and return the numbers of lines in their files."""
-    for logger in _csv_loggers(trainer):
-        logger.save()
+    """Return the number of lines in the file of each CSVLogger."""
     return [len(_lines(path)) for path in _csv_files(trainer)]
 
 
@@ -151,12 +149,12 @@ def cut_rows(trainer: Trainer, numbers: list[int]) -> None:
                 file.writelines(lines[: max(number, 1)])
 
 
-def _csv_loggers(trainer: Trainer) -> list[CSVLogger]:
-    return [each for each in trainer.loggers if isinstance(each, CSVLogger) and trainer.is_global_zero]
-
-
 def _csv_files(trainer: Trainer) -> list[Path]:
-    return [Path(logger.experiment.metrics_file_path) for logger in _csv_loggers(trainer)]
+    """Return the file of each CSVLogger on the first rank, with all rows in it."""
+    loggers = [each for each in trainer.loggers if isinstance(each, CSVLogger) and trainer.is_global_zero]
+    for logger in loggers:
+        logger.save()
+    return [Path(logger.experiment.metrics_file_path) for logger in loggers]
 
 
 def _lines(path: Path) -> list[bytes]:

@@ -44,6 +44,7 @@ class RunRecord:
         versions: Versions of Python and of the packages that affect results.
         command: The command line of this run alone.
         started_in: The working directory of that command line.
+        kept: The values of the config that the run keeps whenever it is resumed.
         loggers: The ids of the run in its loggers, by their names in the config.
         checkpoints: The checkpoints that the run has written below its directory, as paths from there. No
             other file in it is taken for a checkpoint of the run.
@@ -56,6 +57,7 @@ class RunRecord:
     versions: dict[str, str] = field(default_factory=dict)
     command: list[str] = field(default_factory=list)
     started_in: str = ""
+    kept: dict[str, int | str] = field(default_factory=dict)
     loggers: dict[str, int | str] = field(default_factory=dict)
     checkpoints: list[str] = field(default_factory=list)
 
