@@ -1,12 +1,12 @@
 """FSDP2 for a LightningModule that does not shard itself."""
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -56,31 +56,23 @@ class FullyShardStrategy(ModelParallelStrategy):
         self.reshard_after_forward = reshard_after_forward
 
     def setup_environment(self) -> None:
-        """Use all ranks for the data-parallel dimension."""
+        """Use all ranks for the data-parallel dimension, and give the module a hook that shards it."""
         if self._data_parallel_size == "auto":
             ranks = self.num_nodes * self.num_processes
             self._data_parallel_size = ranks // int(self._tensor_parallel_size)
         super().setup_environment()
+        module, mesh = self.lightning_module, self.device_mesh["data_parallel"]
+        assert module is not None
+        # Not of a module that shards itself.
+        if type(module).configure_model is LightningModule.configure_model:
+            reshard = self.reshard_after_forward
+            shard = partial(shard_modules, module, mesh, self.modules, reshard_after_forward=reshard)
+            module.configure_model = shard  # type: ignore[method-assign]
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard the module unless it shards itself."""
-        module = self.lightning_module
-        assert module is not None
-        if is_overridden("configure_model", module):
-            super().setup(trainer)
-            return
-        shard_modules(
-            module,
-            self.device_mesh["data_parallel"],
-            self.modules,
-            reshard_after_forward=self.reshard_after_forward,
-        )
-        # Lightning requires this hook, although the module is already sharded.
-        module.configure_model = _already_sharded  # type: ignore[method-assign]
-        try:
-            super().setup(trainer)
-        finally:
-            del module.configure_model
+        """Remove the hook, which Lightning has called and looks for once more."""
+        super().setup(trainer)
+        vars(self.lightning_module).pop("configure_model", None)
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
@@ -161,7 +153,3 @@ def _members(model: nn.Module) -> dict[str, nn.Module]:
         for key, member in container.named_children()
         if any(True for _ in member.parameters()) and not isinstance(member, nn.ModuleList)
     }
-
-
-def _already_sharded() -> None:
-    """Replace ``configure_model`` in a sharded module."""
