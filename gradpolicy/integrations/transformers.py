@@ -144,7 +144,7 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
             scaler=trainer.accelerator.scaler,
             toggle_requires_grad=not is_compiled_module(wrapped),
         )
-        if not _is_deepspeed(trainer):
+        if not trainer.is_deepspeed_enabled:
             put_inside(trainer.optimizer, *optimizers)
             self._observe_before_clipping(trainer)
 
@@ -158,13 +158,10 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
     def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         """Remove everything from the model and the optimizer."""
         self.freezer.finish()
-        self._remove(quiet=False)
+        self.remove(quiet=False)
 
-    def remove(self) -> None:
-        """Remove everything from the model and the optimizer, after a training that has failed."""
-        self._remove(quiet=True)
-
-    def _remove(self, *, quiet: bool) -> None:
+    def remove(self, *, quiet: bool = True) -> None:
+        """Remove everything from the model and the optimizer, quietly after a training that has failed."""
         self.run.remove(quiet=quiet, clear_masks=True)
         trainer, self._trainer = self._trainer, None
         if trainer is None:
@@ -192,7 +189,7 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
             PolicyError: If they were not.
         """
         assert self._trainer is not None
-        if _is_deepspeed(self._trainer):
+        if self._trainer.is_deepspeed_enabled:
             return
         if not args.max_grad_norm:
             # Nothing is clipped; older Trainers then do not compute the norm either.
@@ -322,10 +319,6 @@ def _check_supported(trainer: Trainer, *, in_backward: bool) -> None:
         )
 
 
-def _is_deepspeed(trainer: Trainer) -> bool:
-    return bool(trainer.accelerator.distributed_type == DistributedType.DEEPSPEED)
-
-
 def _loads_before_callbacks(trainer: Trainer) -> bool:
     """Return True if the Trainer loads a checkpoint into model and optimizer before it calls callbacks."""
-    return bool(trainer.accelerator.is_fsdp2) or _is_deepspeed(trainer)
+    return bool(trainer.accelerator.is_fsdp2 or trainer.is_deepspeed_enabled)

@@ -96,12 +96,13 @@ class Steps:
         for each in self.optimizers:
             self.hooks.append(each.register_step_pre_hook(self._before_step))
             self.hooks.append(each.register_step_post_hook(self._after_step))
-            self.hooks.append(each.register_load_state_dict_pre_hook(self._before_load))
-            self.hooks.append(each.register_load_state_dict_post_hook(self._after_load))
+            saved = each.local if each in self.partitioned else each
+            self.hooks.append(saved.register_load_state_dict_pre_hook(partial(self._before_load, each)))
+            self.hooks.append(saved.register_load_state_dict_post_hook(partial(self._after_load, each)))
             # Not removed with the others: a state may be saved after the training.
-            if (former := _SAVING.pop(each, None)) is not None:
+            if (former := _SAVING.pop(saved, None)) is not None:
                 former.remove()
-            _SAVING[each] = each.register_state_dict_post_hook(self._save)
+            _SAVING[saved] = saved.register_state_dict_post_hook(partial(self._save, each))
         self.hook_gradients()
         for each in self.partitioned:
             each.hook_gradients()
@@ -197,7 +198,7 @@ class Steps:
 
     # ---- checkpoints
 
-    def _save(self, optimizer: Any, saved: dict[str, Any]) -> None:
+    def _save(self, optimizer: Any, _: Any, saved: dict[str, Any]) -> None:
         """Add the progress of an optimizer to its state_dict, and to the first one's the state of the run.
 
         It may go through ``torch.distributed.checkpoint``, which loads tensors only in the sizes
@@ -209,7 +210,7 @@ class Steps:
         torch.save(state, written := io.BytesIO())
         saved["param_groups"][0][STATE] = written.getvalue()
 
-    def _before_load(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def _before_load(self, optimizer: Any, _: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Take the state of the run out of a state_dict that an optimizer is about to load."""
         first, *others = state_dict["param_groups"]
         state = first.get(STATE, {})
@@ -217,7 +218,7 @@ class Steps:
         first = {key: value for key, value in first.items() if key != STATE}
         return {**state_dict, "param_groups": [first, *others]}
 
-    def _after_load(self, optimizer: Any) -> None:
+    def _after_load(self, optimizer: Any, _: Any) -> None:
         state = self._loaded.pop(optimizer)
         updates = state.get("updates", getattr(optimizer, "effective_steps", 0))
         check_integer("the saved number of updates", updates, least=0, most=LARGEST_SIZE)

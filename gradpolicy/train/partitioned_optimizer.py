@@ -9,7 +9,7 @@ moments and ages are those of its entries.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -62,17 +62,6 @@ def _checked_frozen_state(policies: Mapping[str, Policy | None]) -> str:
     return next(iter(states), "keep")
 
 
-def _on_partitions(name: str) -> Callable[..., Any]:
-    """Return a method that registers a hook on the optimizer of the partitions, and passes it this one."""
-
-    def register(optimizer: PartitionedOptimizer, hook: Callable[..., Any], prepend: bool = False) -> Any:
-        handle = getattr(optimizer.local, name)(lambda _, *state: hook(optimizer, *state), prepend)
-        optimizer._handles.append(handle)
-        return handle
-
-    return register
-
-
 class PartitionedOptimizer(MaskedOptimizer):
     """The optimizer of a DeepSpeed engine, which takes masks of the model's parameters.
 
@@ -117,9 +106,6 @@ class PartitionedOptimizer(MaskedOptimizer):
         self._engine: Any = engine
 
     is_partitioned = True
-    register_state_dict_post_hook: Any = _on_partitions("register_state_dict_post_hook")
-    register_load_state_dict_pre_hook: Any = _on_partitions("register_load_state_dict_pre_hook")
-    register_load_state_dict_post_hook: Any = _on_partitions("register_load_state_dict_post_hook")
 
     @property
     def allows_unused_parameters(self) -> bool:  # type: ignore[override]
