@@ -207,19 +207,14 @@ class Signature:
         Raises:
             PolicyError: If the forward has no such argument.
         """
-        return frozenset(slot for each in wanted for slot in self._slots_of(each, owner))
-
-    def _slots_of(self, wanted: int | str, owner: str) -> tuple[int | str, ...]:
         positional = self.names[: self.positional]
-        if isinstance(wanted, int):
-            if wanted >= len(positional) and self.several is None:
-                raise PolicyError(
-                    f"{owner}: argument {wanted} does not exist; its forward takes {len(positional)}: "
-                    f"{', '.join(positional)}"
-                )
-            return (wanted, *positional[wanted : wanted + 1])
-        if wanted in positional:
-            return (wanted, positional.index(wanted))
-        if wanted in self.names or (self.others is not None and wanted not in (self.several, self.others)):
-            return (wanted,)
-        raise unknown("argument", wanted, self.names, key=owner)
+        collected = (self.several, self.others)
+        found: set[int | str] = set()
+        for each in wanted:
+            found |= next((set(pair) for pair in enumerate(positional) if each in pair), {each})
+            if isinstance(each, int) and each >= len(positional) and self.several is None:
+                takes = f"its forward takes {len(positional)}: {', '.join(positional)}"
+                raise PolicyError(f"{owner}: argument {each} does not exist; {takes}")
+            if isinstance(each, str) and each not in self.names and (not self.others or each in collected):
+                raise unknown("argument", each, self.names, key=owner)
+        return frozenset(found)

@@ -294,27 +294,21 @@ def _shift(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any
 def _multiply(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     """Propagate paths through a product: the operands of floating-point products get the gradients."""
     paths = [path_of(operand) for operand in args]
-    is_in_place, has_index = function in _WRITES, any(path is not None and path.is_index for path in paths)
-    if len(args) != 2 or kwargs or has_index or (is_in_place and is_discrete(args[0])):
+    has_index = any(path is not None and path.is_index for path in paths)
+    if len(args) != 2 or kwargs or has_index or (function in _WRITES and is_discrete(args[0])):
         return NotImplemented
     with without_modes():
-        dtype = args[0].dtype if is_in_place else _dtype_of(function, *args)
         pairs = list(zip(paths, args, strict=True))
-        if not dtype.is_floating_point:
+        floating = [given for given in args if isinstance(given, float) or is_differentiable(given)]
+        if not floating:
             values = [given if path is None else path.tensor for path, given in pairs]
             return _follow(function(*args), function(*values), [path for path in paths if path is not None])
+        dtype = getattr(floating[0], "dtype", torch.get_default_dtype())
         operands = [
             given if path is None else _follow(given.detach().to(dtype), path.tensor, [path])
             for path, given in pairs
         ]
     return call(function, tuple(operands), kwargs)
-
-
-def _dtype_of(function: Function, first: Any, second: Any) -> torch.dtype:
-    if torch.compiler.is_compiling():
-        # The compiler cannot trace result_type, and eliminates the unused result.
-        return function(first, second).dtype
-    return torch.result_type(first, second)
 
 
 def _choose(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:

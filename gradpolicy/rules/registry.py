@@ -117,14 +117,12 @@ class Rule:
 
     def missing_parameters(self) -> list[str]:
         """Return the keyword arguments that have neither a default nor a value."""
-        known = {"call", *self.parameters}
-        return [
-            name
-            for name, argument in inspect.signature(self.function).parameters.items()
-            if argument.kind is argument.KEYWORD_ONLY
-            and argument.default is argument.empty
-            and name not in known
+        needed = [
+            each.name
+            for each in _keyword_arguments(self.function)
+            if each.kind is each.KEYWORD_ONLY and each.default is each.empty
         ]
+        return [name for name in needed if name not in self.parameters]
 
 
 _RULES: dict[str, Rule] = {}
@@ -213,14 +211,14 @@ def unknown_rule(name: str, others: Iterable[str] = ()) -> PolicyError:
 
 def keyword_names(function: RuleFunction) -> list[str] | None:
     """Return the keyword arguments of a rule's function that are its parameters; None if it takes any."""
-    arguments = list(inspect.signature(function).parameters.values())
-    if any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments):
-        return None
-    return [
-        argument.name
-        for argument in arguments[3:]
-        if argument.kind is not inspect.Parameter.VAR_POSITIONAL and argument.name != "call"
-    ]
+    arguments = _keyword_arguments(function)
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in arguments)
+    return None if takes_any else [each.name for each in arguments]
+
+
+def _keyword_arguments(function: RuleFunction) -> list[inspect.Parameter]:
+    arguments = list(inspect.signature(function).parameters.values())[3:]
+    return [each for each in arguments if each.kind is not each.VAR_POSITIONAL and each.name != "call"]
 
 
 def _find(specification: "str | Rule | RuleFunction") -> Rule:
