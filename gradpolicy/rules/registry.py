@@ -3,7 +3,7 @@
 import dis
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -87,15 +87,6 @@ class Rule:
     def depends_on_scale(self) -> bool:
         """True if ``rule(a · grad)`` may be other than ``a · rule(grad)`` for an ``a`` above 0."""
         return not self.is_built_in or "loss_scale" in (keyword_names(self.function) or ())
-
-    def __reduce__(self) -> tuple:
-        values = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
-        values["parameters"] = dict(self.parameters)
-        # A registered rule is pickled by its name, so that its function may be a local one.
-        known = _RULES.get(self.name)
-        if known is None or known.function is not self.function:
-            return (_rule_of, (None, values))
-        return (_rule_of, (self.name, {k: v for k, v in values.items() if v is not getattr(known, k)}))
 
     def __call__(self, grad: Tensor, inputs: Inputs, output: Tensor, call: Call | None = None) -> Any:
         """Apply the rule; `call` is passed to rules with a keyword argument ``call``."""
@@ -249,11 +240,6 @@ def _check_signature(name: str, function: RuleFunction) -> None:
         inspect.signature(function).bind_partial(None, None, None)
     except (TypeError, ValueError) as error:
         raise PolicyError(f"rule {shown(name)} must take (grad, inputs, output): {error}") from error
-
-
-def _rule_of(name: str | None, values: dict[str, Any]) -> Rule:
-    """Return a pickled rule: a registered one with its parameters, or one that is not registered."""
-    return Rule(**values) if name is None else replace(get_rule(name), **values)
 
 
 def _names_read(function: RuleFunction) -> tuple[str, ...]:
