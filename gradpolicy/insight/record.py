@@ -167,7 +167,7 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> DataFrame:
     import pandas
 
     numbers = dict.fromkeys((*MEASURED, *COMPUTED), "float64")
-    types = {**dict.fromkeys(("kind", *WORDS), "object"), "step": "int64", "epoch": "int64", **numbers}
+    types = {"step": "int64", "epoch": "int64", **numbers}
     columns = ("kind", "step", "epoch", *WORDS, *MEASURED, *COMPUTED)
     table = pandas.DataFrame(rows, columns=columns).astype(types)
     table = pandas.concat([table, _layers(table).astype(types)]) if rows else table

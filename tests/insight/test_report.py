@@ -200,7 +200,7 @@ def test_curves_of_groups_are_means_over_their_runs(runs: list[Path]) -> None:
 )
 def test_only_keys_that_differ_are_shown(first: dict, second: dict, differences: dict) -> None:
     found = config_differences([first, second])
-    assert {each.key: each.values for each in found} == differences
+    assert {key: tuple(values) for key, values in found.items()} == differences
 
 
 def test_a_run_that_broke_off_is_shown_but_in_no_mean(runs: list[Path], tmp_path: Path) -> None:

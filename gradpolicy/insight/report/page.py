@@ -36,7 +36,7 @@ def render(runs: Sequence[Run]) -> str:
         shown=runs[:RUNS],
         groups=groups_of(runs),
         metrics=compared_metrics(runs)[:COLUMNS],
-        differences=config_differences([run.config for run in runs])[:ROWS],
+        differences=config_differences([run.config for run in runs]).iloc[:, :ROWS],
     )
 
 

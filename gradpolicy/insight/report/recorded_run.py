@@ -192,26 +192,6 @@ ABSENT = "–"
 
 
 @dataclass(frozen=True)
-class Difference:
-    """One key of the config, and its value in each of several configs, as text."""
-
-    key: str
-    values: tuple[str, ...]
-
-    @property
-    def shown(self) -> list[str]:
-        """The values for display: numbers with three digits if they remain distinct."""
-        short = [three_digits(value) for value in self.values]
-        return short if len(set(short)) == len(set(self.values)) else list(self.values)
-
-    @property
-    def name(self) -> str:
-        """The shortened key: its last part, after the name of its policy."""
-        first, *parts = self.key.split(".")
-        return f"{parts[0]}.{parts[-1]}" if first == "policy" and len(parts) > 1 else [first, *parts][-1]
-
-
-@dataclass(frozen=True)
 class Group:
     """Runs whose configs are equal except for the seed.
 
@@ -239,31 +219,43 @@ class Group:
         return float(finite.mean()), float(finite.std())
 
 
-def config_differences(configs: Sequence[Mapping[str, Any]]) -> list[Difference]:
-    """Return the keys whose values differ between configs, without paths of runs.
+def config_differences(configs: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Return the values in which configs differ, as text: a row for each config, a column for each key.
 
-    If some configs do not have a policy, only its name is a difference.
+    Paths of runs are left out. Numbers have three digits if they remain distinct. If some configs do not have
+    a policy, only its name is a difference.
     """
-    differing = []
-    for key in dict.fromkeys(key for config in configs for key in config):
-        policy = ".".join(key.split(".")[:2]) + "."
-        is_shared = all(any(name.startswith(policy) for name in config) for config in configs)
-        if key.startswith(BOOKKEEPING) or (key.startswith("policy.") and not is_shared):
-            continue
-        values = tuple(str(config.get(key, ABSENT)) for config in configs)
-        if len(set(values)) > 1:
-            differing.append(Difference(key, values))
-    return differing
+    keys = dict.fromkeys(key for config in configs for key in config if not key.startswith(BOOKKEEPING))
+    values = {key: [str(config.get(key, ABSENT)) for config in configs] for key in keys}
+    table = pd.DataFrame(values, range(len(configs)))
+    differing = [key for key in table if table[key].nunique() > 1 and _is_shared(key, configs)]
+    short = table[differing].map(three_digits)
+    return short.where(short.nunique() == table[differing].nunique(), table[differing], axis="columns")
+
+
+def _is_shared(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:
+    """Return True unless a key is of a policy that some configs do not have."""
+    policy = ".".join(key.split(".")[:2]) + "."
+    return not key.startswith("policy.") or all(
+        any(each.startswith(policy) for each in own) for own in configs
+    )
+
+
+def _short(key: str) -> str:
+    """Return the last part of a key, after the name of its policy."""
+    first, *parts = key.split(".")
+    return f"{parts[0]}.{parts[-1]}" if first == "policy" and len(parts) > 1 else [first, *parts][-1]
 
 
 def groups_of(runs: Sequence[Run]) -> list[Group]:
     """Group runs that differ only in the seed; runs without a config are single."""
-    differences = [each for each in config_differences([run.config for run in runs]) if each.name != "seed"]
+    differences = config_differences([run.config for run in runs])
+    others = [key for key in differences if _short(key) != "seed"]
     members: dict[str, list[Run]] = {}
-    for index, run in enumerate(runs):
+    for run, (_, values) in zip(runs, differences[others].iterrows(), strict=True):
         # Keys that refer to another one have its name and value.
-        values = dict.fromkeys(f"{each.name}={each.shown[index]}" for each in differences)
-        label = ", ".join(values).removeprefix("policy=")
+        parts = dict.fromkeys(f"{_short(key)}={value}" for key, value in values.items())
+        label = ", ".join(parts).removeprefix("policy=")
         members.setdefault(label if run.config else run.name, []).append(run)
     return [Group(label or own[0].name, own) for label, own in members.items()]
 
