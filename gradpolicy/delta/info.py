@@ -86,22 +86,19 @@ def info(path: str | Path) -> Info:
 
 def describe(path: str | Path, delta: Delta) -> Info:
     """Return a summary of a file's content."""
-    stored = {name: (each.form, each.stored) for name, each in delta.changes.items()}
-    stored.update({name: ("tied", 0) for name in delta.tied if name in stored})
-    tensors = tuple(
-        TensorInfo(name, delta.base[name].dtype, change.shape, *stored[name])
-        for name, change in delta.changes.items()
-    )
+    tensors = []
+    for name, change in delta.changes.items():
+        form, stored = ("tied", 0) if name in delta.tied else (change.form, change.stored)
+        tensors.append(TensorInfo(name, delta.base[name].dtype, change.shape, form, stored))
     counted = [each for name, each in delta.base.items() if name not in delta.tied]
-    sizes = [(math.prod(each.shape), DTYPES[each.dtype].itemsize) for each in counted]
     for name, new in delta.replaced.items():
-        tensors += (TensorInfo(name, print_of(new).dtype, tuple(new.shape), "replaced", new.numel()),)
-        sizes.append((new.numel(), new.itemsize))
+        counted.append(print_of(new))
+        tensors.append(TensorInfo(name, counted[-1].dtype, counted[-1].shape, "replaced", new.numel()))
     return Info(
         path=Path(path),
         bytes=Path(path).stat().st_size,
         base=delta.fingerprint,
-        base_bytes=sum(count * size for count, size in sizes),
-        entries=sum(count for count, _ in sizes),
-        tensors=tensors,
+        base_bytes=sum(math.prod(each.shape) * DTYPES[each.dtype].itemsize for each in counted),
+        entries=sum(math.prod(each.shape) for each in counted),
+        tensors=tuple(tensors),
     )

@@ -153,7 +153,7 @@ def _shira_adapter(delta: Delta) -> _Adapter:
     if len({id(change) for change in delta.changes.values()}) < len(delta.changes):
         raise PolicyError(f"{shortened(list(delta.changes))}: SHiRA has no tied weights, and some are")
     terms = {name: _terms(name, change) for name, change in delta.changes.items()}
-    rank = _rank({name: (len(terms[name][0]), change.shape) for name, change in delta.changes.items()})
+    rank = _rank({name: len(entries) for name, (entries, _) in terms.items()}, delta)
     tensors = {f"{_PREFIX}{name}": tensor for name, tensor in delta.replaced.items()}
     for name, (entries, summands) in terms.items():
         rows, columns = delta.changes[name].shape
@@ -187,24 +187,26 @@ def _terms(name: str, change: TensorChange) -> tuple[Tensor, Tensor]:
     return torch.cat([entries, entries[rounded]]), torch.cat([summands, rest[rounded]])
 
 
-def _rank(layers: dict[str, tuple[int, tuple[int, ...]]]) -> int:
+def _rank(summands: dict[str, int], delta: Delta) -> int:
     """Return SHiRA's r: every layer has r · (rows + columns) summands.
 
     Args:
-        layers: The number of summands that each layer needs, and its shape.
+        summands: The number of summands that each layer needs.
+        delta: The changes of the layers.
 
     Raises:
         PolicyError: If no r has room for all changes and fits into every layer.
     """
-    needed = {math.ceil(count / sum(shape)): name for name, (count, shape) in layers.items()}
-    limits = {math.prod(shape) // sum(shape): name for name, (_, shape) in layers.items()}
-    rank, limit = max(needed), min(limits)
-    if rank > limit:
+    shapes = {name: delta.changes[name].shape for name in summands}
+    needed = {name: math.ceil(summands[name] / sum(shape)) for name, shape in shapes.items()}
+    allowed = {name: math.prod(shape) // sum(shape) for name, shape in shapes.items()}
+    most, least = max(needed, key=needed.__getitem__), min(allowed, key=allowed.__getitem__)
+    if needed[most] > allowed[least]:
         raise PolicyError(
-            f"SHiRA has r · (rows + columns) entries in every layer: {shown(needed[rank])} needs r = {rank}, "
-            f"and {shown(limits[limit])} allows at most {limit}"
+            f"SHiRA has r · (rows + columns) entries in every layer: {shown(most)} needs r = {needed[most]}, "
+            f"and {shown(least)} allows at most {allowed[least]}"
         )
-    return rank
+    return needed[most]
 
 
 def _replaced_modules(delta: Delta) -> list[str]:

@@ -39,8 +39,6 @@ __all__ = ["Record", "load"]
 RECORD = "record.jsonl"
 WORDS = ("policy", "parameter", "layer")
 MEASURED = (*SUMS, *NORMS, "operations", "zeros_passed")
-# Columns that `load` computes.
-COMPUTED = ("active_share", "update_size")
 
 
 class Record(Callback):
@@ -166,10 +164,8 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> DataFrame:
     """Return the table of the rows of parameters and flow policies, with the rows of layers."""
     import pandas
 
-    numbers = dict.fromkeys((*MEASURED, *COMPUTED), "float64")
-    types = {"step": "int64", "epoch": "int64", **numbers}
-    columns = ("kind", "step", "epoch", *WORDS, *MEASURED, *COMPUTED)
-    table = pandas.DataFrame(rows, columns=columns).astype(types)
+    types = {"step": "int64", "epoch": "int64", **dict.fromkeys(MEASURED, "float64")}
+    table = pandas.DataFrame(rows, columns=[*_FIELDS]).astype(types)
     table = pandas.concat([table, _layers(table).astype(types)]) if rows else table
     table["active_share"] = table["active"] / table["entries"]
     ratio = (table["update_norm"] / table["weight_norm"]).where(table["weight_norm"] > 0)

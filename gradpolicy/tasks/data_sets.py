@@ -1,7 +1,6 @@
 """Data sets: digits, which need no download, Fashion-MNIST and Tiny Shakespeare."""
 
 import gzip
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,6 @@ import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from gradpolicy.checks import LARGEST_SIZE, check_choice, check_integer
 from gradpolicy.errors import PolicyError
@@ -129,26 +127,18 @@ SHAKESPEARE_FILES = {"input.txt": "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2
 PARTS = {"all": (0.0, 1.0), "first": (0.0, 0.5), "second": (0.5, 1.0)}
 
 
-class Windows(Dataset[tuple[Tensor, ...]]):
+class Windows(TensorRows):
     """Adjacent sequences of a text, each with the sequence shifted by one token.
 
     Args:
-        tokens: The tokens, int64, shape (length,).
+        tokens: The tokens, int64, shape (length,), at least one sequence and a token.
         context: The length of a sequence.
     """
 
     def __init__(self, tokens: Tensor, context: int) -> None:
-        self.tokens, self.context = tokens, context
-
-    def __len__(self) -> int:
-        """Return the number of sequences."""
-        return (len(self.tokens) - 1) // self.context
-
-    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return the sequences of a batch, each of shape (batch, context)."""
-        starts = torch.as_tensor(indices)[:, None] * self.context
-        stretches = self.tokens[starts + torch.arange(self.context + 1)]
-        return stretches[:, :-1], stretches[:, 1:]
+        self.tokens = tokens
+        stretches = tokens.unfold(0, context + 1, context)
+        super().__init__(stretches[:, :-1], stretches[:, 1:])
 
 
 class TinyShakespeareDataModule(DataModule):
@@ -200,6 +190,6 @@ class TinyShakespeareDataModule(DataModule):
         tokens = torch.tensor([number[character] for character in text[begin:end]])
         tenth = round(0.1 * len(tokens))
         parts = tokens.split((len(tokens) - 2 * tenth, tenth, tenth))
-        self.train_set, self.validation_set, self.test_set = (Windows(part, self.context) for part in parts)
         if self.context >= tenth:
             raise PolicyError(f"data.context: {self.context} is longer than the validation text")
+        self.train_set, self.validation_set, self.test_set = (Windows(part, self.context) for part in parts)
