@@ -72,9 +72,9 @@ class Audit(Callback):
         """Observe masks, now that policies are installed."""
         policies = next(iter(callbacks_of(trainer, GradientPolicies)), None)
         self._rank = trainer.global_rank
-        if policies is None or not policies.freezer.policies:
+        if policies is None or not policies.run.freezer.policies:
             return
-        self._freezer = policies.freezer
+        self._freezer = policies.run.freezer
         self._freezer.observers.append(self)
         if any(hasattr(parameter, "ds_id") for parameter in self._freezer.parameters.values()):
             raise PolicyError(

@@ -157,7 +157,7 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
 
     def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         """Remove everything from the model and the optimizer."""
-        self.freezer.finish()
+        self.run.freezer.finish()
         self.remove(quiet=False)
 
     def remove(self, *, quiet: bool = True) -> None:
@@ -167,7 +167,7 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         if trainer is None:
             return
         vars(trainer.accelerator).pop("unscale_gradients", None)
-        for optimizer in self.masked_optimizers:
+        for optimizer in self.run.steps.masked:
             if innermost(trainer.optimizer) is optimizer:
                 put_inside(trainer.optimizer, optimizer.inner)
 
@@ -194,7 +194,7 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         if not args.max_grad_norm:
             # Nothing is clipped; older Trainers then do not compute the norm either.
             self._trainer.accelerator.unscale_gradients()
-        if self.masked_optimizers and not self._has_taken:
+        if self.run.steps.masked and not self._has_taken:
             raise PolicyError(
                 f"GradientPoliciesCallback: {type(self._trainer).__name__} clipped the gradients in a way of "
                 "its own, so that mask sources did not see them; let it call accelerator.clip_grad_norm_"
@@ -220,11 +220,11 @@ class GradientPoliciesCallback(Driven, TrainerCallback):
         names = datasets if isinstance(datasets, dict) else ()
         if all(f"eval_{name}_runtime" in self._evaluated for name in names):
             metrics, self._evaluated = self._evaluated, {}
-            self.freezer.report(metrics)
+            self.run.freezer.report(metrics)
             self._stop_if_finished(state, control)
 
     def _stop_if_finished(self, state: TrainerState, control: TrainerControl) -> None:
-        if self.freezer.is_finished(self.run.updates, int(state.epoch or 0)):
+        if self.run.freezer.is_finished(self.run.updates, int(state.epoch or 0)):
             control.should_training_stop = True
 
     def on_log(

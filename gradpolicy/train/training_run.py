@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from gradpolicy.checks import check_flag, check_integer
 from gradpolicy.errors import PolicyError, check_named
 from gradpolicy.flow import install
-from gradpolicy.flow.install import Installed, name_policies
+from gradpolicy.flow.install import name_policies
 from gradpolicy.freezing import Freezer
 from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.masked_optimizer import as_masked, keep_master_weights, wrapper_of
@@ -375,21 +375,6 @@ class Driven:
             master_weights=master_weights,
         )
         self.policies, self.sinks, self.log_policies = self.run.policies, self.run.sinks, log
-
-    @property
-    def installed(self) -> Installed:
-        """The flow policies that are on the model."""
-        return self.run.installed
-
-    @property
-    def freezer(self) -> Freezer:
-        """The freezer, which runs the freeze policies."""
-        return self.run.freezer
-
-    @property
-    def masked_optimizers(self) -> list[MaskedOptimizer]:
-        """The optimizers with parameters of freeze policies."""
-        return self.run.steps.masked
 
 
 def check_evaluates(policies: Mapping[str, Policy], evaluates: bool, expected: str) -> None:

@@ -46,7 +46,7 @@ def overflow(folder: str, steps: int) -> tuple[int, int, int]:
     """Train in fp16; return the updates that were counted and skipped, and the frozen entries that moved."""
     trainer, watch = with_deepspeed.make_trainer(2, True, folder, max_steps=steps, fp16=True)
     trainer.train()
-    (optimizer,) = watch.policies.masked_optimizers
+    (optimizer,) = watch.policies.run.steps.masked
     return optimizer.effective_steps, trainer.model_wrapped.skipped_steps, watch.moved
 
 

@@ -125,7 +125,7 @@ def test_a_recipe_gives_the_bits_that_it_gives_under_lightning(train, tmp_path, 
     reference = train_with_lightning(other, recipe(name), tmp_path, accumulate_grad_batches=accumulate)
     assert same(bits(one), bits(other))
     assert not same(bits(one), bits(start))
-    assert callback.freezer.parameters.keys() == reference.freezer.parameters.keys()
+    assert callback.run.freezer.parameters.keys() == reference.run.freezer.parameters.keys()
 
 
 @pytest.mark.supports("resume", loop="huggingface")

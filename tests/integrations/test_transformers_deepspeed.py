@@ -76,7 +76,7 @@ class Watch(TrainerCallback):
         self.before = whole_weights(model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        after, optimizer = whole_weights(model), self.policies.masked_optimizers[0]
+        after, optimizer = whole_weights(model), self.policies.run.steps.masked[0]
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         for name, parameter in trained.items():
             active = optimizer.get_mask(parameter).expand(after[name].shape)

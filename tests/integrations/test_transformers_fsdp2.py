@@ -40,10 +40,10 @@ class Watch(TrainerCallback):
         self.policies, self.moved, self.after = policies, 0, {}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.before = facts(model, self.policies.masked_optimizers[0])
+        self.before = facts(model, self.policies.run.steps.masked[0])
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.after: Facts = facts(model, self.policies.masked_optimizers[0])
+        self.after: Facts = facts(model, self.policies.run.steps.masked[0])
         self.moved += count_moved(self.before, self.after)
 
 

@@ -156,10 +156,10 @@ class GradientPolicies(Driven, AnyCallback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Have mask sources write what the end demands, such as the best weights of a phase."""
         self.run.steps.switch("eval")
-        self.freezer.finish()
+        self.run.freezer.finish()
 
     def _stop_if_finished(self, trainer: Trainer, epoch: int) -> None:
-        if self.freezer.is_finished(self.run.updates, epoch):
+        if self.run.freezer.is_finished(self.run.updates, epoch):
             trainer.should_stop = True
 
     # ---- evaluation
@@ -187,7 +187,7 @@ class GradientPolicies(Driven, AnyCallback):
         """Pass the metrics to mask sources, and switch back from validation within a fit."""
         if trainer.state.fn == TrainerFn.FITTING:
             if not trainer.sanity_checking:
-                self.freezer.report(trainer.callback_metrics)
+                self.run.freezer.report(trainer.callback_metrics)
                 self._stop_if_finished(trainer, trainer.current_epoch)
             self.run.evaluate("fit", trainer.current_epoch)
 

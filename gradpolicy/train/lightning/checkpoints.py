@@ -281,7 +281,7 @@ def checked_restore(trainer: Trainer, checkpoint: Path | None) -> Iterator[None]
             raise
         if isinstance(error, PolicyError):
             # Before the policies are installed it is not about the checkpoint.
-            installed = any(isinstance(each, Driven) and each.freezer.all_policies for each in callbacks)
+            installed = any(isinstance(each, Driven) and each.run.freezer.all_policies for each in callbacks)
             if not installed or str(checkpoint) in str(error):
                 raise
             raise PolicyError(f"{KEY}: {checkpoint}: {error}") from error

@@ -521,10 +521,10 @@ def test_a_policy_for_another_phase_holds_there_and_not_in_training(two_layers, 
 
     class Watch(Callback):
         def on_train_batch_end(self, trainer, pl_module, *_):
-            seen["fit"] = callback.installed.report().rows[0].active
+            seen["fit"] = callback.run.installed.report().rows[0].active
 
         def on_evaluation_batch_end(self, trainer, pl_module, *_):
-            seen[phase] = callback.installed.report().rows[0].active
+            seen[phase] = callback.run.installed.report().rows[0].active
 
         on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_evaluation_batch_end
 
@@ -541,7 +541,7 @@ def test_after_a_validation_within_a_fit_the_policies_of_training_hold_again(
 ):
     class Watch(Callback):
         def on_train_epoch_end(self, trainer, pl_module):
-            self.active = callback.installed.report().rows[0].active
+            self.active = callback.run.installed.report().rows[0].active
 
     callback, watch = gp.GradientPolicies({"guided": gp.Guided(when=gp.When(phases=[phase]))}), Watch()
     make_trainer(callbacks=[callback, watch]).fit(two_layers, loader, loader)

@@ -69,13 +69,13 @@ class Watch(Callback):
         self.before = whole_weights(pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        after, (optimizer,) = whole_weights(pl_module), self.policies.masked_optimizers
+        after, (optimizer,) = whole_weights(pl_module), self.policies.run.steps.masked
         for name, parameter in pl_module.named_parameters():
             frozen = ~optimizer.get_mask(parameter).expand(after[name].shape)
             self.moved += int(((after[name] != self.before[name]) & frozen).sum())
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.after, (optimizer,) = whole_weights(pl_module), self.policies.masked_optimizers
+        self.after, (optimizer,) = whole_weights(pl_module), self.policies.run.steps.masked
         self.updates = optimizer.effective_steps
 
 

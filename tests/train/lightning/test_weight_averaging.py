@@ -52,7 +52,7 @@ def test_averages_of_entries_that_are_always_frozen_keep_their_bits(two_layers, 
     before = {name: parameter.detach().clone() for name, parameter in two_layers.named_parameters()}
     train(averaging, callback, max_epochs=4)
     for name, parameter in two_layers.trunk.named_parameters(prefix="trunk"):
-        frozen = ~callback.masked_optimizers[0].get_mask(parameter).expand_as(parameter)
+        frozen = ~callback.run.steps.masked[0].get_mask(parameter).expand_as(parameter)
         assert frozen.any()
         assert torch.equal(parameter[frozen], before[name][frozen])
         assert not torch.equal(parameter, before[name])
