@@ -1,4 +1,4 @@
-"""Adam and its kin: AdamW, AMSGrad, Adamax, NAdam and RAdam.
+"""Adam and its kin: AdamW, AMSGrad, Adamax and RAdam.
 
 For an entry at its t-th update (Kingma & Ba 2015, arXiv:1412.6980):
 
@@ -9,15 +9,11 @@ For an entry at its t-th update (Kingma & Ba 2015, arXiv:1412.6980):
 | Adam    | p = p - lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps) |
 | AMSGrad | the same with the largest v so far (Reddi et al. 2018, arXiv:1904.09237) |
 | Adamax  | p = p - lr / (1 - b1^t) * m / u,  u = max(b2 u, abs(g) + eps)  (section 7.1) |
-| NAdam   | p = p - lr (c_g g + c_m m) / (sqrt(v / (1 - b2^t)) + eps)  (Dozat 2016) |
 | RAdam   | p = p - lr m / (1 - b1^t) * l_t / (sqrt(v) + eps)  (Liu et al. 2020, arXiv:1908.03265) |
 """
 
 from __future__ import annotations
 
-import functools
-
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,62 +85,6 @@ class Adamax(Adam):
         largest = torch.maximum(beta2 * state["exp_inf"], gradient.abs() + eps)
         parameter = parameter * shrink - lr * (first / (numbers[0] * largest))
         return parameter, {"exp_avg": first, "exp_inf": largest}
-
-
-class NAdam(Adam):
-    """`torch.optim.NAdam`: Adam with Nesterov momentum.
-
-    With mu_t = b1 (1 - 0.96^(t psi) / 2) the factors are c_g = (1 - mu_t) / (1 - mu_1 ... mu_t) and
-    c_m = mu_(t+1) / (1 - mu_1 ... mu_(t+1)).
-    """
-
-    names = ("exp_avg", "exp_avg_sq")
-
-    def tensor_state(self, group: Group, updates: int) -> dict[str, float]:
-        """Return the count, and mu_1 ... mu_t."""
-        return {"step": float(updates), "mu_product": self._product(updates, *self.age_settings(group))}
-
-    def _product(self, updates: int, *settings: float) -> float:
-        """Return mu_1 ... mu_t, from the products up to the next power of two."""
-        length = 1 << max(updates, 1).bit_length()
-        return float(_products(length, *settings, torch.get_default_dtype())[updates - 1]) if updates else 1.0
-
-    def bases(self, group: Group) -> tuple[float, ...]:
-        """Return b2."""
-        return super().bases(group)[1:]
-
-    def age_settings(self, group: Group) -> tuple[float, ...]:
-        """Return b1 and psi."""
-        return float(group["betas"][0]), float(group["momentum_decay"])
-
-    def numbers(self, ages: Tensor, *age_settings: float) -> Numbers:
-        """Return c_g and c_m."""
-        now, following = _mu(ages, *age_settings), _mu(ages + 1, *age_settings)
-        product = _products(len(ages), *age_settings, torch.get_default_dtype())
-        return (1 - now) / (1 - product), following / (1 - product * following)
-
-    def update(
-        self, parameter: Tensor, gradient: Tensor, state: State, settings: Settings, numbers: Numbers
-    ) -> tuple[Tensor, State]:
-        """See `UpdateRule.update`."""
-        _, _, shrink, _, _, _, lr, eps, _ = settings
-        collected2, of_gradient, of_moment = numbers
-        gradient, first, second = self.moments(parameter, gradient, state, settings)
-        average = collected2 * (of_gradient * gradient + of_moment * first)
-        direction = average / ((collected2 * second).sqrt() + eps * collected2)
-        return parameter * shrink - lr * direction, {"exp_avg": first, "exp_avg_sq": second}
-
-
-@functools.lru_cache(maxsize=16)
-def _products(length: int, beta1: float, decay: float, default_dtype: torch.dtype) -> Tensor:
-    """Return mu_1, mu_1 mu_2, ... (float64), rounded at each step as torch rounds its own product."""
-    factors = _mu(torch.arange(1, length + 1, dtype=torch.float64, device="cpu"), beta1, decay).numpy()
-    exact = default_dtype == torch.float64
-    return torch.from_numpy(np.multiply.accumulate(factors if exact else factors.astype(np.float32))).double()
-
-
-def _mu(ages: Tensor, beta1: float, decay: float) -> Tensor:
-    return beta1 * (1 - 0.5 * 0.96 ** (ages * decay))
 
 
 class RAdam(Adam):
