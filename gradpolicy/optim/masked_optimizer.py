@@ -436,7 +436,7 @@ def _update(
     """
     by_rule, others = _sorted(wrapped, masked, closure is not None, only)
     hidden = [each for *_, members in by_rule for each in members]
-    hidden += [*others[Mode.FROZEN], *others[Mode.ON_OTHERS]]
+    hidden += others[Mode.FROZEN]
     by_optimizer = [*others[Mode.PLAIN], *others[Mode.PUT_BACK]]
     with ExitStack() as stack:
         for each in masked.values() if wrapped.needs_closure else by_optimizer:
@@ -451,8 +451,9 @@ def _update(
         result = step(closure) if closure is not None else step()
     for each in by_optimizer:
         each.count_update()
-    for each in others[Mode.ON_OTHERS]:
-        each.set_count(each.updates + 1)
+    for each in others[Mode.FROZEN]:
+        if not each.frozen_everywhere:  # it trains on other processes
+            each.set_count(each.updates + 1)
     _move(by_rule)
     return result
 

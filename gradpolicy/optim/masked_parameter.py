@@ -60,8 +60,7 @@ class Mode(Enum):
     PLAIN = "the wrapped optimizer's own update is right as it stands"
     BY_RULE = "the update rule moves the active entries"
     PUT_BACK = "the wrapped optimizer updates it, then frozen entries are put back"
-    FROZEN = "nothing changes it"
-    ON_OTHERS = "it is frozen on this process and trains on others"
+    FROZEN = "nothing changes it on this process"
 
 
 class MaskedParameter(ParameterState):
@@ -102,15 +101,13 @@ class MaskedParameter(ParameterState):
     @property
     def mode(self) -> Mode:
         """How a step treats the parameter."""
-        if self.frozen_everywhere:
-            return Mode.FROZEN
         rule, is_full = self.rule, self.is_full
+        if self.frozen_everywhere or (rule is not None and not (is_full or self.ages.active)):
+            return Mode.FROZEN
         if rule is None:
             return Mode.PLAIN if is_full else Mode.PUT_BACK
-        if not is_full:
-            return Mode.BY_RULE if self.ages.active else Mode.ON_OTHERS
-        differs = self.one_age is None or rule.counts_in_group
-        return Mode.BY_RULE if differs or rule.begins_alone(self.values, self.group) else Mode.PLAIN
+        alone = not is_full or self.one_age is None or rule.counts_in_group
+        return Mode.BY_RULE if alone or rule.begins_alone(self.values, self.group) else Mode.PLAIN
 
     @property
     def bytes(self) -> int:

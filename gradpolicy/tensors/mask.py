@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._pytree import tree_map
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.tensors.seeded import RandomMask
@@ -165,21 +166,24 @@ def unpack(packed: Tensor, count: int) -> Tensor:
 
 def pack_masks(state: Any) -> Any:
     """Return a state with its bool tensors packed, except for sharded and small ones."""
-    if type(state) is Tensor and state.dtype == torch.bool and state.numel() >= _SMALLEST:
-        return {_BITS: pack(state).cpu(), _SHAPE: list(state.shape)}
-    return _in_each(pack_masks, state)
+
+    def packed(value: Any) -> Any:
+        if type(value) is Tensor and value.dtype == torch.bool and value.numel() >= _SMALLEST:
+            return {_BITS: pack(value).cpu(), _SHAPE: list(value.shape)}
+        return value
+
+    return tree_map(packed, state)
 
 
 def unpack_masks(state: Any) -> Any:
     """Return the state from the result of :func:`pack_masks`."""
-    if isinstance(state, Mapping) and state.keys() == {_BITS, _SHAPE}:
-        return unpack(state[_BITS], math.prod(state[_SHAPE])).view(state[_SHAPE])
-    return _in_each(unpack_masks, state)
 
+    def is_packed(value: Any) -> bool:
+        return isinstance(value, Mapping) and value.keys() == {_BITS, _SHAPE}
 
-def _in_each(change: Any, state: Any) -> Any:
-    if isinstance(state, Mapping):
-        return {key: change(value) for key, value in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(map(change, state))
-    return state
+    def unpacked(value: Any) -> Any:
+        if not is_packed(value):
+            return value
+        return unpack(value[_BITS], math.prod(value[_SHAPE])).view(value[_SHAPE])
+
+    return tree_map(unpacked, state, is_leaf=is_packed)
