@@ -52,7 +52,6 @@ OPTIMIZERS: dict[str, tuple[Make, float | None, float | None]] = {
     "RMSprop": (functools.partial(torch.optim.RMSprop, foreach=True), 1.3, 1.3),
     "Adagrad": (adagrad, 1.3, 1.3),
     "Lion": (lion, 1.3, 1.3),
-    "RAdam": (functools.partial(torch.optim.RAdam, foreach=True), None, None),
 }
 """Each in its fastest form, with the bounds for `bias_correction` "tensor" and "entry"."""
 

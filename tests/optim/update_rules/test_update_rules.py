@@ -20,7 +20,6 @@ VARIANTS = {
     "rmsprop momentum": (torch.optim.RMSprop, {"momentum": 0.5}),
     "rmsprop both": (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}),
     "adagrad decay": (torch.optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.3}),
-    "radam adapting": (torch.optim.RAdam, {"weight_decay": 0.1, "betas": (0.5, 0.9)}),
     "lion coupled": (Lion, {"weight_decay": 0.1, "weight_decouple": False, "maximize": True}),
 }
 """Settings that make a rule take another way."""
