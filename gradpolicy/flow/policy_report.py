@@ -183,9 +183,9 @@ class ReportRow:
             *ignored: Operations and locations with one of these outcomes are left out.
         """
         missing = self._missing(ignored)
-        if len(missing) > 1 and not all(self.locations.expected[name] for name in missing.get(None, ())):
+        if self.operations and len(missing) > 1 and not all(self.locations.expected.values()):
             # One of the operations is enough, and why others had no gradient says more.
-            del missing[None]
+            missing.pop(None, None)
         reasons = REASONS[self.locations.kind]
         return "; ".join(self._clause(reasons[each], missing[each]) for each in reasons if each in missing)
 

@@ -267,6 +267,12 @@ NOWHERE = {
         ],
         r"module 'second' never ran through its forward",
     ),
+    "one bypassed, and data in the other": (
+        Bypassed,
+        lambda model, x: _run(model, x.detach()),
+        [gp.Scale(0.5, modules=["first", "second"])],
+        r"module 'second' never ran .*; no gradient crosses input of module 'first'",
+    ),
     "entered by another method": (
         Bypassed,
         lambda model, x: model.encode(x).sum().backward(),
