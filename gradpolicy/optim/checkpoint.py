@@ -186,6 +186,8 @@ def split(state_dict: dict[str, Any]) -> tuple[dict[str, Any], int | None, dict[
         if key is None or not _is_outdated(record, own):
             records[index] = record
             own = {name: own[name] for name in record["state"] if name in own}
+            if HIGH in own:  # torch would cast it, and the moments beside it, to the parameter's dtype
+                record["values"] |= {name: own.pop(name) for name in [*own] if name != "step"}
         if key in state:
             state[key] = own
     plain = [{name: value for name, value in group.items() if name != KEY} for group in groups]
@@ -263,7 +265,8 @@ def _carried(record: Record, masked: MaskedParameter) -> dict[str, Any]:
     Raises:
         PolicyError: If it does not belong to the saved mask.
     """
-    wide, parameter = dict(record["values"]), masked.parameter
+    parameter, saved = masked.parameter, record["values"]
+    wide = {name: None if value is None else value.to(parameter.device) for name, value in saved.items()}
     if not record["packed"]:
         return wide
     mask = (record["ages"] > 0).expand(masked.shape)
@@ -406,14 +409,6 @@ def _refuse(what: str, got: Any, masked: MaskedParameter) -> NoReturn:
         f"{masked.name}: expected the saved {what!r} to fit the parameter of shape "
         f"{tuple(masked.parameter.shape)}, got {got}; load what was saved of this model"
     )
-
-
-def uncast(masked: MaskedParameter, saved: Mapping[str, Any]) -> None:
-    """Load state of other dtypes than the parameter's again, to which torch has cast it."""
-    values, parameter = masked.values, masked.parameter
-    for name, value in saved.items() if HIGH in saved else ():
-        if isinstance(value, Tensor) and value.dim() and name in values:
-            values[name] = value.detach().clone().to(parameter.device)
 
 
 def restore(masked: MaskedParameter, record: Record) -> None:

@@ -391,9 +391,7 @@ class MaskedOptimizer(torch.optim.Optimizer):
         masked = [self._known(parameter) for parameter in self._wrapped.parameters()]
         records = checkpoint.fitting_records(own, saved, masked)
         self.inner.load_state_dict(own)
-        keys = [key for group in own["param_groups"] for key in group["params"]]
         for index, each in enumerate(masked):
-            checkpoint.uncast(each, own["state"].get(keys[index], {}))
             if index in records:
                 checkpoint.restore(each, records[index])
                 self.masked.pop(each.parameter, None)
