@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from gradpolicy.checks import check_integer
 from gradpolicy.errors import PolicyError, shown, unknown
 from gradpolicy.imports import import_by_name
 from gradpolicy.masks.gradient_source import wide
-from gradpolicy.tensors.sharding import sum_over_processes
 from gradpolicy.where import ModelHook
 
 INPUTS = ("weight", "initial", "gradient", "product", "second_moment", "activation_norm")
@@ -215,8 +215,13 @@ SCORES: dict[str, Callable[..., Tensor]] = {
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-class ActivationNorms:
-    """Sums of squares of the input features of layers, by hooks on their forward passes.
+def follow_inputs(
+    model: nn.Module,
+    parameters: Mapping[str, Tensor],
+    counts: Callable[[], bool],
+    add: Callable[[str, Tensor], None],
+) -> list[RemovableHandle]:
+    """Follow the inputs of layers, by hooks on their forward passes.
 
     A forward pass is counted when the gradient of its output arrives, so once, also if it is recomputed.
 
@@ -224,47 +229,28 @@ class ActivationNorms:
         model: The model.
         parameters: The weights of the layers by name.
         counts: A function that returns True if the current forward pass is counted.
+        add: Called with the name of a weight and the result of :func:`squares_of`.
 
-    Attributes:
-        squares: The sums by the names of the weights, in shapes that broadcast to the weights.
+    Returns:
+        The handles of the hooks.
 
     Raises:
         PolicyError: If a parameter is not the weight of a ``Linear`` or ``Conv``.
     """
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, LAYERS)]
+    layer_of = {name: layer for layer in layers for name, p in parameters.items() if p is layer.weight}
+    for name in parameters:
+        if name not in layer_of:
+            raise PolicyError(
+                f"activation_norm: {shown(name)} is no weight of a Linear or Conv; leave it out of params"
+            )
 
-    def __init__(
-        self, model: nn.Module, parameters: Mapping[str, Tensor], counts: Callable[[], bool]
-    ) -> None:
-        self.squares: dict[str, Tensor] = {}
-        self.counts = counts
-        layers: list[Any] = [module for module in model.modules() if isinstance(module, LAYERS)]
-        layer_of = {name: layer for layer in layers for name, p in parameters.items() if p is layer.weight}
-        for name in parameters:
-            if name not in layer_of:
-                raise PolicyError(
-                    f"activation_norm: {shown(name)} is no weight of a Linear or Conv; leave it out of params"
-                )
-        self._hooks = [
-            layer.register_forward_hook(ModelHook(partial(self._follow, name)))
-            for name, layer in layer_of.items()
-        ]
+    def follow(name: str, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if output.requires_grad and counts():
+            squares = squares_of(layer, inputs[0])
+            output.register_hook(lambda gradient: add(name, squares))
 
-    def taken(self) -> dict[str, Tensor]:
-        """Return the norms over the samples of all processes, and start again."""
-        squares, self.squares = self.squares, {}
-        return {name: sum_over_processes(each).sqrt() for name, each in squares.items()}
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _follow(self, name: str, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if output.requires_grad and self.counts():
-            output.register_hook(partial(self._add, name, squares_of(layer, inputs[0])))
-
-    def _add(self, name: str, squares: Tensor, gradient: Tensor) -> None:
-        self.squares[name] = self.squares[name] + squares if name in self.squares else squares
+    return [layer.register_forward_hook(ModelHook(partial(follow, name))) for name, layer in layer_of.items()]
 
 
 @torch.no_grad()

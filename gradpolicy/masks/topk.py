@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from gradpolicy.checks import check_choice, check_flag
 from gradpolicy.errors import PolicyError, shown, under
 from gradpolicy.masks.gradient_source import STATISTICS, GradientSource, wide
 from gradpolicy.masks.layers import Groups, layers_of, read_groups
-from gradpolicy.masks.scores import GATHERED, SCORES, ActivationNorms, as_score
+from gradpolicy.masks.scores import GATHERED, SCORES, as_score, follow_inputs
 from gradpolicy.masks.selection import (
     Density,
     density_at,
@@ -22,11 +23,10 @@ from gradpolicy.masks.selection import (
     marks_of_highest,
 )
 from gradpolicy.schedules import Constant
-from gradpolicy.tensors.checkpoint_file import restored
 from gradpolicy.tensors.mask import Mask, pack, unpack
 from gradpolicy.tensors.pattern import pattern_of
 from gradpolicy.tensors.seeded import check_level
-from gradpolicy.tensors.sharding import full_tensor
+from gradpolicy.tensors.sharding import full_tensor, sum_over_processes
 
 SCOPES = ("model", "tensor", "row")
 BEFORE = ("train", "freeze")
@@ -86,7 +86,7 @@ class TopK(GradientSource):
     """
 
     keeps_masks = True
-    remembered = {**GradientSource.remembered, "_masks": {}, "_next": {}, "_initial": {}}
+    remembered = {**GradientSource.remembered, "_masks": {}, "_next": {}, "_initial": {}, "_squares": {}}
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class TopK(GradientSource):
         self.density = density_of_level("TopK", density, level)
         self.statistics = [each for each in asks if each in STATISTICS]
         self.needs_gradients = any(each in GATHERED for each in asks)
-        self._norms: ActivationNorms | None = None
+        self._hooks: list[RemovableHandle] = []
 
     def prepare(self) -> None:
         """Copy the initial weights, and register hooks on layers, if the score needs them."""
@@ -138,16 +138,20 @@ class TopK(GradientSource):
         compared = self.parameters if "initial" in self.score.asks else {}
         self._initial = {name: parameter.detach().clone() for name, parameter in compared.items()}
         self.release()
+        # The sums of squares of the input features of layers, by weight.
+        self._squares: dict[str, Tensor] = {}
         if "activation_norm" in self.score.asks:
             if self.model is None:
                 raise PolicyError(f"TopK.by: {self.by} needs the model; use the source in a policy")
-            self._norms = ActivationNorms(self.model, self.parameters, lambda: self.gathers)
+            self._hooks = follow_inputs(self.model, self.parameters, lambda: self.gathers, self._add)
 
     def release(self) -> None:
         """Remove the hooks from the layers."""
-        if self._norms is not None:
-            self._norms.close()
-        self._norms = None
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _add(self, name: str, squares: Tensor) -> None:
+        self._squares[name] = self._squares[name] + squares if name in self._squares else squares
 
     @torch.no_grad()
     def masks(self, step: int, epoch: int) -> Mapping[str, Mask]:
@@ -178,23 +182,19 @@ class TopK(GradientSource):
         described = super().describe()
         return {key: value for key, value in described.items() if (key, value) != ("largest", True)}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the masks, the next choice, the sums and norms, and w₀ if it is needed."""
-        return {**super().state_dict(), "squares": {} if self._norms is None else dict(self._norms.squares)}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`."""
         super().load_state_dict(state)
-        if self._norms is not None:
-            restored("TopK.squares", state["squares"], {}, self.parameters)
-            # Never sharded, since each process has the sums of its own samples.
-            squares = state["squares"].items()
-            self._norms.squares = {name: each.to(self.parameters[name].device) for name, each in squares}
+        # Never sharded, since each process has the sums of its own samples.
+        squares = state["squares"].items()
+        self._squares = {name: each.to(self.parameters[name].device) for name, each in squares}
 
     def _choose(self, density: float) -> dict[str, Tensor]:
         """Return the marks of the chosen units of each parameter as bits."""
-        if self._norms is not None:
-            self.sums["activation_norm"] = self._norms.taken()
+        if self._squares:
+            squares, self._squares = self._squares, {}
+            norms = {name: sum_over_processes(each).sqrt() for name, each in squares.items()}
+            self.sums["activation_norm"] = norms
         chosen: dict[str, Tensor] = {}
         for names in self._scopes():
             for name, marks in self._marks(names, density):

@@ -33,7 +33,7 @@ def test_wanda_takes_the_input_channels_of_a_convolution(groups: int) -> None:
     x = torch.randn(2, 4, 5, 5)
     layer(x).sum().backward()
     norms = x.square().sum((0, 2, 3)).sqrt().reshape(groups, -1).repeat_interleave(6 // groups, 0)
-    torch.testing.assert_close(source._norms.squares["weight"].sqrt()[..., 0, 0], norms)
+    torch.testing.assert_close(source._squares["weight"].sqrt()[..., 0, 0], norms)
     source.release()
 
 
@@ -44,7 +44,7 @@ def test_wanda_counts_a_recomputed_forward_pass_once(model, batch, use_reentrant
     source.setup({"0.weight": model[0].weight}, seed=0)
     x = batch[0].requires_grad_()
     checkpoint(model, x, use_reentrant=use_reentrant).sum().backward()
-    torch.testing.assert_close(source._norms.squares["0.weight"], x.detach().square().sum(0)[None])
+    torch.testing.assert_close(source._squares["0.weight"], x.detach().square().sum(0)[None])
     source.release()
 
 
