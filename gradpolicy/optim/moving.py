@@ -93,7 +93,8 @@ def update(rule: UpdateRule, group: Group, masked: Sequence[MaskedParameter]) ->
     oldest = max(each.ages.oldest if each.one_age is None else each.one_age for each in masked)
     numbers, settings, names = _numbers(rule, group, oldest), rule.settings(group), tuple(rule.state(group))
     needed = *names, *(["step"] if rule.counts_in_tensor else [])
-    states = ((each, each.completed(group, needed)) for each in masked)
+    # Raises before anything moves.
+    states = [(each, each.completed(group, needed)) for each in masked]
     pieces = (piece for each, state in states for piece in _pieces(numbers, each, state, compiles))
     for piece in _joined(pieces, SMALL if on_cpu(masked[0].parameter) else JOINED):
         _call(rule, names, settings, piece, compiles and piece.size > 1)
