@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gradpolicy.errors import PromiseError
 from gradpolicy.tensors.seeded import derive
@@ -95,12 +96,20 @@ def _raise_difference(sums: dict[str, int], group: Any, moment: str) -> None:
     )
 
 
+def as_numbers(tree: Any) -> Any:
+    """Return a tree with numbers in place of its tensors, by a single transfer from the accelerator."""
+    tensors = [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
+    numbers = iter(torch.stack([each.to(tensors[0].device) for each in tensors]).tolist() if tensors else ())
+    return tree_map_only(Tensor, lambda _: next(numbers), tree)
+
+
 def _checksums(values: Mapping[str, Any]) -> dict[str, int]:
-    """Return the checksums of tensors, with a single transfer from the accelerator, and of other values."""
-    sums = {name: checksum(value.detach()) for name, value in values.items() if isinstance(value, Tensor)}
-    first = next(iter(sums.values()), torch.zeros(()))
-    numbers = iter(torch.stack([each.to(first.device) for each in sums.values()]).tolist() if sums else ())
-    return {name: next(numbers) if name in sums else derive(repr(value)) for name, value in values.items()}
+    """Return the checksums of tensors and of other values."""
+    sums = {
+        name: checksum(value.detach()) if isinstance(value, Tensor) else derive(repr(value))
+        for name, value in values.items()
+    }
+    return as_numbers(sums)
 
 
 @cache

@@ -2,12 +2,12 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from gradpolicy.flow.install import Installed
 from gradpolicy.freezing import Freezer
@@ -15,7 +15,7 @@ from gradpolicy.optim import MaskedOptimizer
 from gradpolicy.optim.ages import Ages
 from gradpolicy.optim.masked_parameter import MaskedParameter
 from gradpolicy.tensors.sharding import local_shard
-from gradpolicy.train.agreement import of_every_rank
+from gradpolicy.train.agreement import as_numbers, of_every_rank
 from gradpolicy.train.ranks import is_first_copy
 
 Measured = dict[str, dict[str, Any]]
@@ -124,8 +124,8 @@ class Measurements:
         Values of sharded parameters are summed over the processes. Norms of flow policies are those of the
         loss averaged over the processes.
         """
-        measured = _as_numbers((self._measure_flow(), self._measure_freeze()))
-        flow, rows = zip(*of_every_rank(measured), strict=True)
+        found = tree_map_only(Tensor, Tensor.double, (self._measure_flow(), self._measure_freeze()))
+        flow, rows = zip(*of_every_rank(as_numbers(found)), strict=True)
         return self._by_policy(_added(rows)) | _flow_quantities(flow)
 
     def _measure_flow(self) -> dict[str, dict[str, Any]]:
@@ -180,10 +180,9 @@ class Measurements:
         measured: Measured = {}
         for policy in self._freezer.policies:
             names = list(self._freezer.policies[policy].parameters)
-            columns: dict[str, list[Any]] = {key: [rows[name].get(key) for name in names] for key in SUMS}
+            columns = {key: [rows[name].get(key) for name in names] for key in (*SUMS, *NORMS)}
             for key in NORMS:
-                squares = [rows[name].get(key) for name in names]
-                columns[key] = [None if square is None else math.sqrt(square) for square in squares]
+                columns[key] = [None if square is None else math.sqrt(square) for square in columns[key]]
             measured[policy] = {"kind": "freeze", "parameter": names, **columns}
         return measured
 
@@ -211,7 +210,7 @@ def summary(measured: Measured) -> dict[str, float]:
 
 def _totals(columns: Mapping[str, Sequence[Any]]) -> dict[str, float | None]:
     """Return the quantities of a freeze policy over all its parameters."""
-    entries, norms = sum(columns["entries"]), {key: _total_norm(columns[key]) for key in NORMS}
+    entries, norms = sum(columns["entries"]), {key: math.hypot(*filter(None, columns[key])) for key in NORMS}
     return {
         "active_share": sum(columns["active"]) / max(entries, 1),
         "flipped": sum(columns["flipped"]),
@@ -220,10 +219,6 @@ def _totals(columns: Mapping[str, Sequence[Any]]) -> dict[str, float | None]:
         "update_size": norms["update_norm"] / norms["weight_norm"] if norms["weight_norm"] else None,
         "optimizer_bytes": sum(columns["state_bytes"]),
     }
-
-
-def _total_norm(norms: Iterable[float | None]) -> float:
-    return math.sqrt(sum(norm**2 for norm in norms if norm is not None))
 
 
 def _flow_quantities(of_ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> Measured:
@@ -254,10 +249,3 @@ def _added(of_ranks: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Cou
 def _norms(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     norms = torch._foreach_norm(list(tensors.values())) if tensors else ()
     return dict(zip(tensors, norms, strict=True))
-
-
-def _as_numbers(tree: Any) -> Any:
-    """Return a tree with numbers in place of its tensors, by a single transfer from the accelerator."""
-    tensors = [each.double() for each in tree_leaves(tree) if isinstance(each, Tensor)]
-    numbers = iter(torch.stack([each.to(tensors[0].device) for each in tensors]).tolist() if tensors else ())
-    return tree_map_only(Tensor, lambda _: next(numbers), tree)
