@@ -225,12 +225,13 @@ def config_differences(configs: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     Paths of runs are left out. Numbers have three digits if they remain distinct. If some configs do not have
     a policy, only its name is a difference.
     """
-    keys = dict.fromkeys(key for config in configs for key in config if not key.startswith(BOOKKEEPING))
-    values = {key: [str(config.get(key, ABSENT)) for config in configs] for key in keys}
-    table = pd.DataFrame(values, range(len(configs)))
-    differing = [key for key in table if table[key].nunique() > 1 and _is_shared(key, configs)]
-    short = table[differing].map(three_digits)
-    return short.where(short.nunique() == table[differing].nunique(), table[differing], axis="columns")
+    table = {}
+    for key in dict.fromkeys(key for config in configs for key in config if not key.startswith(BOOKKEEPING)):
+        values = [str(config.get(key, ABSENT)) for config in configs]
+        short = list(map(three_digits, values))
+        if len(set(values)) > 1 and _is_shared(key, configs):
+            table[key] = short if len(set(short)) == len(set(values)) else values
+    return pd.DataFrame(table, range(len(configs)))
 
 
 def _is_shared(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:
