@@ -369,7 +369,8 @@ def _likes(masked: MaskedParameter) -> Mapping[str, Any]:
     parameter, inner = masked.parameter.detach(), masked.wrapped.optimizer
     if (rule := masked.wrapped.rule) is not None:
         rest = torch.empty(parameter.shape, dtype=torch.uint8, device="meta")
-        return dict.fromkeys(rule.names, parameter) | dict.fromkeys((HIGH, LOW), rest)
+        likes = dict.fromkeys(rule.names, parameter) | dict.fromkeys((HIGH, LOW), rest)
+        return masked.counts(masked.group, 0) | likes
     if not is_torchs_own(inner):
         return masked.dense()
     empty = (torch.zeros(parameter.shape, dtype=parameter.dtype, device=each) for each in ("meta", "cpu"))

@@ -500,9 +500,12 @@ def _move(work: ByRule) -> None:
             together[each.parameter.dtype, each.parameter.device].append(each)
         for alike in together.values():
             moving.update(rule, group, alike)
+        counts = rule.tensor_state(group, 0).keys()
         for each in members:
             each.count_update()
-            if rule.counts_in_tensor:
+            if counts - {"step"}:
+                each.set_count(each.updates)
+            elif counts:
                 steps.append(each.values["step"])
     if steps:
         # On a CPU a Python number would be converted to a tensor for each of them.

@@ -215,9 +215,11 @@ class MaskedParameter(ParameterState):
 
     def set_count(self, updates: int) -> None:
         """Set the number of updates of the full tensor."""
-        self.updates, step = updates, self.values.get("step")
-        if isinstance(step, Tensor):
-            step.fill_(updates)
+        self.updates, rule = updates, self.rule
+        counts = {"step": float(updates)} if rule is None else rule.tensor_state(self.group, updates)
+        for name, value in counts.items():
+            if isinstance(self.values.get(name), Tensor):
+                self.values[name].fill_(value)
 
     def count_update(self) -> None:
         """Count an update of the active entries."""

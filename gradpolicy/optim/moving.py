@@ -92,7 +92,7 @@ def update(rule: UpdateRule, group: Group, masked: Sequence[MaskedParameter]) ->
     masked = sorted(masked, key=lambda each: -each.ages.entries) if compiles else masked
     oldest = max(each.ages.oldest if each.one_age is None else each.one_age for each in masked)
     numbers, settings, names = _numbers(rule, group, oldest), rule.settings(group), tuple(rule.state(group))
-    needed = *names, *(["step"] if rule.counts_in_tensor else [])
+    needed = *names, *rule.tensor_state(group, 0)
     # Raises before anything moves.
     states = [(each, each.completed(group, needed)) for each in masked]
     pieces = (piece for each, state in states for piece in _pieces(numbers, each, state, compiles))
@@ -154,7 +154,8 @@ class _Numbers:
 def _numbers(rule: UpdateRule, group: Group, oldest: int) -> _Numbers:
     """Return the numbers of a rule under a param group, for ages up to the oldest."""
     bases, settings = rule.bases(group), rule.age_settings(group)
-    key, known = (bases, settings), _tables.setdefault(rule, {})
+    # The default dtype is that in which torch counts some of them.
+    key, known = (bases, settings, torch.get_default_dtype()), _tables.setdefault(rule, {})
     if key not in known or len(known[key]) <= oldest:
         if len(known) >= _MOST_TABLES:
             known.clear()  # a scheduler may change the betas at every step

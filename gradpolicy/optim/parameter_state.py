@@ -87,7 +87,7 @@ class ParameterState:
             return values
         # Where other processes update their parts, a process without active entries has no state.
         counted = self.ages.oldest > 0 or (self.updates > 0 and not is_sharded(self.parameter))
-        if counted and (rule.state(self.group) or rule.counts_in_tensor):
+        if counted and (rule.state(self.group) or rule.tensor_state(self.group, 0)):
             self.ages, self.updates, self.cache = self.ages.restarted(), 0, {}
         return values
 
@@ -119,7 +119,7 @@ class ParameterState:
         return found
 
     def completed(self, group: Group, names: Iterable[str]) -> list[Tensor]:
-        """Return the state of each entry, after creating what is missing of it and of the tensor's count.
+        """Return the state of each entry, after creating what is missing of it and of the tensor's counts.
 
         Args:
             group: The parameter's param group.
@@ -134,20 +134,21 @@ class ParameterState:
     def initial(self, group: Group, *, packed: bool = False) -> dict[str, Any]:
         """Return the missing part of the state, of all entries or packed of active ones."""
         assert self.rule is not None
-        values, starts = self.values, self.rule.state(group)
-        counts = self.rule.counts_in_tensor and values.get("step") is None
-        return ({"step": self._step(group)} if counts else {}) | {
-            name: self._filled(name, start, packed)
-            for name, start in starts.items()
-            if values.get(name) is None
+        counts, starts = self.counts(group, self.updates), self.rule.state(group)
+        missing = [name for name in (*counts, *starts) if self.values.get(name) is None]
+        return {
+            name: counts[name] if name in counts else self._filled(name, starts[name], packed)
+            for name in missing
         }
 
-    def _step(self, group: Group) -> Tensor:
-        """Return the number of updates of the tensor as torch stores it."""
-        fused = bool(group.get("fused"))
+    def counts(self, group: Group, updates: int) -> dict[str, Tensor]:
+        """Return what the rule keeps once for the tensor, after a number of updates, as torch stores it."""
+        rule, fused = self.rule, bool(group.get("fused"))
         double = torch.get_default_dtype() == torch.float64 and not fused
+        dtype = torch.float64 if double else torch.float32
         device = self.parameter.device if group.get("capturable") or fused else "cpu"
-        return torch.tensor(self.updates, dtype=torch.float64 if double else torch.float32, device=device)
+        counts = {} if rule is None else rule.tensor_state(group, updates)
+        return {name: torch.tensor(value, dtype=dtype, device=device) for name, value in counts.items()}
 
     def _filled(self, name: str, start: float, packed: bool) -> Tensor:
         own = local_shard(self.parameter)

@@ -52,6 +52,8 @@ OPTIMIZERS: dict[str, tuple[Make, float | None, float | None]] = {
     "RMSprop": (functools.partial(torch.optim.RMSprop, foreach=True), 1.3, 1.3),
     "Adagrad": (adagrad, 1.3, 1.3),
     "Lion": (lion, 1.3, 1.3),
+    "NAdam": (functools.partial(torch.optim.NAdam, foreach=True), None, None),
+    "RAdam": (functools.partial(torch.optim.RAdam, foreach=True), None, None),
 }
 """Each in its fastest form, with the bounds for `bias_correction` "tensor" and "entry"."""
 

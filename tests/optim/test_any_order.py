@@ -52,7 +52,7 @@ class InAnyOrder(RuleBasedStateMachine):
 
     @initialize(data=st.data(), frozen_state=FROZEN_STATES)
     def begin(self, data, frozen_state):
-        # What torch counts in numbers is exact then, also after a load.
+        # What torch counts in numbers, NAdam's product for one, is exact then, also after a load.
         torch.set_default_dtype(torch.float64)
         self.make = self.kinds[data.draw(st.sampled_from(sorted(set(self.kinds) - NOT_IN_GROUPS)))]
         generator = torch.Generator().manual_seed(0)

@@ -13,6 +13,8 @@ KINDS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-5),
     "fused adamw": lambda p: torch.optim.AdamW(p, lr=1e-5, fused=True, amsgrad=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-4, momentum=0.9),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-5),
+    "radam": lambda p: torch.optim.RAdam(p, lr=1e-5),
 }
 BOTH = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
@@ -93,7 +95,7 @@ def test_without_them_most_updates_are_lost():
 
 
 @pytest.mark.parametrize("way", ["compact", "dense", "plain first"])
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "nadam"])
 @pytest.mark.parametrize("frozen_state", ["keep", "drop"])
 def test_resumes_with_the_same_bits(frozen_state, kind, way):
     options = {"frozen_state": frozen_state, "master_weights": True}

@@ -19,8 +19,6 @@ from tests.optim.alone import FROZEN_STATES, run_alone, without_rule
 HALF = torch.tensor([[True, False], [False, True]])
 EXAMPLES = {
     "Adadelta": torch.optim.Adadelta,
-    "NAdam": torch.optim.NAdam,
-    "RAdam": torch.optim.RAdam,
     "Adafactor": lambda weights: torch.optim.Adafactor(weights, lr=0.1),
     "Muon": lambda weights: torch.optim.Muon(weights, lr=0.1),
     "Lamb": lambda weights: pytorch_optimizer.Lamb(weights, lr=0.1),

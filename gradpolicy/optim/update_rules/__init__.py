@@ -9,7 +9,7 @@ import torch
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.optim.update_rules.adagrad import Adagrad
-from gradpolicy.optim.update_rules.adam import Adam
+from gradpolicy.optim.update_rules.adam import Adam, Adamax, NAdam, RAdam
 from gradpolicy.optim.update_rules.base import Group, State, UpdateRule
 from gradpolicy.optim.update_rules.lion import Lion
 from gradpolicy.optim.update_rules.rmsprop import RMSprop
@@ -24,6 +24,9 @@ RULES: dict[str, type[UpdateRule]] = {
     "torch.optim.SGD": SGD,
     "torch.optim.RMSprop": RMSprop,
     "torch.optim.Adagrad": Adagrad,
+    "torch.optim.NAdam": NAdam,
+    "torch.optim.RAdam": RAdam,
+    "torch.optim.Adamax": Adamax,
     "pytorch_optimizer.Lion": Lion,
     "schedulefree.AdamWScheduleFree": ScheduleFreeAdamW,
     "schedulefree.SGDScheduleFree": ScheduleFreeSGD,

@@ -32,7 +32,7 @@ class UpdateRule(ABC):
         names: Every name that `state` may have.
         counts_in_group: True if the optimizer counts its steps once for a param group. A parameter that has
             had a mask then always moves by the rule, which counts for each entry.
-        counts_in_tensor: True if it keeps a step count of each tensor, by the name "step".
+        counts_in_tensor: True if it keeps a step count of each tensor.
         of_weight: The names whose state belongs to the weight, so that "zero" leaves it.
         kind: Which compiled code serves the rule.
     """
@@ -57,6 +57,10 @@ class UpdateRule(ABC):
     @abstractmethod
     def state(self, group: Group) -> dict[str, float]:
         """Return the initial value of each state of an entry, by name."""
+
+    def tensor_state(self, group: Group, updates: int) -> dict[str, float]:
+        """Return the state that the optimizer keeps once per tensor, after a number of updates."""
+        return {"step": float(updates)} if self.counts_in_tensor else {}
 
     def group_state(self, group: Group) -> dict[str, float]:
         """Return the state of entries that the optimizer's own step keeps once for a param group."""

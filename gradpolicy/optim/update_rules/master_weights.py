@@ -40,7 +40,7 @@ class MasterWeights(UpdateRule):
         super().__init__(rule.optimizer)
         self.rule, self.dtype, self.names = rule, dtype, (*rule.names, *self.of_weight)
         self.kind = rule.kind, dtype
-        for name in ("counts_in_tensor", "updates", "bases", "age_settings", "numbers"):
+        for name in ("tensor_state", "updates", "bases", "age_settings", "numbers"):
             setattr(self, name, getattr(rule, name))
 
     def state_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:

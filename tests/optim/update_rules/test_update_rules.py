@@ -20,6 +20,8 @@ VARIANTS = {
     "rmsprop momentum": (torch.optim.RMSprop, {"momentum": 0.5}),
     "rmsprop both": (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}),
     "adagrad decay": (torch.optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.3}),
+    "nadamw": (torch.optim.NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "radam adapting": (torch.optim.RAdam, {"weight_decay": 0.1, "betas": (0.5, 0.9)}),
     "lion coupled": (Lion, {"weight_decay": 0.1, "weight_decouple": False, "maximize": True}),
 }
 """Settings that make a rule take another way."""
@@ -66,7 +68,7 @@ def test_each_entry_moves_as_alone(device, name, frozen_state):
 
 @pytest.fixture
 def _double():
-    """What torch counts in numbers is exact then, also after a load."""
+    """What torch counts in numbers, NAdam's product for one, is exact then, also after a load."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
