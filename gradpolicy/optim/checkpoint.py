@@ -187,7 +187,8 @@ def split(state_dict: dict[str, Any]) -> tuple[dict[str, Any], int | None, dict[
             records[index] = record
             own = {name: own[name] for name in record["state"] if name in own}
             if HIGH in own:  # torch would cast it, and the moments beside it, to the parameter's dtype
-                record["values"] |= {name: own.pop(name) for name in [*own] if name != "step"}
+                entries = [name for name, value in own.items() if isinstance(value, Tensor) and value.dim()]
+                record["values"] |= {name: own.pop(name) for name in entries}
         if key in state:
             state[key] = own
     plain = [{name: value for name, value in group.items() if name != KEY} for group in groups]
