@@ -45,10 +45,11 @@ class TopK(GradientSource):
     change        ``|w − w₀|``, w₀ at the start of training       lottery-ticket sparse fine-tuning
     snip          ``|Σ w · g|``                                   SNIP
     wanda         ``|w| · ‖x‖₂`` with the layer's input x         Wanda
+    lift          ``|w|`` after a low-rank approximation          LIFT
     ============  ==============================================  ==========================================
 
-    ``by`` may also be a function of a score's inputs, ``lambda weight, gradient: …``, or its dotted path:
-    see :class:`~gradpolicy.masks.scores.Score`.
+    ``by`` may also be ``gradpolicy.masks.scores.LIFT(rank)``, or a function of a score's inputs,
+    ``lambda weight, gradient: …``, or its dotted path: see :class:`~gradpolicy.masks.scores.Score`.
 
     Sums are over the ``window`` effective steps before a choice. The score of a row or tensor is the mean of
     its entries' scores. ``k = n − ⌈(1 − p)(n − 1)⌉`` of ``n`` are chosen (``p · n`` if that is an

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import gradpolicy as gp
 from gradpolicy.freezing import Freezer
 from gradpolicy.masks.prune_and_grow import kept_entries
+from gradpolicy.masks.scores import LIFT
 from tests.masks.conftest import assert_same_masks, chosen
 
 STEPS, EVERY, END = 40, 4, 30
@@ -165,15 +166,9 @@ def test_wanda_keeps_the_same_weights(key: str, options: dict) -> None:
 
 
 def test_lift_chooses_the_same_principal_weights(prepared) -> None:
-    """By the function that its card shows."""
-
-    def lift(weight):
-        left, values, right = torch.linalg.svd(weight, full_matrices=False)
-        return (left[:, :3] * values[:3] @ right[:3]).abs()
-
     _, under = recorded("lift")
     for name, theirs in under("mask").items():
-        source = gp.masks.TopK(float(theirs.float().mean()), by=lift)
+        source = gp.masks.TopK(float(theirs.float().mean()), by=LIFT(rank=3))
         prepared(source, {name: under("weight")[name]})
         assert torch.equal(source.masks(0, 0)[name], theirs.bool())
 

@@ -1,5 +1,7 @@
 """Scores: each against its published formula by hand, what a score may ask for, and what a choice costs."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradpolicy as gp
 from gradpolicy.errors import PolicyError
+from gradpolicy.masks import scores
 from gradpolicy.masks.selection import highest, kept_count
 from tests.masks.conftest import cross_entropy
 
@@ -43,6 +46,20 @@ def test_wanda_counts_a_recomputed_forward_pass_once(model, batch, use_reentrant
     checkpoint(model, x, use_reentrant=use_reentrant).sum().backward()
     torch.testing.assert_close(source._squares["0.weight"], x.detach().square().sum(0)[None])
     source.release()
+
+
+@pytest.mark.parametrize("last", [0.5, 1e-2, 1e-5])
+@pytest.mark.parametrize("shape", [(40, 24), (24, 40), (24, 5, 3, 3)])
+def test_lift_is_exact_however_small_the_last_singular_value_of_its_rank_is(shape, last: float) -> None:
+    rank, columns = 8, math.prod(shape[1:])
+    left, right = (torch.linalg.qr(torch.randn(size, 24).double())[0] for size in (shape[0], columns))
+    first = torch.logspace(0, math.log10(last), rank)
+    values = torch.cat([first, torch.full((24 - rank,), last / 2)]).double()
+    weight = ((left * values) @ right.T).float()
+    expected = ((left * values)[:, :rank] @ right[:, :rank].T).abs()
+    ours = scores.LIFT(rank)(weight.reshape(shape)).double()
+    torch.testing.assert_close(ours, expected.reshape(shape), rtol=0, atol=1e-6)
+    assert torch.equal(scores.LIFT(24)(weight), weight.abs())
 
 
 def test_a_function_asks_by_the_names_of_its_arguments(prepared) -> None:
