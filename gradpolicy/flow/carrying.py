@@ -328,17 +328,14 @@ def _select(result: Tensor, path: GradientPath, share: Tensor, chosen: Any, othe
     """Propagate a path through a selection, ``y = share · chosen + (1 − share) · otherwise``."""
     with without_modes():
         like = result if result.is_floating_point() else share
-        slope = (_detached(chosen, like) - _detached(otherwise, like)).expand(result.shape)
+        one, other = (
+            torch.as_tensor(each, dtype=like.dtype, device=like.device) for each in (chosen, otherwise)
+        )
+        slope = (one - other).detach().expand(result.shape)
         # Finite, so that a gradient of 0 stays 0 where a branch is infinite.
         passed = share.expand(result.shape) * slope.nan_to_num()
         values = join(result.detach().to(share.dtype), passed)
         return _follow(result, values, [path])
-
-
-def _detached(value: Any, like: Tensor) -> Tensor:
-    if isinstance(value, Tensor):
-        return value.detach().to(like.dtype)
-    return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 def _scatter(call: Call, function: Function, args: tuple, kwargs: Mapping[str, Any]) -> Any:

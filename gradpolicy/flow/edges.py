@@ -19,7 +19,7 @@ from torch.autograd import Function, forward_ad
 
 from gradpolicy.errors import PolicyError
 from gradpolicy.flow.bound_rule import BoundRule, RuleState
-from gradpolicy.flow.containers import rebuilt_sequence
+from gradpolicy.flow.containers import map_tensors, rebuilt_sequence
 from gradpolicy.flow.tracing import in_functorch, in_transform, is_compiling, skip_alone
 from gradpolicy.rules.registry import Rule
 from gradpolicy.rules.routing import is_differentiable
@@ -214,11 +214,7 @@ def _with_items(values: Sequence[Any], indices: Sequence[int], found: Any) -> li
 
 def insert_rule(bound_rule: BoundRule, values: Any) -> Any:
     """Insert a rule between a tensor, or each floating-point tensor of a tuple, and its autograd node."""
-    if isinstance(values, Tensor):
-        if not is_differentiable(values):
-            return values
-        return replace(bound_rule, values.detach(), [values])
-    return rebuilt_sequence(values, [insert_rule(bound_rule, value) for value in values])
+    return map_tensors(lambda each: replace(bound_rule, each.detach(), [each]), values, is_differentiable)
 
 
 # The gradient goes to each of several inputs.
