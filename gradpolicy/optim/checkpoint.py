@@ -87,8 +87,9 @@ def _saved(masked: MaskedParameter, *, dense: bool, is_new: bool) -> tuple[dict[
     signed, values, rule = masked.signed_ages(), masked.values, masked.rule
     shape, sharded = masked.mask_shape, is_sharded(masked.parameter)
     dense = dense or sharded
-    packed = masked.ages.stored is not None and not dense
-    if dense or (is_new and masked.parameter.requires_grad):
+    fills = dense or (is_new and masked.parameter.requires_grad)
+    packed = masked.ages.stored is not None and not fills
+    if fills:
         state = filled(masked)
     else:
         # A name with None is of state that was dropped.

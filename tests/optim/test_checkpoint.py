@@ -166,6 +166,19 @@ def test_looking_at_the_state_before_the_first_step_changes_nothing(kind, way):
     assert_same(*ends)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_active_entries_are_saved_before_the_first_step_too(kind):
+    model, optimizer = model_and_optimizer(kind, "drop")
+    mask = torch.rand(model[0].weight.shape) < 0.5
+    optimizer.set_mask(model[0].weight, mask)
+    resumed, other = resumed_from(model, kind, "keep")
+    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert torch.equal(other.get_mask(resumed[0].weight), mask)
+    for each, its in ((model, optimizer), (resumed, other)):
+        run(each, its, range(3), change=False)
+    assert_same(model, resumed)
+
+
 def test_a_first_step_with_rate_zero_counts_as_torchs():
     """It is what torch.distributed.checkpoint takes where there is no state."""
     masked, plain = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
