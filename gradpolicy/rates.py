@@ -103,9 +103,9 @@ class Rates(Policy):
             raise PolicyError(
                 f"Rates.params: expected a dict from globs to factors or settings, got {shown(params)}"
             )
-        self.params = {str(pattern): _checked(str(pattern), own) for pattern, own in params.items()}
+        self.params = {str(pattern): _checked(str(pattern), settings) for pattern, settings in params.items()}
         # True if a setting is a function of the count.
-        self.varies = any(callable(value) for own in self.params.values() for value in own.values())
+        self.varies = any(callable(value) for settings in self.params.values() for value in settings.values())
 
     def describe(self) -> list[str]:
         """Return the arguments that distinguish this policy from others of its class, as code."""
@@ -122,36 +122,36 @@ class Rates(Policy):
             PolicyError: If a pattern matches nothing, or only parameters of earlier patterns.
         """
         found: dict[str, Settings] = {}
-        for pattern, matched, own in self._matches(named):
-            factor = own.get("lr")
+        for pattern, matched, settings in self._matches(named):
+            factor = settings.get("lr")
             with under(pattern):
                 factors = factor.factors(matched, idle) if isinstance(factor, LayerDecay) else None
             for name in matched:
-                found[name] = own if factors is None else {**own, "lr": factors.get(name, 1.0)}
+                found[name] = settings if factors is None else {**settings, "lr": factors.get(name, 1.0)}
         return found
 
     def layers_of(self, named: Mapping[str, Named], idle: Collection[str] = ()) -> list[Layer]:
         """Return the layers that a :class:`LayerDecay` counts."""
-        decays = ((matched, own.get("lr")) for _, matched, own in self._matches(named))
+        decays = ((matched, settings.get("lr")) for _, matched, settings in self._matches(named))
         counting = ((matched, one) for matched, one in decays if isinstance(one, LayerDecay))
         return [layer for matched, one in counting for layer in one.layers(matched, idle)]
 
     def _matches(self, named: Mapping[str, Named]) -> Iterator[tuple[str, dict[str, Named], Settings]]:
         """Yield each pattern, what it matches and none before it does, and its settings."""
         seen: set[str] = set()
-        for pattern, own in self.params.items():
+        for pattern, settings in self.params.items():
             with under(pattern):
                 matched = {name: p for name, p in pick(named, pattern).items() if name not in seen}
                 if not matched:
                     raise PolicyError("a pattern before it has all that it matches")
-            yield pattern, matched, own
+            yield pattern, matched, settings
             seen |= matched.keys()
 
     def course(self, named: Mapping[str, Named], idle: Collection[str] = ()) -> str:
         """Return the initial settings as text, such as ``lr × 0.25 to 1, weight_decay 0.0``."""
         values: dict[str, dict[Any, None]] = {}
-        for own in self.settings_of(named, idle).values():
-            for name, value in at(own, self.when.start).items():
+        for settings in self.settings_of(named, idle).values():
+            for name, value in at(settings, self.when.start).items():
                 values.setdefault(name, {})[value] = None
         return ", ".join(f"{'lr ×' if name == 'lr' else name} {_span(each)}" for name, each in values.items())
 
@@ -176,8 +176,8 @@ def combined(policies: Iterable[Mapping[str, Settings]]) -> dict[str, Settings]:
         policies: The settings of parameters by name, of each policy.
     """
     together: dict[str, dict[str, Any]] = {}
-    for own in policies:
-        for name, settings in own.items():
+    for of_policy in policies:
+        for name, settings in of_policy.items():
             factor = together.get(name, {}).get("lr", 1.0)
             together[name] = {**together.get(name, {}), **settings}
             if "lr" in settings:
@@ -185,21 +185,21 @@ def combined(policies: Iterable[Mapping[str, Settings]]) -> dict[str, Settings]:
     return dict(together)
 
 
-def _checked(pattern: str, own: Any) -> Settings:
+def _checked(pattern: str, settings: Any) -> Settings:
     key = f"Rates.params: {shown(pattern)}"
     if pattern.startswith("!"):
         raise PolicyError(
             f"{key}: the first pattern that matches counts; put one for the exception, with the factor 1, "
             "before the pattern of the others"
         )
-    own = dict(own) if isinstance(own, Mapping) else {"lr": own}
-    for name, value in own.items():
+    settings = dict(settings) if isinstance(settings, Mapping) else {"lr": settings}
+    for name, value in settings.items():
         if callable(value):
             check_call(f"{key}: {name}", value, 0, takes="the count alone")
         elif not isinstance(value, LayerDecay):
             with under(key):
                 check_setting(name, value)
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
 
 
 def _span(values: Iterable[Any]) -> str:

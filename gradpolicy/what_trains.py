@@ -148,12 +148,12 @@ def what_trains(
         active = [name for name in names if shares.get(name, 0.0) > 0]
         rates = sorted({(factors or {}).get(name, 1.0) for name in active})
         full = len(active) == len(names) and all(shares[name] == 1 for name in names)
-        own = _short(active, names, f"{layer.name}.") if active else "nothing"
+        listed = _short(active, names, f"{layer.name}.") if active else "nothing"
         in_eval = sum(name in still for name in names)
         rows.append(
             LayerRow(
                 layer.name,
-                "all" if full else own,
+                "all" if full else listed,
                 sum(parameters[name].numel() for name in names),
                 round(sum(parameters[name].numel() * shares[name] for name in active)),
                 " to ".join(f"×{rate:.4g}" for rate in dict.fromkeys((*rates[:1], *rates[-1:]))),

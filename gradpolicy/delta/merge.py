@@ -75,11 +75,11 @@ def _merged(name: str, parts: list[tuple[TensorChange, float]]) -> TensorChange:
     # 0 if no file changes an entry, 1 if its only change is used unchanged.
     count = both.new_zeros(both.shape[1], dtype=torch.int32)
     for change, weight in parts:
-        own, values = change.entries(), change.values.reshape(2, -1)
-        moved[own] += weight * (values[NEW].to(wide) - values[BASE].to(wide))
-        bits(both[BASE])[own] = bits(values[BASE])
-        bits(both[NEW])[own] = bits(values[NEW])
-        count[own] += 1 if weight == 1.0 else 2
+        indices, values = change.entries(), change.values.reshape(2, -1)
+        moved[indices] += weight * (values[NEW].to(wide) - values[BASE].to(wide))
+        bits(both[BASE])[indices] = bits(values[BASE])
+        bits(both[NEW])[indices] = bits(values[NEW])
+        count[indices] += 1 if weight == 1.0 else 2
     computed = count > 1
     mixed = both[BASE][computed].to(wide) + moved[computed]
     rounded = (mixed if dtype.is_floating_point or dtype.is_complex else mixed.round()).to(dtype)

@@ -78,8 +78,8 @@ def patch(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], mo
     entries: dict[str, tuple[Tensor, Tensor]] = {}
     for each in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
         masked = _stepped(each)
-        own = {id(p) for group in masked.param_groups for p in group["params"]}
-        found = {name: p for name, p in named.items() if id(p) in own}
+        optimized = {id(p) for group in masked.param_groups for p in group["params"]}
+        found = {name: p for name, p in named.items() if id(p) in optimized}
         if not found:
             raise PolicyError(f"delta.patch: the model has no parameter of {type(masked.inner).__name__}")
         for name, parameter in found.items():

@@ -128,9 +128,9 @@ class Bindings:
                 self.idle = sorted(idle)
                 self._bind_all()
         for name, each in self.policies.items():
-            own = each.identity()
+            identity = each.identity()
             known = name in saved
-            if known and identities.get(name, own) != own:
+            if known and identities.get(name, identity) != identity:
                 warn_user(
                     f"policy.{name}: was saved with another kind of mask source or other parameters; "
                     "it is re-initialised"
@@ -181,10 +181,10 @@ class Bindings:
         with under(f"policy.{name}.params"):
             matched = pick(self.named, policy.params)
         with under(f"policy.{name}"):
-            own = self._optimized_of(matched)
+            optimized = self._optimized_of(matched)
             parameters = self._optimized_of(pick(self.named, policy.restricts))
             policy.mask.model, policy.mask.idle = self.model, self.idle
-            policy.mask.setup(own, seed=self.seed)
+            policy.mask.setup(optimized, seed=self.seed)
             if self.optimizers is not None:
                 known = {key for each in self.optimizers for group in each.param_groups for key in group}
                 check_settings(policy.mask.setting_names, known)

@@ -208,8 +208,8 @@ def evaluated(in_effect: Iterable[BoundPolicy], masks: Mapping[str, Mask]) -> se
         in_effect: The active policies.
         masks: The masks of parameters under all policies together.
     """
-    own = [each.masks.items() for each in in_effect if each.policy.buffers == "eval"]
-    idle = {name for items in own for name, mask in items if mask is False}
+    under_eval = [each.masks.items() for each in in_effect if each.policy.buffers == "eval"]
+    idle = {name for items in under_eval for name, mask in items if mask is False}
     return {name for name in idle if masks.get(name, False) is False}
 
 

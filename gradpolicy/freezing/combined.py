@@ -80,9 +80,9 @@ class CombinedMasks:
 
     def _set(self, masks: Mapping[Tensor, Mask], **options: Any) -> None:
         for optimizer, optimized in self._bindings.optimized.items():
-            own = {p: None if mask is True else mask for p, mask in masks.items() if p in optimized}
-            if own:
-                optimizer.set_masks(own, **options)
+            of_optimizer = {p: None if mask is True else mask for p, mask in masks.items() if p in optimized}
+            if of_optimizer:
+                optimizer.set_masks(of_optimizer, **options)
 
 
 class ParameterSettings:
@@ -116,8 +116,8 @@ class ParameterSettings:
         of_rates = []
         for policy, count in counts.items():
             with under(f"policy.{policy}"):
-                own = self._bindings.settings_of[policy].items()
-                of_rates.append({name: at(each, count) for name, each in own})
+                settings = self._bindings.settings_of[policy].items()
+                of_rates.append({name: at(each, count) for name, each in settings})
         self._set(combined([of_sources, *of_rates]))
 
     def restore(self) -> None:
@@ -129,4 +129,4 @@ class ParameterSettings:
     def _set(self, settings: dict[str, Settings]) -> None:
         self.current, named = settings, self._bindings.named
         for optimizer in self._bindings.optimized:
-            optimizer.set_settings({named[name]: own for name, own in settings.items()})
+            optimizer.set_settings({named[name]: each for name, each in settings.items()})

@@ -222,12 +222,12 @@ class Freezer:
     def active_share(self, policy: str) -> float:
         """Return the share of the entries of a policy's parameters that train."""
         with self._bindings.gathered():
-            own = self.policies[policy].parameters
+            parameters = self.policies[policy].parameters
             active = sum(
                 p.numel() * active_share(as_tensor(self.mask_of(name), p.shape, p.device))
-                for name, p in own.items()
+                for name, p in parameters.items()
             )
-            return active / max(sum(p.numel() for p in own.values()), 1)
+            return active / max(sum(p.numel() for p in parameters.values()), 1)
 
     def what_trains(self, trainable: Collection[str]) -> Layers:
         """Return what trains in the current update, layer by layer.
@@ -241,7 +241,7 @@ class Freezer:
             return what_trains(
                 bindings.named,
                 {name: active_share(mask) for name, mask in masks.items()},
-                factors={n: own["lr"] for n, own in self._settings.current.items() if "lr" in own},
+                factors={n: each["lr"] for n, each in self._settings.current.items() if "lr" in each},
                 still=evaluated(bindings.in_effect, masks),
                 matched=set().union(*(each.source.parameters for each in self.policies.values())),
                 trains_only_matched=any(isinstance(each.policy, Train) for each in bindings.in_effect),

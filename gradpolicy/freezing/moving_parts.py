@@ -21,8 +21,8 @@ def moving_parts(before: Mapping[str, Tensor], model: nn.Module) -> dict[str, li
     moving: dict[str, list[str]] = {}
     for raw_name, buffer in model.named_buffers():
         if raw_name not in before or not _same(before[raw_name], buffer):
-            module, _, own = plain_name(raw_name).rpartition(".")
-            moving.setdefault(module, []).append(own)
+            module, _, name = plain_name(raw_name).rpartition(".")
+            moving.setdefault(module, []).append(name)
     for raw_name, module in model.named_modules():
         if drops(module):
             moving.setdefault(plain_name(raw_name), []).append(DROPOUT)
@@ -50,9 +50,9 @@ def moving_warnings(
         buffers: The argument ``buffers`` of each policy: "move" or "eval".
     """
     names = list(parameters)
-    own = {module: set(_own_parameters(module, names)) for module in moving}
+    of_module = {module: set(_own_parameters(module, names)) for module in moving}
     for policy, keys in frozen.items():
-        still = {m: parts for m, parts in moving.items() if own[m] and own[m] <= set(keys)}
+        still = {m: parts for m, parts in moving.items() if of_module[m] and of_module[m] <= set(keys)}
         if not still or buffers[policy] == "eval":
             continue
         parts = dict.fromkeys(part for each in still.values() for part in each)
@@ -69,9 +69,9 @@ def moving_warnings(
 def _own_parameters(module: str, names: list[str]) -> list[str]:
     """Return the parameters of a module, or of the nearest ancestor that has any."""
     while True:
-        own = [name for name in names if not module or name.startswith(f"{module}.")]
-        if own or not module:
-            return own
+        inside = [name for name in names if not module or name.startswith(f"{module}.")]
+        if inside or not module:
+            return inside
         module = module.rpartition(".")[0]
 
 
@@ -132,8 +132,8 @@ class StillModules:
         found: dict[nn.Module, bool] = {}
 
         def visit(module: nn.Module, outer: bool) -> None:
-            own = [parameter for parameter in module.parameters() if parameter in trainable]
-            still = all(parameter in frozen for parameter in own) if own else outer
+            trained = [parameter for parameter in module.parameters() if parameter in trainable]
+            still = all(parameter in frozen for parameter in trained) if trained else outer
             # A module with several parents is frozen only if it is in all of them.
             found[module] = still and found.get(module, True)
             for child in module.children():

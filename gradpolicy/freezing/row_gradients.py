@@ -201,13 +201,13 @@ class _OfRows(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         input, weight, rows = ctx.saved_tensors
         settings, dtype = ctx.settings, gradient.dtype
-        own, cast = input.to(dtype), weight.to(dtype)  # autocast may have cast them in the forward pass
+        data, cast = input.to(dtype), weight.to(dtype)  # autocast may have cast them in the forward pass
         of_input = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
-            of_input = _gradient(0, gradient, own, cast, settings).to(input.dtype)
+            of_input = _gradient(0, gradient, data, cast, settings).to(input.dtype)
         if ctx.needs_input_grad[1]:
             # Of the weight's rows only the shape counts.
-            own_rows = gradient.index_select(1, rows), own, cast[: len(rows)]
+            own_rows = gradient.index_select(1, rows), data, cast[: len(rows)]
             values = _gradient(1, *own_rows, settings).to(weight.dtype)
             of_weight = values.new_zeros(weight.shape).index_put_((rows,), values)
         if ctx.needs_input_grad[2]:

@@ -153,9 +153,10 @@ class Audit(Callback):
         if (freezer := self._freezer) is None:
             return
         for name in names:
-            own, indices = local_shard(freezer.parameters[name].detach()), self._frozen_indices(freezer, name)
-            self._counted.sampled |= bool(len(indices)) and own.numel() > self.entries
-            self._snapshots[name] = _updates(freezer), indices, bits_at(own, indices)
+            local = local_shard(freezer.parameters[name].detach())
+            indices = self._frozen_indices(freezer, name)
+            self._counted.sampled |= bool(len(indices)) and local.numel() > self.entries
+            self._snapshots[name] = _updates(freezer), indices, bits_at(local, indices)
 
     @torch.no_grad()
     def _compare(self, names: Collection[str]) -> None:
@@ -182,18 +183,18 @@ class Audit(Callback):
     def _frozen_indices(self, freezer: Freezer, name: str) -> Tensor:
         """Return flat indices of random frozen entries in this process's shard of a parameter."""
         parameter, mask = freezer.parameters[name], freezer.mask_of(name)
-        own = local_shard(parameter)
-        if own.numel() <= self.entries:
-            indices = torch.arange(own.numel(), device=own.device)
+        local = local_shard(parameter)
+        if local.numel() <= self.entries:
+            indices = torch.arange(local.numel(), device=local.device)
         else:
             generator = torch.Generator("cpu").manual_seed(
                 derive("audit", self._rank, name, _updates(freezer))
             )
-            drawn = torch.randint(own.numel(), (self.entries,), generator=generator, device="cpu")
-            indices = drawn.unique().to(own.device)
-        active = as_tensor(mask, parameter.shape, own.device)
-        active = local_mask(active.reshape((1,) * (own.dim() - active.dim()) + active.shape), parameter)
-        return indices[~active.expand(own.shape).reshape(-1)[indices]]
+            drawn = torch.randint(local.numel(), (self.entries,), generator=generator, device="cpu")
+            indices = drawn.unique().to(local.device)
+        active = as_tensor(mask, parameter.shape, local.device)
+        active = local_mask(active.reshape((1,) * (local.dim() - active.dim()) + active.shape), parameter)
+        return indices[~active.expand(local.shape).reshape(-1)[indices]]
 
 
 def _updates(freezer: Freezer) -> int:

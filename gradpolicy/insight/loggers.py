@@ -59,9 +59,9 @@ def name_loggers(config: Mapping[str, Any], overrides: Sequence[str], sweep: str
     """
     policies = policies_of(config)
     plain = [line.lstrip("+~") for line in overrides]
-    own = [line for line in plain if line.startswith("policy.")]
+    of_policies = [line for line in plain if line.startswith("policy.")]
     others = [line for line in plain if not line.startswith((*UNNAMED, "seed="))]
-    name = " ".join([policies, f"seed={config['seed']}", *own, *others])[:LONGEST_NAME]
+    name = " ".join([policies, f"seed={config['seed']}", *of_policies, *others])[:LONGEST_NAME]
     group = (f"{policies} sweep {sweep}" if sweep else policies)[:LONGEST_NAME]
     names = {"WandbLogger": {"name": name, "group": group}, "MLFlowLogger": {"run_name": name}}
     for node in filter(None, (config.get("logger") or {}).values()):

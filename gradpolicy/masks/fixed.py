@@ -224,5 +224,5 @@ def as_source(value: object) -> MaskSource:
 
 def _name(function: Callable) -> str:
     """Return the name of a function or partial."""
-    own = getattr(function, "func", function)
-    return getattr(own, "__qualname__", type(own).__name__)
+    inner = getattr(function, "func", function)
+    return getattr(inner, "__qualname__", type(inner).__name__)

@@ -142,8 +142,8 @@ def _blocks(parameters: Mapping[str, Tensor], weights: set[str], parent: str = "
     for child in children:
         if number := re.search(r"\d+$", child):
             stacks.setdefault(child[: number.start()], []).append(child)
-    own = {child: weights.intersection(inside) for child, inside in children.items()}
-    members = {member for stack in stacks.values() if _alike(stack, own) for member in stack}
+    weights_of = {child: weights.intersection(inside) for child, inside in children.items()}
+    members = {member for stack in stacks.values() if _alike(stack, weights_of) for member in stack}
     found = []
     for child, inside in children.items():
         below = _blocks(inside, weights, f"{child}.")

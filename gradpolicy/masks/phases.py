@@ -76,9 +76,9 @@ class Phase:
         if best and metric is None:
             raise PolicyError("best: needs until.metric, which says what is best")
         settings = {}
-        for pattern, own in given.items() if isinstance(given, Mapping) else [("*", None)]:
-            with under(f"params: {shown(pattern)}") if own else nullcontext():
-                settings[pattern] = _settings(general, own)
+        for pattern, each in given.items() if isinstance(given, Mapping) else [("*", None)]:
+            with under(f"params: {shown(pattern)}") if each else nullcontext():
+                settings[pattern] = _settings(general, each)
         return cls(
             params,
             {key: check_integer(f"until.{key}", until[key], least=1) for key in COUNTS if key in until},
@@ -155,7 +155,9 @@ class Phases(LayerSource):
                         "epochs or a metric"
                     )
         self.writes_weights = self.restores_weights = any(each.best for each in self._read)
-        self.setting_names = {name for each in self._read for own in each.settings.values() for name in own}
+        self.setting_names = {
+            name for each in self._read for settings in each.settings.values() for name in settings
+        }
         self.metrics = [each.metric for each in self._read if each.metric is not None]
         counts_epochs = any(each.limits.keys() - {"steps"} for each in self._read)
         self.timetable = Timetable(unit="epoch" if counts_epochs else "step", every=1)
@@ -200,8 +202,8 @@ class Phases(LayerSource):
             return {}
         passed = 0 if self._began is None else step - self._began[0]
         return {
-            name: {key: value_at(value, passed) for key, value in own.items()}
-            for name, own in self._settings[self.phase].items()
+            name: {key: value_at(value, passed) for key, value in settings.items()}
+            for name, settings in self._settings[self.phase].items()
         }
 
     def overdue(self, step: int, epoch: int) -> bool:
@@ -242,8 +244,8 @@ class Phases(LayerSource):
         if value < best:
             best = value
             if phase.best:
-                own = self.layer_groups[self.phase].parameters
-                self._kept = {name: self.parameters[name].detach().clone() for name in own}
+                names = self.layer_groups[self.phase].parameters
+                self._kept = {name: self.parameters[name].detach().clone() for name in names}
         improved = value < reference - phase.min_delta
         self._reports = [value if improved else reference, best, 0 if improved else waited + 1]
 
@@ -289,11 +291,11 @@ class Phases(LayerSource):
         return f"Phases({self.phases!r})"
 
 
-def _settings(general: Mapping[str, Any], own: object = None) -> dict[str, Any]:
+def _settings(general: Mapping[str, Any], special: object = None) -> dict[str, Any]:
     """Return settings of the optimizer, with ``lr`` as ``initial_lr``, or as ``rate`` if it is a function."""
-    if not isinstance(own, Mapping | None):
-        raise PolicyError(f"expected a dict of settings such as {{'lr': 1e-4}}, got {shown(own)}")
-    both = {**general, **(own or {})}
+    if not isinstance(special, Mapping | None):
+        raise PolicyError(f"expected a dict of settings such as {{'lr': 1e-4}}, got {shown(special)}")
+    both = {**general, **(special or {})}
     found = {name: tuple(value) if isinstance(value, list) else value for name, value in both.items()}
     for name in (name for name, value in found.items() if not callable(value)):
         check_setting(name, found[name])
@@ -306,10 +308,10 @@ def _settings(general: Mapping[str, Any], own: object = None) -> dict[str, Any]:
 def _by_name(settings: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     """Return the settings of each parameter, from the first glob that matches."""
     found: dict[str, Mapping[str, Any]] = {}
-    for pattern, own in settings.items():
+    for pattern, of_pattern in settings.items():
         for name in match_names((pattern,), names, "parameter"):
-            found.setdefault(name, own)
-    return {name: own for name, own in found.items() if own}
+            found.setdefault(name, of_pattern)
+    return {name: of_pattern for name, of_pattern in found.items() if of_pattern}
 
 
 def _check_keys(written: Iterable[str], known: Sequence[str], kind: str, key: str | None = None) -> None:

@@ -236,8 +236,8 @@ class TopK(GradientSource):
         return (*shape[:1], *(1,) * (len(shape) - 1)) if self.level == "row" else (1,) * len(shape)
 
     def _as_mask(self, name: str, marks: Tensor) -> Mask:
-        shape, own = tuple(self.parameters[name].shape), self._shape(name)
-        marks = unpack(marks, math.prod(own)).reshape(own)
+        shape, marks_shape = tuple(self.parameters[name].shape), self._shape(name)
+        marks = unpack(marks, math.prod(marks_shape)).reshape(marks_shape)
         if self.level == "tensor":
             return bool(marks)
         return marks if self._pattern is None else self._pattern.spread(marks, shape)

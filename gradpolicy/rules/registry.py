@@ -193,10 +193,10 @@ def unknown_rule(name: str, others: Iterable[str] = ()) -> PolicyError:
         name: What the user wrote.
         others: Names of what else could have been meant.
     """
-    own = sorted(known.name for known in _RULES.values() if not known.is_built_in)
+    registered = sorted(known.name for known in _RULES.values() if not known.is_built_in)
     hint = "; in a config extensions=[my_rules] names a module of yours that registers rules"
-    if own:
-        hint += f"; registered besides the built-in ones: {', '.join(map(repr, own))}"
+    if registered:
+        hint += f"; registered besides the built-in ones: {', '.join(map(repr, registered))}"
     return PolicyError(f"{unknown('rule', name, {*_RULES, *others})}{hint}")
 
 

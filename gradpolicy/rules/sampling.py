@@ -125,10 +125,10 @@ def reinmax(grad: Tensor, inputs: Inputs, output: Tensor, *, temperature: Number
     """
     check_above_zero("reinmax", "temperature", temperature)
     logits = first_input(inputs)
-    own = torch.softmax(logits, dim)
+    probabilities = torch.softmax(logits, dim)
     smoothed = torch.softmax(logits / on_device_of(temperature, grad), dim)
     midpoint = (smoothed + output) / 2
-    return to_first(2 * _centred(grad, midpoint, dim) - _centred(grad, own, dim) / 2, inputs)
+    return to_first(2 * _centred(grad, midpoint, dim) - _centred(grad, probabilities, dim) / 2, inputs)
 
 
 def _centred(grad: Tensor, probabilities: Tensor, dim: int) -> Tensor:

@@ -42,9 +42,9 @@ def surrogate(name: str) -> Callable[[Callable[..., Tensor]], Callable[..., Any]
 
         signature = inspect.signature(backward)
         of_rules = list(signature.parameters.values())[:-1]
-        own = list(inspect.signature(derivative).parameters.values())[1:]
+        settings = list(inspect.signature(derivative).parameters.values())[1:]
         functools.update_wrapper(backward, derivative)
-        backward.__signature__ = signature.replace(parameters=[*of_rules, *own])  # type: ignore[attr-defined]
+        backward.__signature__ = signature.replace(parameters=[*of_rules, *settings])  # type: ignore[attr-defined]
         return rule(name)(backward)
 
     return register

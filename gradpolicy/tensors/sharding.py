@@ -73,8 +73,8 @@ def write_entries(tensor: Tensor, indices: Tensor, values: Tensor) -> None:
 
 def zero_outside(tensor: Tensor, mask: Tensor) -> None:
     """Set entries outside a mask to zero; each process does so in its shard."""
-    own = local_shard(tensor)
-    torch.where(local_shard(shard_like(mask, tensor)), own, own.new_zeros(()), out=own)
+    local = local_shard(tensor)
+    torch.where(local_shard(shard_like(mask, tensor)), local, local.new_zeros(()), out=local)
 
 
 def sum_over_processes(tensor: Tensor) -> Tensor:

@@ -104,8 +104,8 @@ class Measurements:
             optimizer: The optimizer that is about to step.
             column: ``"gradient_norm_before"`` or ``"gradient_norm_after"`` the masks.
         """
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        parameters = {name: p for name, p in self._freezer.parameters.items() if id(p) in own}
+        optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        parameters = {name: p for name, p in self._freezer.parameters.items() if id(p) in optimized}
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         self._gradients.setdefault(column, {}).update(_norms(gradients))
         # Copied in one call. Parameters that are frozen completely do not change.

@@ -69,10 +69,10 @@ class MissingGradients:
     def update(self, optimized: Iterable[Tensor]) -> None:
         """Inspect the gradients of an optimizer's parameters, before they are masked."""
         waiting = self._without.keys() & self._training
-        own = set(optimized) if waiting else ()
+        in_optimizer = set(optimized) if waiting else ()
         for name in waiting:
             parameter = self._trainable[name]
-            if parameter in own:
+            if parameter in in_optimizer:
                 self._without[name] += 1
                 if parameter.grad is not None:
                     self._zeros.add(name)
@@ -101,10 +101,10 @@ class MissingGradients:
             why = _ONLY_ZEROS if name in self._zeros else _NO_GRADIENT
             alike.setdefault((self._policies.get(name, ""), why), []).append(name)
         self._reported.update(found)
-        for (policy, why), own in alike.items():
-            listed = shortened(own, most=8)
+        for (policy, why), idle in alike.items():
+            listed = shortened(idle, most=8)
             lead = f"policy.{policy}: lets {listed} train" if policy else f"{listed} train"
-            warn_user(f"{lead}, but {why}{''.join(self._counted(own))}")
+            warn_user(f"{lead}, but {why}{''.join(self._counted(idle))}")
 
     def _counted(self, names: Collection[str]) -> Iterator[str]:
         """Yield a clause for each policy that counts layers of these tensors alone."""

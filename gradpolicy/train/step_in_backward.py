@@ -74,10 +74,10 @@ def update_in_backward(
         each.sees_loss_scale = True
         handles += [each.register_step_pre_hook(before_step), each.register_step_post_hook(after_step)]
         for parameter in parameters_of(each):
-            own = torch.compiler.disable(partial(update, each))
+            hook = torch.compiler.disable(partial(update, each))
             trains = parameter.requires_grad
             # Torch takes hooks only of tensors that require a gradient.
-            handles.append(parameter.requires_grad_().register_post_accumulate_grad_hook(own))
+            handles.append(parameter.requires_grad_().register_post_accumulate_grad_hook(hook))
             parameter.requires_grad_(trains)
     return handles
 

@@ -170,8 +170,8 @@ class Run:
             idle=self.idle,
         )
         if masks_all:
-            own = {parameter for each in masked for parameter in parameters_of(each)}
-            guarded |= {name: p for name, p in named_parameters(model).items() if p in own}
+            trained = {parameter for each in masked for parameter in parameters_of(each)}
+            guarded |= {name: p for name, p in named_parameters(model).items() if p in trained}
         self.steps = Steps(self, wrapping, self.freezer, guarded, driven=driven)
         self.has_gradients = not self.steps.partitioned
         self.notices.attach(self.freezer, wrapping, partitioned=not self.has_gradients)
@@ -244,8 +244,8 @@ class Run:
     def gradients(self, optimizer: Any) -> None:
         """Show the unscaled gradients of an optimizer to sources, before clipping if the driver can."""
         # A mask of rows may leave none of a small tensor active.
-        masked, own = getattr(optimizer, "masked", {}), parameters_of(optimizer)
-        trained = (each for each in own if each not in masked or not masked[each].frozen_everywhere)
+        masked, parameters = getattr(optimizer, "masked", {}), parameters_of(optimizer)
+        trained = (each for each in parameters if each not in masked or not masked[each].frozen_everywhere)
         self.notices.missing.update(trained)
         if optimizer not in self.steps.masked:
             return

@@ -76,8 +76,8 @@ def styled(figure: go.Figure) -> go.Figure:
 
 def _curves(run: Run) -> pd.DataFrame:
     """Return the metrics of a run with a row for each value: ``step``, ``curve``, ``chart``, ``value``."""
-    own = [name for name in run.metrics if "policy/" not in name and not name.endswith("_best")]
-    table = run.metrics[own].drop(columns="epoch", errors="ignore")
+    columns = [name for name in run.metrics if "policy/" not in name and not name.endswith("_best")]
+    table = run.metrics[columns].drop(columns="epoch", errors="ignore")
     table = table.melt("step", var_name="curve").dropna().drop_duplicates(["step", "curve"], keep="last")
     # Training, validation and test share a chart.
     return table.assign(chart=table["curve"].str.replace(f"^({'|'.join(STAGES)})", "", regex=True))
@@ -141,8 +141,8 @@ def _quantities(run: Run, kind: str) -> pd.DataFrame:
     table = table.replace({"quantity": QUANTITIES[kind]})
     # The first row counts the flips of fewer steps than the others.
     later = table["value"].where((table["quantity"] != FLIPS) | table["step"].ne(table["step"].min()))
-    own = later.groupby([table["policy"], table["quantity"]])
-    most, least = own.transform("max"), own.transform("min")
+    groups = later.groupby([table["policy"], table["quantity"]])
+    most, least = groups.transform("max"), groups.transform("min")
     return table.assign(varies=most - least > most.abs() / 20)
 
 
@@ -178,8 +178,8 @@ def flow(run: Run) -> Figure | None:
 def timeline(run: Run) -> Figure | None:
     """Draw layers by steps, the share of entries that train in colour, where it is no random draw's."""
     layers = run.rows("layer")
-    own = layers.groupby(["policy", "layer"])
-    share, entries = own["active_share"], own["entries"].first()
+    by_layer = layers.groupby(["policy", "layer"])
+    share, entries = by_layer["active_share"], by_layer["entries"].first()
     deviation = np.sqrt(share.mean() * (1 - share.mean()) / entries)
     if (share.max() - share.min() <= 6 * deviation).all():
         return None

@@ -68,7 +68,7 @@ class Run:
     def metrics_by_stage(self) -> Mapping[str, Sequence[str]]:
         """The names of the final metrics by their first parts, without those of policies."""
         names = sorted(name.split("/") for name in self.final_metrics if "policy/" not in name)
-        return {stage: ["/".join(name) for name in own] for stage, own in groupby(names, itemgetter(0))}
+        return {stage: ["/".join(name) for name in group] for stage, group in groupby(names, itemgetter(0))}
 
     @property
     def status(self) -> str:
@@ -146,8 +146,8 @@ def _read_config(path: Path) -> dict[str, Any]:
     config = yaml.safe_load(path.read_text("utf-8"))
     if not isinstance(config, dict):
         raise ValueError("it has no dict")
-    own = str(flat(config).get("paths.output_dir") or path.parent)
-    texts = {key: value.replace(own, "RUN") for key, value in flat(config).items() if isinstance(value, str)}
+    home = str(flat(config).get("paths.output_dir") or path.parent)
+    texts = {key: value.replace(home, "RUN") for key, value in flat(config).items() if isinstance(value, str)}
     policies = config.get("policy")
     names = " + ".join(map(str, policies)) if isinstance(policies, dict) else ""
     return {**flat(config), **texts, "policy": names or "none"}
@@ -238,7 +238,7 @@ def _is_shared(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:
     """Return True unless a key is of a policy that some configs do not have."""
     policy = ".".join(key.split(".")[:2]) + "."
     return not key.startswith("policy.") or all(
-        any(each.startswith(policy) for each in own) for own in configs
+        any(each.startswith(policy) for each in config) for config in configs
     )
 
 
@@ -258,7 +258,7 @@ def groups_of(runs: Sequence[Run]) -> list[Group]:
         parts = dict.fromkeys(f"{_short(key)}={value}" for key, value in values.items())
         label = ", ".join(parts).removeprefix("policy=")
         members.setdefault(label if run.config else run.name, []).append(run)
-    return [Group(label or own[0].name, own) for label, own in members.items()]
+    return [Group(label or group[0].name, group) for label, group in members.items()]
 
 
 def compared_metrics(runs: Sequence[Run]) -> list[str]:
