@@ -3,15 +3,17 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
 from gradpolicy.checks import check_choice, check_integer
-from gradpolicy.errors import KnowsItsArguments, PolicyError, shown
+from gradpolicy.errors import PolicyError, refuse_unknown_arguments, shown
 
 PHASES = ("fit", "validate", "test", "predict")
 UNITS = ("step", "epoch")
 
 
-class Window(KnowsItsArguments):
+@dataclass(frozen=True)  # as are its subclasses, so that jsonargparse writes them as dicts
+class Window:
     """The counts ``start <= n < stop`` of effective optimizer steps, or of epochs.
 
     Attributes:
@@ -20,9 +22,15 @@ class Window(KnowsItsArguments):
         unit: ``"step"`` or ``"epoch"``.
     """
 
-    start: int
-    stop: int | None
-    unit: str
+    if TYPE_CHECKING:
+        start: int
+        stop: int | None
+        unit: str
+
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        """Check the names of the arguments."""
+        refuse_unknown_arguments(cls, named)
+        return super().__new__(cls)
 
     def check(self, key: str) -> None:
         """Check the values; an error names the argument of ``key``.
@@ -108,14 +116,14 @@ class When(Window):
     """The times at which a policy is active.
 
     A policy is active at count ``n`` (of effective optimizer steps, or of epochs) if
-    ``start <= n < stop`` and ``(n - start) % stride == 0``, in the given phases. Outside ``fit``
+    ``start <= n < stop`` and ``(n - start) % every == 0``, in the given phases. Outside ``fit``
     only the phase matters, since there are no optimizer steps.
 
     Args:
         phases: One or several of ``fit``, ``validate``, ``test``, ``predict``.
         start: First step or epoch, from 0.
         stop: The step or epoch at which the policy ends; None for never.
-        stride: Active only at every ``stride``-th step or epoch.
+        every: Active only at every n-th step or epoch from `start` on.
         unit: ``"step"`` (effective optimizer steps) or ``"epoch"``.
 
     Raises:
@@ -130,7 +138,7 @@ class When(Window):
     phases: str | Sequence[str] = ("fit",)
     start: int = 0
     stop: int | None = None
-    stride: int = 1
+    every: int = 1
     unit: str = "step"
 
     def __post_init__(self) -> None:
@@ -141,12 +149,12 @@ class When(Window):
             check_choice("when.phases", phase, PHASES, kind="phase")
         object.__setattr__(self, "phases", phases)
         self.check("when")
-        check_integer("when.stride", self.stride, least=1)
+        check_integer("when.every", self.every, least=1)
 
     @property
     def changes(self) -> bool:
         """True if the policy is active at some counts only."""
-        return (self.start, self.stop, self.stride) != (0, None, 1)
+        return (self.start, self.stop, self.every) != (0, None, 1)
 
     def active(self, *, phase: str = "fit", step: int = 0, epoch: int = 0) -> bool:
         """Return True if the policy is active.
@@ -160,4 +168,4 @@ class When(Window):
             return False
         if phase != "fit":
             return True
-        return self.contains(step, epoch) and (self.count(step, epoch) - self.start) % self.stride == 0
+        return self.contains(step, epoch) and (self.count(step, epoch) - self.start) % self.every == 0

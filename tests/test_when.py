@@ -22,10 +22,10 @@ def test_phase_and_unit_decide_what_counts():
     assert When(phases="validate") == When(phases=["validate"])
 
 
-@given(start=st.integers(0, 20), length=st.integers(1, 20), stride=st.integers(1, 5), step=st.integers(0, 50))
-def test_it_holds_at_the_steps_of_a_range(start, length, stride, step):
-    when = When(start=start, stop=start + length, stride=stride)
-    assert when.active(step=step) == (step in range(start, start + length, stride))
+@given(start=st.integers(0, 20), length=st.integers(1, 20), every=st.integers(1, 5), step=st.integers(0, 50))
+def test_it_holds_at_the_steps_of_a_range(start, length, every, step):
+    when = When(start=start, stop=start + length, every=every)
+    assert when.active(step=step) == (step in range(start, start + length, every))
 
 
 def test_it_is_a_value():
@@ -43,8 +43,8 @@ def test_it_is_a_value():
         ({"unit": "steps"}, "when.unit: unknown unit 'steps'; did you mean 'step'"),
         ({"start": -1}, "when.start: expected an integer of at least 0, got -1"),
         ({"start": 1.5}, "when.start: expected an integer"),
-        ({"stride": 0}, "when.stride: expected an integer of at least 1, got 0"),
-        ({"stride": True}, "when.stride: expected an integer"),
+        ({"every": 0}, "when.every: expected an integer of at least 1, got 0"),
+        ({"every": True}, "when.every: expected an integer"),
         ({"start": 5, "stop": 5}, r"when.stop: expected an integer above start \(5\), got 5"),
     ],
 )

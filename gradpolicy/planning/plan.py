@@ -210,7 +210,7 @@ def _timetable(source: MaskSource) -> str:
 def _moments(when: When) -> str:
     """Return when a policy is active, as in ``in fit, test, every 2 epochs``; empty for all of training."""
     phases = "" if when.phases == ("fit",) else f"in {', '.join(when.phases)}"
-    counts = _counts(when.stride, when) if when.changes else ""
+    counts = _counts(when.every, when) if when.changes else ""
     return ", ".join(filter(None, (phases, counts)))
 
 

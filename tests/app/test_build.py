@@ -74,8 +74,8 @@ def test_text_never_stands_for_a_number_but_a_list_may_for_a_tuple(
 
 
 def test_the_innermost_node_that_failed_is_named_with_the_cause() -> None:
-    below = {"below": [{"_target_": "gradpolicy.When", "stride": "x"}]}
-    with pytest.raises(gp.PolicyError, match=r"^top\.below\[0\]\.stride: must be a valid integer"):
+    below = {"below": [{"_target_": "gradpolicy.When", "every": "x"}]}
+    with pytest.raises(gp.PolicyError, match=r"^top\.below\[0\]\.every: must be a valid integer"):
         check_arguments(below, key="top")
     inner = {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": "x"}
     with pytest.raises(gp.PolicyError, match=r"^model\.model\.module: TypeError: "):

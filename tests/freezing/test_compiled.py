@@ -173,7 +173,7 @@ def test_the_example_of_pytorch_139476_trains_as_it_does_uncompiled(backend):
     weights = []
     for model in (Alternates(), torch.compile(Alternates(), backend=backend, fullgraph=True)):
         x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
-        frozen = gp.Freeze(gp.masks.Fixed(), params="layer2.*", when=gp.When(stride=2))
+        frozen = gp.Freeze(gp.masks.Fixed(), params="layer2.*", when=gp.When(every=2))
         moved = []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with gp.training(model, optimizer, [frozen]) as optimizer:
