@@ -3,10 +3,12 @@
 import io
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.table import Table
 
 # Text without colours is for files and pages, where lines are not wrapped.
 WIDTH = 120
@@ -28,6 +30,29 @@ class Displayed(ABC):
     def _repr_html_(self) -> str:
         """Render this for a notebook."""
         return as_html(self)
+
+
+def text_table(
+    title: str, headings: Iterable[str], rows: Iterable[Iterable[str]], *, right: Collection[str] = ()
+) -> "Table":
+    """Return a table of text, of which brackets, as in globs, are no markup.
+
+    Args:
+        title: What stands above it.
+        headings: The headings of its columns.
+        rows: The text of the cells.
+        right: The headings of columns that are aligned at their right.
+    """
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=escape(title), title_justify="left", title_style="bold", header_style="bold")
+    for heading in headings:
+        justify: Any = "right" if heading in right else "left"
+        table.add_column(escape(heading), justify=justify, overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
 
 
 def wide_console() -> "Console":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from gradpolicy.display import Displayed
+from gradpolicy.display import Displayed, text_table
 from gradpolicy.errors import PolicyError, shortened
 from gradpolicy.masks.layers import find_layers
 from gradpolicy.where import once_each
@@ -105,19 +105,14 @@ class Layers(Displayed):
 
     def table(self) -> "Table":
         """Return the table for rich."""
-        from rich.markup import escape
-        from rich.table import Table
-
-        table = Table(title="What trains", title_justify="left", title_style="bold", header_style="bold")
-        table.add_column("layer", overflow="fold")
-        table.add_column("what trains", overflow="fold")
-        for heading in ("share", "entries", "rate"):
-            table.add_column(heading, justify="right")
-        table.add_column("module mode")
-        for row in self.rows:
-            cells = (_percent(row.share), f"{row.entries:,}", row.rate, row.mode)
-            table.add_row(escape(row.name), escape(row.trains), *cells)
-        return table
+        cells = (
+            (row.name, row.trains, _percent(row.share), f"{row.entries:,}", row.rate, row.mode)
+            for row in self.rows
+        )
+        numbers = ("share", "entries", "rate")
+        return text_table(
+            "What trains", ("layer", "what trains", *numbers, "module mode"), cells, right=numbers
+        )
 
 
 def what_trains(

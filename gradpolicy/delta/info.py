@@ -8,7 +8,7 @@ from rich.table import Table
 
 from gradpolicy.delta.file import Delta, read
 from gradpolicy.delta.state import DTYPES, print_of
-from gradpolicy.display import Displayed
+from gradpolicy.display import Displayed, text_table
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,12 @@ class Info(Displayed):
             f"{self.path.name}: {self.stored:,} of {self.entries:,} entries, {self.bytes:,} bytes "
             f"({self.bytes / max(self.base_bytes, 1):.2%} of the model's), base {self.base}"
         )
-        table = Table(title=title, title_justify="left")
-        for column in ("tensor", "dtype", "shape", "stored as"):
-            table.add_column(column)
-        table.add_column("entries", justify="right")
-        for tensor in self.tensors:
-            shape = "×".join(map(str, tensor.shape)) or "scalar"
-            table.add_row(tensor.name, tensor.dtype, shape, tensor.form, f"{tensor.stored:,}")
-        return table
+        rows = (
+            (each.name, each.dtype, "×".join(map(str, each.shape)) or "scalar", each.form, f"{each.stored:,}")
+            for each in self.tensors
+        )
+        headings = ("tensor", "dtype", "shape", "stored as", "entries")
+        return text_table(title, headings, rows, right=("entries",))
 
 
 def info(path: str | Path) -> Info:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradpolicy.display import Displayed
+from gradpolicy.display import Displayed, text_table
 from gradpolicy.errors import PolicyError, nearest, shortened, warn_user
 from gradpolicy.flow.locations import Locations, is_below
 from gradpolicy.flow.operations import takes_rule
@@ -290,22 +290,17 @@ class Report(Displayed):
         """Render the rows as a table, followed by a line for each call in which a policy cannot act."""
         from rich.console import Group
         from rich.markup import escape
-        from rich.table import Table
 
-        table = Table(title="Gradient policies", title_justify="left")
-        for heading in ("policy", "kind", "where", "active", "modules", "matched", "parameters"):
-            table.add_column(heading, overflow="fold")
-        for row in self.rows:
-            active = "yes" if row.active else "no"
-            counts = (
-                str(len(row.locations.modules) or "–"),
-                _matched(row),
-                str(len(row.locations.parameters) or "–"),
-            )
-            # Brackets are part of globs, not of rich's markup.
-            table.add_row(*map(escape, (row.name, row.kind, row.where, active, *counts)))
+        headings = ("policy", "kind", "where", "active", "modules", "matched", "parameters")
+        table = text_table("Gradient policies", headings, map(_cells, self.rows))
         clauses = [f"{row.name}: {each}" for row in self.rows for each in (*row.unseen, *row.missed)]
         return Group(table, *map(escape, clauses))
+
+
+def _cells(row: ReportRow) -> tuple[str, ...]:
+    found = row.locations
+    modules, parameters = (str(len(each) or "–") for each in (found.modules, found.parameters))
+    return row.name, row.kind, row.where, "yes" if row.active else "no", modules, _matched(row), parameters
 
 
 def _matched(row: ReportRow) -> str:

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from gradpolicy.display import three_digits, wide_console
+from gradpolicy.display import text_table, three_digits, wide_console
 from gradpolicy.errors import PolicyError
 from gradpolicy.insight.report import write_report
 from gradpolicy.insight.run_files import REPORT, RESULT, Result
@@ -87,7 +85,7 @@ class SweepSummary:
     def write(self, path: Path, console: Console) -> None:
         """Write the table as CSV and print its path."""
         self.jobs.to_csv(path, index=False)
-        console.print(escape(f"saved in {path}"), soft_wrap=True)
+        console.print(f"saved in {path}", soft_wrap=True, markup=False)
 
 
 def summarize(directory: Path, metric: str | None, mode: str, *, report: bool) -> None:
@@ -124,13 +122,9 @@ def _read(path: Path) -> Result:
 
 
 def _print(shown: "pd.DataFrame", title: str, console: Console) -> None:
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
-    for name in shown:
-        # Keys break after a dot, so that their columns are narrow. Brackets in overrides are no markup.
-        table.add_column(escape(str(name).replace(".", ".\n")), overflow="fold")
-    for row in shown.astype(str).itertuples(index=False):
-        table.add_row(*map(escape, row))
-    console.print(table)
+    # Keys break after a dot, so that their columns are narrow.
+    headings = [str(name).replace(".", ".\n") for name in shown]
+    console.print(text_table(title, headings, shown.astype(str).itertuples(index=False)))
 
 
 def _key_and_value(override: str) -> tuple[str, str]:

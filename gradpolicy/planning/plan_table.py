@@ -7,9 +7,8 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.table import Table
 
-from gradpolicy.display import Displayed
+from gradpolicy.display import Displayed, text_table
 from gradpolicy.errors import shortened
 from gradpolicy.what_trains import Layers
 
@@ -101,7 +100,9 @@ class Plan(Displayed):
 
     def __rich__(self) -> RenderableType:
         """Render the plan as a table of policies and one of layers, with its remarks below."""
-        return Group(table(self.rows), self.layers.table(), escape(self.layers.unmatched), *remarks(self))
+        table = text_table("Plan", HEADINGS, map(cells, self.rows), right=HEADINGS[-1:])
+        table.columns[0].no_wrap = True
+        return Group(table, self.layers.table(), escape(self.layers.unmatched), *remarks(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain values, the content of ``plan.json``."""
@@ -110,19 +111,6 @@ class Plan(Displayed):
             "rows": [row.to_dict() for row in self.rows],
             "layers": self.layers.to_dict(),
         }
-
-
-def table(rows: tuple[PlanRow, ...]) -> Table:
-    """Return a table with a row per policy: what it does, where, its matches, and its active share."""
-    drawn = Table(title="Plan", title_justify="left", title_style="bold", header_style="bold")
-    first, *others, last = HEADINGS
-    drawn.add_column(first, no_wrap=True)
-    for heading in others:
-        drawn.add_column(heading, overflow="fold")
-    drawn.add_column(last, justify="right")
-    for row in rows:
-        drawn.add_row(*map(escape, cells(row)))
-    return drawn
 
 
 def cells(row: PlanRow) -> tuple[str, ...]:
