@@ -73,8 +73,8 @@ def test_what_lightning_cannot_take_up_is_told_in_one_line(
         ),
         (lambda saved: saved["param_groups"][0].update(capturable=True), "capturable: expected False"),
         (
-            lambda saved: saved["param_groups"][0].update(gradient_policies={"steps": 10**30}),
-            "number of steps",
+            lambda saved: saved["param_groups"][0].update(gradient_policies={"updates": 10**30}),
+            "number of updates",
         ),
     ],
 )
