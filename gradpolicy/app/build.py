@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
@@ -177,9 +176,8 @@ def build_all(nodes: Nodes, key: str, kind: type) -> dict[str, Any]:
 
 
 def _under_key(error: Exception, key: str) -> PolicyError:
-    inner = (
-        re.search(r"\nfull_key: (\S+)$", str(error)) if isinstance(error, InstantiationException) else None
-    )
+    # Hydra ends its message with the key of a node within this one.
+    inner = re.search(r"\nfull_key: (\S+)$", str(error))
     key = f"{key}.{inner[1]}" if inner else key
     cause = root_cause(error)
     if isinstance(cause, ModuleNotFoundError):
