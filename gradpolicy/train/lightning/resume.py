@@ -23,12 +23,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from gradpolicy.tensors.sharding import local_shard
 from gradpolicy.train.agreement import of_every_rank
 from gradpolicy.train.lightning.checkpoints import AtomicCheckpointIO, check_optimizers, counts_of
-from gradpolicy.train.lightning.resumed_files import (
-    count_rows,
-    cut,
-    goes_on,
-    restore_callbacks,
-)
+from gradpolicy.train.lightning.resumed_files import count_rows, cut, goes_on, restore_callbacks
 from gradpolicy.train.lightning.runs import list_checkpoint
 from gradpolicy.train.lightning.trainer_parts import callbacks_of
 from gradpolicy.where import plain_name
