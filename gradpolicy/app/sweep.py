@@ -51,13 +51,25 @@ def search(config_dir: Path, overrides: list[str], directory: Path, trials: int,
             raise PolicyError("optimized_metric: must name the metric that the search compares, got None")
         directory.mkdir(parents=True, exist_ok=True)
         study = open_study(f"sqlite:///{directory / 'study.db'}", name, metric, mode, seed)
-        words = [*overrides, f"hydra.sweep.dir={quoted(str(directory / name))}"]
+        directory /= name
         for _ in range(trials - len(study.get_trials(states=[TrialState.COMPLETE]))):
-            code = run_trial(study, space, metric, config_dir, words, directory / name)
+            trial, value = study.ask(space), None
+            run = directory / str(trial.number)
+            places = [f"hydra.sweep.dir={quoted(str(directory))}", f"hydra.run.dir={quoted(str(run))}"]
+            drawn = [f"{key}={json.dumps(given)}" for key, given in trial.params.items()]
+            try:
+                code = train(config_dir, [*overrides, *drawn, *places])
+                if not code:
+                    value = optimized_value(run, metric)
+            finally:
+                study.tell(trial, value, TrialState.FAIL if value is None else None)
             if code in ENDING:
+                # The next search begins with the values of a trial that was interrupted.
+                if code != Exit.WRONG_INPUT:
+                    study.enqueue_trial(trial.params)
                 break
     if code != Exit.WRONG_INPUT:
-        summarize(directory / name, metric, mode, report=True)
+        summarize(directory, metric, mode, report=True)
     return code if code in ENDING else 0
 
 
@@ -124,26 +136,13 @@ def open_study(url: str, name: str, metric: str, mode: str, seed: int) -> optuna
     return study
 
 
-def run_trial(
-    study: optuna.Study,
-    space: dict[str, BaseDistribution],
-    metric: str,
-    config_dir: Path,
-    words: list[str],
-    directory: Path,
-) -> int:
-    """Train once with drawn values, tell the study the value that is optimized, and return the exit code."""
-    trial, value = study.ask(space), None
-    directory = directory / str(trial.number)
-    drawn = [f"{key}={json.dumps(value)}" for key, value in trial.params.items()]
-    try:
-        code = train(config_dir, [*words, *drawn, f"hydra.run.dir={quoted(str(directory))}"])
-        if not code:
-            result = Result.load(directory / RESULT)
-            if (value := result.optimized) is None:
-                raise unknown("metric", metric, result.metrics, key="optimized_metric")
-    finally:
-        study.tell(trial, value, TrialState.FAIL if value is None else None)
-    if code in (Exit.INTERRUPTED, Exit.TERMINATED):
-        study.enqueue_trial(trial.params)
-    return code
+def optimized_value(run: Path, metric: str) -> float:
+    """Return the value of a completed run that the search compares.
+
+    Raises:
+        PolicyError: If the run has not logged the metric.
+    """
+    result = Result.load(run / RESULT)
+    if result.optimized is None:
+        raise unknown("metric", metric, result.metrics, key="optimized_metric")
+    return result.optimized
