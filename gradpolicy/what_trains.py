@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+HEADINGS = ("layer", "what trains", "share", "entries", "rate", "module mode")
+
 
 @dataclass(frozen=True)
 class LayerRow:
@@ -105,14 +107,11 @@ class Layers(Displayed):
 
     def table(self) -> "Table":
         """Return the table for rich."""
-        cells = (
-            (row.name, row.trains, _percent(row.share), f"{row.entries:,}", row.rate, row.mode)
-            for row in self.rows
-        )
-        numbers = ("share", "entries", "rate")
-        return text_table(
-            "What trains", ("layer", "what trains", *numbers, "module mode"), cells, right=numbers
-        )
+        return text_table("What trains", HEADINGS, map(_cells, self.rows), right=HEADINGS[2:5])
+
+
+def _cells(row: LayerRow) -> tuple[str, ...]:
+    return row.name, row.trains, _percent(row.share), f"{row.entries:,}", row.rate, row.mode
 
 
 def what_trains(
