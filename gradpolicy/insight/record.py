@@ -24,7 +24,7 @@ from pydantic_core import to_json
 
 from gradpolicy.checks import check_integer
 from gradpolicy.errors import PolicyError
-from gradpolicy.files import parse_json
+from gradpolicy.files import is_inside, parse_json
 from gradpolicy.insight.run_files import Count
 from gradpolicy.train.lightning.callback import GradientPolicies
 from gradpolicy.train.lightning.resume import starts_new_run
@@ -147,9 +147,9 @@ def load(run: str | Path) -> DataFrame:
         PolicyError: If the directory has no record, or a line is damaged.
     """
     path = Path(run) / RECORD
-    if not path.is_file():
+    if not path.is_file() or not is_inside(path, path.parent):
         raise PolicyError(
-            f"{run} holds no {RECORD}; a run writes it where callbacks contain `record` (Record in Python)"
+            f"{run} holds no {RECORD} of its own, which callbacks with `record` (Record in Python) write"
         )
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(_whole_lines(path.read_bytes()).splitlines(), start=1):

@@ -197,6 +197,14 @@ def test_what_is_no_record_is_told(tmp_path, content, message):
         record.load(tmp_path)
 
 
+def test_no_link_out_of_the_directory_is_followed(tmp_path):
+    (tmp_path / "theirs").write_text("")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / RECORD).symlink_to(tmp_path / "theirs")
+    with pytest.raises(gp.PolicyError, match="holds no record.jsonl of its own"):
+        record.load(tmp_path / "run")
+
+
 # ---- many processes
 
 
