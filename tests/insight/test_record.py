@@ -201,7 +201,7 @@ def test_no_link_out_of_the_directory_is_followed(tmp_path):
     (tmp_path / "theirs").write_text("")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / RECORD).symlink_to(tmp_path / "theirs")
-    with pytest.raises(gp.PolicyError, match="holds no record.jsonl of its own"):
+    with pytest.raises(gp.PolicyError, match=r"holds no record\.jsonl of its own"):
         record.load(tmp_path / "run")
 
 

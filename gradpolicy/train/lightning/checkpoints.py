@@ -39,7 +39,7 @@ BY_INITIAL_WEIGHTS = "callbacks=[default,initial_weights] callbacks.initial_weig
 # The parts that hold a state for each optimizer, or for each scheduler.
 COUNTED = ("optimizer_states", "lr_schedulers")
 # The parts that Lightning writes in addition to weights. Without one of them it would start at zero.
-RESUMED = (*COUNTED, "loops")
+RESUMED = (*COUNTED, "loops", "global_step")
 # Optimizer.__setstate__ adds this default, which some optimizers, such as Muon, do not have.
 ADDED_DEFAULT = "differentiable"
 CANNOT_RESUME = f"a run cannot be resumed from it; start a new one with its weights by {BY_INITIAL_WEIGHTS}"
