@@ -285,7 +285,8 @@ def checked_restore(trainer: Trainer, checkpoint: Path | None) -> Iterator[None]
             if not installed or str(checkpoint) in str(error):
                 raise
             raise PolicyError(f"{KEY}: {checkpoint}: {error}") from error
-        what = brief(f"{type(error).__name__}: {error}", most=120)
+        kind = "it lacks" if isinstance(error, KeyError) else f"{type(error).__name__}:"
+        what = brief(f"{kind} {error}", most=120)
         raise PolicyError(
             f"{KEY}: {checkpoint} holds a state of another kind ({what}): {CANNOT_RESUME}"
         ) from error
