@@ -163,7 +163,7 @@ class WrappedForward:
                 return run_with_rules(self.parameter_rules, self._run_in_session, args, kwargs)
             return self._run_in_session(args, kwargs)
         # Also an exported program, which cannot have rules.
-        return self._forward(args, kwargs)
+        return self._unwrapped()(*args, **kwargs)
 
     def take_off(self) -> None:
         """Restore the forward, also below the wrappers of later installations."""
@@ -207,7 +207,7 @@ class WrappedForward:
     def _run_under_table(self, args: tuple, kwargs: dict) -> Any:
         table, session = self.table, self.session
         if table is None:
-            return self._forward(args, kwargs)
+            return self._unwrapped()(*args, **kwargs)
         # The mode of this installation on this thread.
         mode = next((mode for mode in tracing.active_modes() if mode.owner is session), None)
         if mode is None:
@@ -223,17 +223,17 @@ class WrappedForward:
             mode.table = outer_table
 
     def _run_in_mode(self, mode: DispatchMode, args: tuple, kwargs: dict) -> Any:
-        run = self._run_counted if self.counted else self._forward
+        run = self._run_counted if self.counted else self._unwrapped()
         # Compiled code must not depend on the name, so that all modules of a class share it.
         if is_traced():
-            return run(args, kwargs)
+            return run(*args, **kwargs)
         outer_module, mode.module = mode.module, self.name
         try:
-            return run(args, kwargs)
+            return run(*args, **kwargs)
         finally:
             mode.module = outer_module
 
-    def _run_counted(self, args: tuple, kwargs: dict) -> Any:
+    def _run_counted(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward, counting calls from 0; if such forwards are nested, for the innermost one.
 
         Raises:
@@ -243,7 +243,7 @@ class WrappedForward:
         for state in self.counted:
             state.call_counts = {}
         try:
-            result = self._forward(args, kwargs)
+            result = self._unwrapped()(*args, **kwargs)
             for state, operation in [(each, name) for each in self.counted for name in each.row.operations]:
                 count, last = (state.call_counts or {}).get(operation, 0), max(state.policy.calls)
                 if state.active and count <= last:
@@ -258,14 +258,15 @@ class WrappedForward:
             for state, before in zip(self.counted, outer, strict=True):
                 state.call_counts = before
 
-    def _forward(self, args: tuple, kwargs: dict) -> Any:
+    def _unwrapped(self) -> Callable:
+        """Return the forward that is replaced, to be called where compiled calls are nested least."""
         if self.inner is not None:
-            return self.inner(*args, **kwargs)
+            return self.inner
         # Not a bound method, which torch 2.11 does not trace.
-        return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
+        return partial(getattr(type(self.module), self.method), self.module)
 
 
 def _checkpoints_within(rule: OperationRule) -> int:
     """Return the number of checkpointed functions in the running forward, or in that which counts calls."""
     counts = rule.state.policy.calls
-    return tracing.checkpoints_above(WrappedForward._run_counted if counts else WrappedForward._forward)
+    return tracing.checkpoints_above(WrappedForward._run_counted if counts else WrappedForward.__call__)
