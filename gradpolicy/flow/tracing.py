@@ -1,9 +1,10 @@
 """The state of torch around a call: compiled, transformed, under modes or checkpoints.
 
 All private parts of torch's compiler that the package uses are in this file, as they are in torch 2.11 to
-2.13. Under another version modules with policies on operations run in eager mode within compiled code.
+2.15. Under another version modules with policies on operations run in eager mode within compiled code.
 """
 
+import functools
 import importlib
 import itertools
 import sys
@@ -24,7 +25,7 @@ from gradpolicy.errors import warn_user
 Function = Callable[..., Any]
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
-COMPILER_IS_KNOWN = torch.__version__.startswith(("2.11.", "2.12.", "2.13."))
+COMPILER_IS_KNOWN = torch.__version__.startswith(("2.11.", "2.12.", "2.13.", "2.14.", "2.15."))
 
 # Local names save the attribute lookup at every call. Both are True in compiled code, is_compiling also in
 # non-strict export.
@@ -40,8 +41,7 @@ hooks_on_saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks
 
 # The module and the name of the function that checkpoints.
 CHECKPOINT = (checkpoint.__module__, checkpoint.__qualname__)
-# The function that runs the forward of a custom Function, and the module that enters policies again.
-_APPLY = (torch.autograd.Function.apply.__module__, torch.autograd.Function.apply.__qualname__)
+# The module that enters policies again.
 _ENTRY = "gradpolicy.flow.wrapped_forward"
 # The operators of tensors that are written in Python, such as `__rsub__`, by their id.
 _OPERATORS = {
@@ -118,10 +118,21 @@ def custom_forward_above() -> str:
         The qualified name; empty if none runs.
     """
     running = itertools.takewhile(lambda caller: caller[0] != _ENTRY, _callers())
-    for (module, name), caller in itertools.pairwise(running):
-        if caller == _APPLY and not module.startswith("torch."):
-            return name
-    return ""
+    return next((name for module, name in running if _is_custom_forward(module, name)), "")
+
+
+@functools.cache
+def _is_custom_forward(module: str, name: str) -> bool:
+    """Return True if a function is the forward of a custom autograd Function, not of one of torch's."""
+    forwards = [each.forward for each in _subclasses(torch.autograd.Function)]
+    found = any((each.__module__, getattr(each, "__qualname__", "")) == (module, name) for each in forwards)
+    return found and not module.startswith("torch.")
+
+
+def _subclasses(of: Any) -> Iterator[Any]:
+    for each in of.__subclasses__():
+        yield each
+        yield from _subclasses(each)
 
 
 def may_be_recomputed() -> bool:

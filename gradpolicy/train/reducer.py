@@ -97,7 +97,7 @@ def rebuild_reducer(model: DistributedDataParallel) -> None:
     """Create a new reducer for the parameters that now require a gradient.
 
     The DistributedDataParallel module stays the same object and keeps its communication hooks. This does what
-    its constructor and unpickling do, with its process group, as of torch 2.11 to 2.13.
+    its constructor and unpickling do, with its process group, as of torch 2.11 to 2.15.
 
     Raises:
         RuntimeError: If no parameter requires a gradient.
