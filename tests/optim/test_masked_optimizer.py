@@ -71,9 +71,9 @@ def test_all_active_is_the_wrapped_optimizer_bit_for_bit(info, settings):
                 optimizer = MaskedOptimizer(optimizer)
                 optimizer.set_mask(weights[0], torch.ones_like(weights[0], dtype=torch.bool))
             train(model, optimizer, 4, info.step_requires_closure)
-        ends.append([weight.detach().clone() for weight in model.parameters()])
-    # L-BFGS that maximizes (torch 2.15) ends at infinity here.
-    torch.testing.assert_close(*ends, rtol=0, atol=0, equal_nan=True)
+        # Bytes, since L-BFGS that maximizes (torch 2.15) ends in NaN here, which equals nothing.
+        ends.append([weight.detach().numpy().tobytes() for weight in model.parameters()])
+    assert ends[0] == ends[1]
 
 
 STEPPING = {
