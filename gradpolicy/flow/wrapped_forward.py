@@ -259,7 +259,7 @@ class WrappedForward:
                 state.call_counts = before
 
     def _unwrapped(self) -> Callable:
-        """Return the forward that is replaced, to be called where compiled calls are nested least."""
+        """Return the replaced forward. The caller calls it, so that compiled calls are nested less deeply."""
         if self.inner is not None:
             return self.inner
         # Not a bound method, which torch 2.11 does not trace.
